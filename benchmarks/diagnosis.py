@@ -153,7 +153,7 @@ def permuted_scales() -> AbstractContextManager[Any]:
 
 def kept_cache(backend: JetStreamBackend) -> AbstractContextManager[Any]:
     """The prefix cache outlives its weights."""
-    return mock.patch.object(backend._core.scheduler.block_manager, "reset", lambda: None)
+    return mock.patch.object(backend._core.scheduler.block_manager, "reset", return_value=None)
 
 
 def without_an_id(ids: tuple[int, ...], prompt: int) -> tuple[int, ...]:

@@ -314,7 +314,8 @@ def read_header(file: Path) -> tuple[Shapes, Mapping[str, str]]:
     """
     try:
         with safe_open(file, framework="numpy") as tensors:
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+            names = tensors.keys()  # safetensors' file is no mapping
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
             return shapes, tensors.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise WeightUpdateError(f"{file} is not a whole safetensors file: {error}") from error

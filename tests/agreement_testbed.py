@@ -100,7 +100,7 @@ async def rollouts(
     backend: RolloutBackend,
     model: DecoderConfig,
     *,
-    between: Between = Between(),  # noqa: B008  (frozen)
+    between: Between = Between(),
     temperature: float = 1.0,
     max_tokens: int = 20,
     lengths: Sequence[int] = PROMPTS,
@@ -137,7 +137,7 @@ async def conversations(
     backend: RolloutBackend,
     model: DecoderConfig,
     *,
-    between: Between = Between(),  # noqa: B008  (frozen)
+    between: Between = Between(),
     before_turn: BeforeTurn = nothing,
     turns: int = 3,
     temperature: float = 1.0,
@@ -198,7 +198,7 @@ async def diagnosed_engine(
     *,
     params: Params | None = None,
     served_params: Params | None = None,
-    between: Between = Between(),  # noqa: B008  (frozen)
+    between: Between = Between(),
     inspected: bool = False,
     older: Mapping[str, Params] | None = None,
     talks: bool = False,

@@ -103,7 +103,7 @@ class Episode:
         self._schemas: tuple[Mapping[str, Any], ...] = ()
         if context.limits.tool_prompt == "template":
             self._schemas = (*list_schemas(tools), *tool_schemas)
-        self._metrics: dict[str, float] = {key: 0.0 for key in _METRICS}
+        self._metrics: dict[str, float] = dict.fromkeys(_METRICS, 0.0)
         self.prefix = prefix
         self._partial_turn: TokenOutput | None = None  # the inherited part of the next turn
         self._request_id: str | None = None  # the request that is being sampled

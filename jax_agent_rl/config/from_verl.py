@@ -173,7 +173,9 @@ def _explain(key: str, line: str) -> tuple[str, str]:
     return "unknown", line
 
 
-def _derive(key: str, value: Any, verl: Mapping[str, Any]) -> dict[str, Any] | None:
+def _derive(  # noqa: C901  # one case after another
+    key: str, value: Any, verl: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Return this project's keys and values for a key of verl whose value changes.
 
     Args:

@@ -21,7 +21,7 @@ The parameter ``env`` is no part of the schema. Life of a lease::
 A call breaks its environment if it is cut off by a timeout or cancelled, or raises anything but
 ToolError. A new environment takes its place in the pool. With scope trajectory, later calls of the
 trajectory fail: what it did in the broken environment is gone.
-'''  # noqa: D214
+'''
 
 from __future__ import annotations
 

@@ -175,15 +175,15 @@ def make_decode_batch(count: int, pages: int, position: int = 0) -> DecodeBatch:
         position: position of every slot.
     """
     # In numpy, which jitted programs accept.
-    arrays: dict[str, Any] = dict(
-        pages=np.full((count, pages), NULL_PAGE, np.int32),
-        tokens=np.zeros(count, np.int32),
-        positions=np.full(count, position, np.int32),
-        remaining=np.zeros(count, np.int32),
-        temperature=np.zeros(count, np.float32),
-        seed=np.zeros(count, np.uint32),
-        stop_ids=np.full((count, MAX_STOP_IDS), -1, np.int32),
-    )
+    arrays: dict[str, Any] = {
+        "pages": np.full((count, pages), NULL_PAGE, np.int32),
+        "tokens": np.zeros(count, np.int32),
+        "positions": np.full(count, position, np.int32),
+        "remaining": np.zeros(count, np.int32),
+        "temperature": np.zeros(count, np.float32),
+        "seed": np.zeros(count, np.uint32),
+        "stop_ids": np.full((count, MAX_STOP_IDS), -1, np.int32),
+    }
     return DecodeBatch(**arrays)
 
 

@@ -247,7 +247,8 @@ def open_tensors(files: Sequence[str | Path]) -> Tensors:
             raise ModelError(
                 f"{file} cannot be read ({error}); download or convert the model again"
             ) from error
-        for name in handle.keys():
+        names = handle.keys()  # safetensors' file is no mapping
+        for name in names:
             if name in tensors:
                 raise ModelError(
                     f"{file} holds tensor {name!r}, which another file of the model holds, too;"

@@ -200,7 +200,7 @@ def _restore_trained(saved: SavedRun, parameterization: Parameterization, *, ema
     learner_state = {"policy": policy}
     like: Any = learner_state
     if saved.trained.adapters:
-        like = {name: learner_state for name in saved.trained.adapters}
+        like = dict.fromkeys(saved.trained.adapters, learner_state)
 
     trained = saved.trained
     checkpointer = Checkpointer(trained.checkpoints, keep=trained.keep_checkpoints)

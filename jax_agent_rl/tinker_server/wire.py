@@ -378,7 +378,7 @@ def read_targets(
     elif ids.size != shape[0] * shape[1]:
         raise BadRequest(f"{name} has {ids.size} ids, its shape is {shape}")
     ids = ids.reshape(shape)
-    is_known = -1 <= ids.min() and ids.max() < vocab_size
+    is_known = ids.min() >= -1 and ids.max() < vocab_size
     has_any = ids.max() >= 0
     if not is_known or not has_any:
         raise BadRequest(

@@ -91,7 +91,7 @@ def test_a_healthy_run_agrees_in_every_step_and_so_does_its_folder(tmp_path: Pat
     recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 3})
     summary, _ = run(recipe)
     steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
-    assert summary["steps"] == 3 and all(0 < step["compared_tokens"] for step in steps)
+    assert summary["steps"] == 3 and all(step["compared_tokens"] > 0 for step in steps)
     assert max(step["compared_gap_max"] for step in steps) < 1e-4
     for options in ((), ("--version", "0")):
         code, output = diagnosed(tmp_path / "run", *options)

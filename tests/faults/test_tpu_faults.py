@@ -275,7 +275,7 @@ def test_a_host_that_does_not_listen_yet_is_tried_again(cloud: Cloud):
 
 
 @pytest.mark.parametrize(
-    "order, message",
+    ("order", "message"),
     [
         ("no-quota", "no quota for that many chips of that kind"),
         ("no-capacity", "the zone is full: choose another --zone, or let --render sky wait"),
@@ -312,7 +312,7 @@ def test_a_slice_that_another_launcher_creates_is_left_to_it(cloud: Cloud):
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message"),
     [
         (["--slices", 2], "--slices is for --render gke or slurm"),
         (["--rollout-hosts", 2], "--rollout-hosts is for --render gke or slurm"),

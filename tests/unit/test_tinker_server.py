@@ -32,21 +32,21 @@ os.environ.setdefault(
 pytest.importorskip("tinker")
 pytest.importorskip("torch")
 
-import tinker  # noqa: E402
-import torch  # noqa: E402
-from tinker.proto import tinker_public_pb2 as pb  # noqa: E402
-from tinker.types import GetInfoResponse  # noqa: E402
+import tinker
+import torch
+from tinker.proto import tinker_public_pb2 as pb
+from tinker.types import GetInfoResponse
 
-from jax_agent_rl.config.commands import TinkerServerSettings  # noqa: E402
-from jax_agent_rl.config.loading import build_tree  # noqa: E402
-from jax_agent_rl.errors import CheckpointError  # noqa: E402
-from jax_agent_rl.learner.sequence_learner import SequenceLearner  # noqa: E402
-from jax_agent_rl.models.hf import save_hf  # noqa: E402
-from jax_agent_rl.tinker_server.app import TinkerServer, check_states, open_server  # noqa: E402
-from jax_agent_rl.tinker_server.database import Database, Request  # noqa: E402
-from jax_agent_rl.tinker_server.requests import SampleRequest  # noqa: E402
-from jax_agent_rl.tinker_server.training import PREFIX, Models  # noqa: E402
-from jax_agent_rl.tinker_server.wire import (  # noqa: E402
+from jax_agent_rl.config.commands import TinkerServerSettings
+from jax_agent_rl.config.loading import build_tree
+from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.learner.sequence_learner import SequenceLearner
+from jax_agent_rl.models.hf import save_hf
+from jax_agent_rl.tinker_server.app import TinkerServer, check_states, open_server
+from jax_agent_rl.tinker_server.database import Database, Request
+from jax_agent_rl.tinker_server.requests import SampleRequest
+from jax_agent_rl.tinker_server.training import PREFIX, Models
+from jax_agent_rl.tinker_server.wire import (
     INPUTS,
     BadRequest,
     parse_batch,
@@ -55,8 +55,8 @@ from jax_agent_rl.tinker_server.wire import (  # noqa: E402
     read_targets,
     sampling_params,
 )
-from tests.tiny_chat import CONFIG, params, tokenizer  # noqa: E402
-from tests.unit.test_routes import SAMPLE, VALUES, changed, places  # noqa: E402
+from tests.tiny_chat import CONFIG, params, tokenizer
+from tests.unit.test_routes import SAMPLE, VALUES, changed, places
 
 RANK = 4
 ADAM = tinker.AdamParams(learning_rate=0.02)

@@ -12,13 +12,13 @@ import pytest
 
 pytest.importorskip("openai")
 
-from jax_agent_rl.agents.command.agent import CommandAgent  # noqa: E402
-from jax_agent_rl.agents.command.task import read_harbor_task, read_task  # noqa: E402
-from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError  # noqa: E402
-from jax_agent_rl.rewards import rules  # noqa: E402
-from jax_agent_rl.types import SamplingParams  # noqa: E402
-from tests.capabilities import CONTAINER_IMAGE, find_container_runtime, needs_bwrap  # noqa: E402
-from tests.tiny_chat import assert_exact, tiny_context  # noqa: E402
+from jax_agent_rl.agents.command.agent import CommandAgent
+from jax_agent_rl.agents.command.task import read_harbor_task, read_task
+from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError
+from jax_agent_rl.rewards import rules
+from jax_agent_rl.types import SamplingParams
+from tests.capabilities import CONTAINER_IMAGE, find_container_runtime, needs_bwrap
+from tests.tiny_chat import assert_exact, tiny_context
 
 CHAT = """
 import os, openai

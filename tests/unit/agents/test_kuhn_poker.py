@@ -35,7 +35,7 @@ async def play(first: str, second: str, *moves: str):
     row = {
         "data_source": "kuhn_poker",
         "prompt": [{"role": "system", "content": "Play."}],
-        "extra_info": {"cards": dict(first=first, second=second)},
+        "extra_info": {"cards": {"first": first, "second": second}},
     }
     agent = get_agent("kuhn_poker")(context)
     made = await agent.run(

@@ -15,18 +15,18 @@ import pytest
 
 pytest.importorskip("langchain_tests")
 
-from langchain_tests.integration_tests import ChatModelIntegrationTests  # noqa: E402
-from langchain_tests.unit_tests import ChatModelUnitTests  # noqa: E402
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+from langchain_tests.unit_tests import ChatModelUnitTests
 
-from jax_agent_rl.agents import AgentContext  # noqa: E402
-from jax_agent_rl.agents.langgraph import ChatModel  # noqa: E402
-from jax_agent_rl.agents.recorder import ChatRecorder  # noqa: E402
-from jax_agent_rl.config import AgentConfig  # noqa: E402
-from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
-from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
-from jax_agent_rl.types import SamplingParams  # noqa: E402
-from tests.fakes import FakeCodec, ScriptedBackend  # noqa: E402
-from tests.tiny_chat import tiny_context  # noqa: E402
+from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.agents.langgraph import ChatModel
+from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.types import SamplingParams
+from tests.fakes import FakeCodec, ScriptedBackend
+from tests.tiny_chat import tiny_context
 
 
 class BackgroundLoop:

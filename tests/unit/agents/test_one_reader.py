@@ -21,7 +21,7 @@ from tests.examples import examples
 
 pytest.importorskip("langgraph")
 
-from langchain_core.messages import HumanMessage  # noqa: E402
+from langchain_core.messages import HumanMessage
 
 from jax_agent_rl.agents import (
     AgentContext,
@@ -29,27 +29,27 @@ from jax_agent_rl.agents import (
     InteractionAgent,
     ReactAgentLoop,
     ToolAgent,
-)  # noqa: E402
-from jax_agent_rl.agents.conversation import TurnStream, read_reply  # noqa: E402
-from jax_agent_rl.agents.endpoint.messages import MessagesAnswer  # noqa: E402
-from jax_agent_rl.agents.endpoint.sessions import Piece  # noqa: E402
-from jax_agent_rl.agents.langgraph import ChatModel  # noqa: E402
-from jax_agent_rl.agents.recorder import ChatRecorder  # noqa: E402
-from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
-from jax_agent_rl.chat.formats import FORMATS, get_format  # noqa: E402
-from jax_agent_rl.chat.formats.base import Scanner  # noqa: E402
-from jax_agent_rl.config import AgentConfig  # noqa: E402
+)
+from jax_agent_rl.agents.conversation import TurnStream, read_reply
+from jax_agent_rl.agents.endpoint.messages import MessagesAnswer
+from jax_agent_rl.agents.endpoint.sessions import Piece
+from jax_agent_rl.agents.langgraph import ChatModel
+from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.chat.formats import FORMATS, get_format
+from jax_agent_rl.chat.formats.base import Scanner
+from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.environments import (
     Environment,
     EnvironmentPools,
     Observation,
     register_environment,
-)  # noqa: E402
-from jax_agent_rl.environments.users import BaseInteraction, InteractionRegistry  # noqa: E402
-from jax_agent_rl.environments.users.builtin import EngineChat, ModelUserInteraction  # noqa: E402
-from jax_agent_rl.errors import InteractionError, RewardError  # noqa: E402
-from jax_agent_rl.rewards import ModelJudge, solution_text  # noqa: E402
-from jax_agent_rl.rewards.code import extract_program  # noqa: E402
+)
+from jax_agent_rl.environments.users import BaseInteraction, InteractionRegistry
+from jax_agent_rl.environments.users.builtin import EngineChat, ModelUserInteraction
+from jax_agent_rl.errors import InteractionError, RewardError
+from jax_agent_rl.rewards import ModelJudge, solution_text
+from jax_agent_rl.rewards.code import extract_program
 from jax_agent_rl.rewards.rules import (
     boxed,
     gsm8k,
@@ -58,15 +58,15 @@ from jax_agent_rl.rewards.rules import (
     marked_number,
     qa_f1,
     tagged,
-)  # noqa: E402
-from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
-from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
-from jax_agent_rl.tools import ToolRegistry, function_tool  # noqa: E402
-from jax_agent_rl.types import SamplingParams, StopReason  # noqa: E402
-from jax_agent_rl.utils.files import cache_root  # noqa: E402
-from tests.fakes import ScriptedBackend  # noqa: E402
-from tests.unit.chat.test_formats import THINK, WRITERS  # noqa: E402
-from tests.unit.chat.test_template_families import codec_of  # noqa: E402
+)
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.tools import ToolRegistry, function_tool
+from jax_agent_rl.types import SamplingParams, StopReason
+from jax_agent_rl.utils.files import cache_root
+from tests.fakes import ScriptedBackend
+from tests.unit.chat.test_formats import THINK, WRITERS
+from tests.unit.chat.test_template_families import codec_of
 
 SAMPLING = SamplingParams(max_tokens=1000, seed=0)
 ASK = [{"role": "user", "content": "q"}]

@@ -6,16 +6,16 @@ import pytest
 
 pytest.importorskip("langgraph")
 
-from langchain_core.messages import HumanMessage, RemoveMessage  # noqa: E402
-from langgraph.graph import START, MessagesState, StateGraph  # noqa: E402
+from langchain_core.messages import HumanMessage, RemoveMessage
+from langgraph.graph import START, MessagesState, StateGraph
 
-from jax_agent_rl.agents import ReactAgentLoop  # noqa: E402
-from jax_agent_rl.agents.langgraph import ChatModel  # noqa: E402
-from jax_agent_rl.agents.recorder import ChatRecorder  # noqa: E402
-from jax_agent_rl.errors import HistoryEditedError, TrajectoryError  # noqa: E402
-from jax_agent_rl.tools import function_tool  # noqa: E402
-from jax_agent_rl.types import FinishReason, SamplingParams  # noqa: E402
-from tests.tiny_chat import assert_exact, tiny_context  # noqa: E402
+from jax_agent_rl.agents import ReactAgentLoop
+from jax_agent_rl.agents.langgraph import ChatModel
+from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.errors import HistoryEditedError, TrajectoryError
+from jax_agent_rl.tools import function_tool
+from jax_agent_rl.types import FinishReason, SamplingParams
+from tests.tiny_chat import assert_exact, tiny_context
 
 ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
 

@@ -125,7 +125,7 @@ async def test_an_engine_of_any_family_agrees_in_its_log_probs_tensors_and_layer
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
 )
 async def test_an_engine_of_a_coarser_precision_agrees_as_far_as_that_goes(options: dict[str, Any]):
-    params = {name: x for name, x in tiny_params(1, LLAMA).items()}
+    params = dict(tiny_params(1, LLAMA).items())
     params["layers"] = {
         name: x * (0.3 if x.ndim == 3 else 1.0) for name, x in params["layers"].items()
     }

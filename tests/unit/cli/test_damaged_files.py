@@ -127,7 +127,7 @@ def test_a_damaged_run_is_a_message_in_every_command(
 
 
 @pytest.mark.parametrize(
-    "name, damage", [*((name, "binary") for name in RUN_FILES), ("checkpoints/4", "a file")]
+    ("name", "damage"), [*((name, "binary") for name in RUN_FILES), ("checkpoints/4", "a file")]
 )
 def test_a_run_with_other_bytes_in_a_file_is_a_message_in_every_command(
     name, damage, whole: Path, tmp_path: Path

@@ -134,7 +134,8 @@ def test_a_recipe_given_to_another_command_is_named_with_its_own(recipe: str, co
 
 
 @pytest.mark.parametrize(
-    "command, recipe, meant", [("sft", "quickstart", "train"), ("train", "supervised/sft", "sft")]
+    ("command", "recipe", "meant"),
+    [("sft", "quickstart", "train"), ("train", "supervised/sft", "sft")],
 )
 def test_the_command_line_names_the_command_to_use(command: str, recipe: str, meant: str):
     status, text = said(command, recipe)

@@ -48,7 +48,7 @@ PORT = {
     "tool-server": "port={}",
     "tinker-server": "port={}",
 }
-RUN_DIR = {name: "run_dir={}" for name in ("train", "distill", "sft", "dpo")}
+RUN_DIR = dict.fromkeys(("train", "distill", "sft", "dpo"), "run_dir={}")
 RUN_DIR |= {
     "eval": "--out={}",
     "rollout": "--out={}/r.parquet",
@@ -113,7 +113,7 @@ def contents(folder: Path) -> set[Path]:
 
 
 @pytest.mark.parametrize(
-    "name, words, named", CASES, ids=[f"{name}-{named}" for name, _, named in CASES]
+    ("name", "words", "named"), CASES, ids=[f"{name}-{named}" for name, _, named in CASES]
 )
 def test_what_is_missing_is_named_and_nothing_is_made(
     name: str, words: list[str], named: str, folder: Path

@@ -394,7 +394,7 @@ OWN_AGENTS = {
 
 
 async def test_agents_that_cannot_branch_are_refused_before_the_run():
-    assert OWN_AGENTS <= set(branching_agents()) and not get_agent("react_agent").can_branch()
+    assert set(branching_agents()) >= OWN_AGENTS and not get_agent("react_agent").can_branch()
     stage = Stage(TreeGrpo(TreeGrpoConfig()))
     stage.collector.require_branching([row(), row("single_turn_agent")])
     with pytest.raises(

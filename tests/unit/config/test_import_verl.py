@@ -260,7 +260,7 @@ def test_yaml_references_are_resolved(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    ("text", "message"),
     [
         ("x=1\na.b='open\n", 'run.sh:2: "\'" opens'),
         ("\na.b=[1\n", "run.sh:2: a.b=[1: the value is not valid YAML"),
@@ -326,7 +326,7 @@ def rows(page: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "theirs, ours, page",
+    ("theirs", "ours", "page"),
     [
         *((*pair, PAGE) for pair in [*SAME.items(), *VLLM.items()]),
         *((*pair, OF_AGENTFLY) for pair in AGENTFLY.items()),

@@ -80,7 +80,7 @@ def test_no_value_of_any_key_brings_up_foreign_words(place: tuple[str, KeyInfo],
 
 
 @pytest.mark.parametrize(
-    "tree, words",
+    ("tree", "words"),
     [
         ({"trainer": {"steps": "many"}}, "trainer.steps='many': must be integer >= 1"),
         ({"trainer": {"steps": 0}}, "trainer.steps=0: must be integer >= 1"),
@@ -103,10 +103,9 @@ def test_a_key_that_must_be_set_says_what_it_takes():
 @given(st.sampled_from(sorted(get_args(core_schema.ErrorType))))
 @settings(max_examples=200)
 def test_every_kind_of_problem_has_words_or_keeps_its_sentence_without_foreign_ones(kind: str):
-    about = {
-        name: 1
-        for name in ("gt", "ge", "lt", "le", "multiple_of", "min_length", "max_length", "expected")
-    }
+    about = dict.fromkeys(
+        ("gt", "ge", "lt", "le", "multiple_of", "min_length", "max_length", "expected"), 1
+    )
     about |= {"pattern": "p", "discriminator": "type", "expected_tags": "'a'", "error": "e"}
     message = {"value_error": "Value error, odd", "assertion_error": "Assertion failed, odd"}.get(
         kind, "Input should be 3"

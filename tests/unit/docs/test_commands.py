@@ -48,7 +48,7 @@ def resolve(words: list[str]) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "page, line",
+    ("page", "line"),
     LINES,
     ids=lambda value: value.stem if isinstance(value, Path) else " ".join(value),
 )

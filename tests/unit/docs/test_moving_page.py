@@ -72,14 +72,14 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 def test_the_example_loads_and_has_the_values_of_its_table(page: Path, tmp_path: Path):
     table = page.read_text().split("\n## A script, line by line\n")[1]
-    given = dict(
-        (key, value)
+    given = {
+        key: value
         for line in table.splitlines()
         if line.startswith("| ")
         for _, key, value in re.findall(
             r"(`+)([a-z_0-9.]+)=(.+?)(?<!`)\1(?!`)", line.split(" | ")[1]
         )
-    )
+    }
     (block,) = [block for block in blocks(page) if block.language == "yaml" and block.title]
     file = tmp_path / block.title
     file.write_text(block.text)

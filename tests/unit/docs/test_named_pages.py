@@ -32,6 +32,6 @@ def named_pages() -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("page, reader", named_pages().items(), ids=named_pages())
+@pytest.mark.parametrize(("page", "reader"), named_pages().items(), ids=named_pages())
 def test_a_page_that_a_file_names_is_there(page: str, reader: Path):
     assert (ROOT / page).is_file(), f"{reader} sends its reader to {page}"

@@ -47,7 +47,7 @@ def test_the_table_of_models_names_every_family():
 
 
 @pytest.mark.parametrize(
-    "key, choices",
+    ("key", "choices"),
     [
         ("algorithm.adv_estimator", ADV_ESTIMATORS),
         ("algorithm.policy_loss.loss_mode", LOSS_MODES),

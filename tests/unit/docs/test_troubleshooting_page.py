@@ -59,10 +59,7 @@ def test_its_keys_exist():
 
 def test_its_reasons_exist():
     reasons = {*map(str, DropReason), *map(str, FinishReason)}
-    named = {
-        word
-        for word in re.findall(r"`([a-z]+_(?:error|timeout|drift|variance|edited|length))`", PAGE)
-    }
+    named = set(re.findall(r"`([a-z]+_(?:error|timeout|drift|variance|edited|length))`", PAGE))
     assert len(named) > 5 and named <= reasons
 
 

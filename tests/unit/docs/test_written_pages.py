@@ -40,7 +40,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize(
-    "page, program",
+    ("page", "program"),
     [(p, text) for p, text in PROGRAMS.items() if text],
     ids=lambda v: getattr(v, "stem", ""),
 )

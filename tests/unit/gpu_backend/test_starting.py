@@ -272,9 +272,8 @@ def test_settings_that_vllm_refuses_are_a_config_error(tmp_path):
 
 
 def test_the_log_goes_to_a_file(tmp_path):
-    config = json.loads(
-        open(write_log_config(tmp_path / "vllm.log", tmp_path / "logging.json")).read()
-    )
+    file = Path(write_log_config(tmp_path / "vllm.log", tmp_path / "logging.json"))
+    config = json.loads(file.read_text())
     assert config["handlers"]["file"]["filename"] == str(tmp_path / "vllm.log")
 
 

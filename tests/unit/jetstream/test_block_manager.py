@@ -213,7 +213,7 @@ class PageMachine(RuleBasedStateMachine):
     def every_page_is_free_or_held_or_idle_and_counted(self) -> None:
         blocks = self.blocks
         assert sorted([*blocks._free, *blocks._pages]) == list(range(1, self.PAGES + 1))
-        ref_counts = {number: 0 for number in blocks._pages}
+        ref_counts = dict.fromkeys(blocks._pages, 0)
         for context in self.contexts:
             for page in blocks.pages(context):
                 ref_counts[page] += 1

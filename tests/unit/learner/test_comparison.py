@@ -155,7 +155,7 @@ def test_a_breach_cancels_the_step_and_raises_once_it_is_given_up():
     def refuse(comparison: Comparison) -> None:
         raise refusal
 
-    with pytest.raises(DisagreementError) as caught:  # noqa: SIM117
+    with pytest.raises(DisagreementError) as caught:
         with cancel_on_breach(AgreementCheck(since=3, inspect=refuse), cancellation) as check:
             check.inspect(
                 Comparison(tokens=1, mean=1.0, largest=1.0)

@@ -92,7 +92,7 @@ def assert_every_row_once(groups: list[Group], record: dict) -> None:
     rows = Counter(
         trajectory.row["number"] for group in groups for trajectory in group.trajectories
     )
-    assert rows == {number: GROUP for number in range(ROWS)}
+    assert rows == dict.fromkeys(range(ROWS), GROUP)
     accounting = record["accounting"]
     assert accounting["trained"] == ROWS * GROUP
     assert accounting["started"] == accounting["trained"] + sum(accounting["dropped"].values())

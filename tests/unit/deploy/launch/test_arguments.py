@@ -16,7 +16,7 @@ TPU = ["--name", "try", "--zone", "us-west4-a", "--topology", "v5e:2x2"]
 
 
 @pytest.mark.parametrize(
-    "option, value, message",
+    ("option", "value", "message"),
     [
         ("--slices", "0", "'0' is not a whole number, 1 or more"),
         ("--rollout-hosts", "two", "'two' is not a whole number, 1 or more"),

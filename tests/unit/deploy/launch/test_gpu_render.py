@@ -69,7 +69,7 @@ def test_a_rayjob_runs_the_driver_on_the_configuration_with_time_to_save(
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message"),
     [
         (["--render", "ray"], "--hosts=: name [user@]hosts"),
         (["--render", "ray", "--hosts", "a@10.0.0.1,b@10.0.0.2"], "with one user for all"),

@@ -15,7 +15,7 @@ from tests.examples import examples
 
 
 @pytest.mark.parametrize(
-    "message, fix",
+    ("message", "fix"),
     [
         (
             "Cloud TPU API has not been used in project 1 before or it is disabled.",

@@ -9,7 +9,7 @@ from jax_agent_rl.errors import LaunchError
 
 
 @pytest.mark.parametrize(
-    "name, accelerator_type, hosts, chips_per_host",
+    ("name", "accelerator_type", "hosts", "chips_per_host"),
     [
         ("v5e:1x1", "v5litepod-1", 1, 1),
         ("v5e:2x4", "v5litepod-8", 1, 8),
@@ -38,7 +38,7 @@ def test_no_accelerator_type_stands_for_two_shapes():
 
 
 @pytest.mark.parametrize(
-    "name, message",
+    ("name", "message"),
     [
         ("v5e", "not of the form GENERATION:SHAPE"),
         ("v5e:3x3", "v5e comes as 1x1, 2x2"),

@@ -248,7 +248,7 @@ sys.exit(int(os.environ["STATUS"]))
 """
 
 
-@pytest.mark.parametrize("status, requeued", [(130, ["scontrol requeue 7"]), (0, [])])
+@pytest.mark.parametrize(("status", "requeued"), [(130, ["scontrol requeue 7"]), (0, [])])
 def test_a_slurm_job_whose_time_is_over_saves_and_goes_into_the_queue_again(
     tmp_path: Path, status: int, requeued: list[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -292,7 +292,7 @@ def test_pods_need_an_image_and_a_bucket(config: Path):
 
 
 @pytest.mark.parametrize(
-    "kind, options, message",
+    ("kind", "options", "message"),
     [
         ("gke", {"rollout_topology": V5E_HOST}, "needs --rollout-hosts: give their number"),
         (
