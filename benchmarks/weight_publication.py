@@ -204,9 +204,8 @@ async def measure_deltas(steps: int, learning_rate: float) -> dict[str, list[flo
     async with contextlib.AsyncExitStack() as stack:
         routes = {}
         for name, full_every in (("whole", 1), ("changes", steps + 2)):
-            server = RolloutServer(
-                WeightReceiver(learner.model, start, EngineMeshConfig(), dtype="bfloat16")
-            )  # type: ignore[arg-type]
+            receiver = WeightReceiver(learner.model, start, EngineMeshConfig(), dtype="bfloat16")
+            server = RolloutServer(receiver)  # type: ignore[arg-type]
             await server.start()
             stack.push_async_callback(server.close)
             remote = RemoteBackend(server.url, shares_disk=False)

@@ -80,8 +80,8 @@ class FaultyEngine(SimulatedEngine):
         """Fail all running and future requests."""
         self._dead = True
         for run in [*self._running.values(), *self._waiting]:
-            if not run.done.done():
-                run.done.set_exception(EngineDiedError(f"{self.name} died"))
+            if not run.result.done():
+                run.result.set_exception(EngineDiedError(f"{self.name} died"))
 
     def fall_silent(self) -> None:
         """Stop sampling and answering."""
