@@ -7,11 +7,11 @@ SmolLM2-135M in float32; with ``--dtype bfloat16`` engines take it in bfloat16, 
 folders then are. The routes take turns, round by round, in one process; the shortest time counts,
 from the learner's arrays to arrays in the engine's layout. On CPUs six devices are simulated:
 
-    arrays            learner and engine on one device, one program arrays_resharded  learner fsdp 3
-    on devices 0-2 ─► engine tensor 3 on devices 3-5, shard by shard files             safetensors
-    in shared memory with digests, read by an engine of one device upload            the same files
-    over HTTP on loopback tensorstore       learner fsdp 3 ─► folder in shared memory ─► engine
-    tensor 3
+    arrays            learner and engine on one device, one program
+    arrays_resharded  learner fsdp 3 on devices 0-2 ─► engine tensor 3 on devices 3-5, shard by shard
+    files             safetensors in shared memory with digests, read by an engine of one device
+    upload            the same files over HTTP on loopback
+    tensorstore       learner fsdp 3 ─► folder in shared memory ─► engine tensor 3
 
 With ``--steps``, the learner takes that many steps of AdamW (8 sequences of 256 random ids, a
 policy gradient of advantage +-1), and each version goes over HTTP to two servers, in bfloat16: in

@@ -21,8 +21,7 @@ and nowhere else:
 
 One call advances the version and frees the slots of trained groups, when the new weights are
 served. So no group is admitted under older weights than it is counted for. Plain and
-single-threaded;
-:mod:`jax_agent_rl.collect.groups` gives it coroutines.
+single-threaded; :mod:`jax_agent_rl.collect.groups` gives it coroutines.
 
 References: Fu et al. 2025 (AReaL), arXiv 2505.24298, for the admission rule.
 """

@@ -312,15 +312,21 @@ class Models:
             initial = new_adapters(lora.model_copy(update={"seed": settings["seed"]}), self._model)
         self._learners[model] = self._base.twin(initial)
         self._updates[model] = 0
-        if settings["snapshot"]:
-            file = self._snapshot_file(model, settings["snapshot"])
-            if not file.is_file():
-                file = self._unnumbered_snapshot(model)
-            self._read(file, model, optimizer=True)
+        try:
+            if settings["snapshot"]:
+                file = self._snapshot_file(model, settings["snapshot"])
+                if not file.is_file():
+                    file = self._unnumbered_snapshot(model)
+                self._read(file, model, optimizer=True)
 
-        for earlier in self._database.since(model, settings["snapshot"]):
-            if earlier.number < request.number and earlier.kind in _REPEATED:
-                self._run_request[earlier.kind](model, earlier)
+            for earlier in self._database.since(model, settings["snapshot"]):
+                if earlier.number < request.number and earlier.kind in _REPEATED:
+                    self._run_request[earlier.kind](model, earlier)
+        except BaseException:
+            # The next request must not go on from a part of the state.
+            self._learners.pop(model, None)
+            self._updates.pop(model, None)
+            raise
 
     def _snapshot_file(self, model: str, number: int) -> Path:
         """Return the file of a model's state after the request of a number."""

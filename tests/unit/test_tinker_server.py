@@ -638,6 +638,20 @@ def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
     assert all(map(np.array_equal, found, expected))
 
 
+def test_a_model_whose_snapshot_is_lost_does_not_go_on_from_initial_weights(model_folder, tmp_path):
+    folder = tmp_path / "state"
+    with serving(model_folder, folder, snapshot_every=1) as url:
+        client, port = trainer(connect(url)), int(url.rpartition(":")[2])
+        client.forward_backward(data(), "cross_entropy").result()
+        client.optim_step(ADAM).result()
+    (snapshot,) = (folder / "models").rglob("*.npz")
+    snapshot.unlink()
+    with serving(model_folder, folder, snapshot_every=1, port=port):
+        for _ in range(2):
+            with pytest.raises(tinker.RequestFailedError, match="no checkpoint"):
+                client.forward(data(), "cross_entropy").result()
+
+
 @pytest.mark.parametrize(
     "is_noted", [False, True], ids=["before its snapshot is noted", "after it"]
 )
