@@ -341,8 +341,9 @@ class RolloutCollector:
     ) -> tuple[Trajectory, ...] | DropReason:
         """Return the scored trajectories, or why there is none. Only a cancellation of the task itself propagates."""
         start_time = time.perf_counter()
-        sampling = replace(group.sampling, seed=derive_seed(*group.seed_parts, number))
+        seed = derive_seed(*group.seed_parts, number)
         try:
+            sampling = replace(group.sampling, seed=seed)
             trajectories = await self._continue(group, trajectory_id, number, sampling)
             if not trajectories:
                 trajectories = await self._play(group, trajectory_id, start, sampling)

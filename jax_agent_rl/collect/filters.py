@@ -204,9 +204,10 @@ def _ends_well(trajectory: Trajectory, pattern: str | None) -> bool:
     if pattern is None:
         return True
     text = ""
-    for message in trajectory.messages:
+    for message in reversed(trajectory.messages):
         if message["role"] == "assistant":
             text = message["content"]
+            break
     try:
         return regex.search(pattern, answer_of(text), timeout=SEARCH_SECONDS) is not None
     except TimeoutError:  # catastrophic backtracking must not stall the run

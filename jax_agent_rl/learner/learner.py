@@ -130,6 +130,7 @@ class Learner:
         policy_steps = None if total_steps is None else total_steps - self._warmup_steps
         self._rate = learning_rate(config, policy_steps)
 
+        images = image_packing(vision_processor, config)  # refuses before parameters are placed
         policy = Parameterization.policy(model, params, config, mesh=self._mesh)
         self._programs = LearnerPrograms(
             model,
@@ -142,7 +143,7 @@ class Learner:
             scored=score_by is not None,
         )
         self._objective = self._programs.objective
-        self._scorer = Scorer(self._programs, image_packing(vision_processor, config))
+        self._scorer = Scorer(self._programs, images)
         self._policy = OptimizedParams(
             policy.params,
             frozen=policy.frozen,

@@ -135,9 +135,10 @@ class TrajectoryFilter:
 
 
 def _within(low: float | None, value: float, high: float | None) -> bool:
-    if low is not None and value < low:
-        return False
-    return high is None or value <= high
+    """Return whether a value is in a range; NaN is in none that has a bound."""
+    is_high_enough = low is None or value >= low
+    is_low_enough = high is None or value <= high
+    return is_high_enough and is_low_enough
 
 
 def group_of(record: Mapping[str, Any]) -> tuple[str, int, str]:

@@ -13,6 +13,7 @@ tests).
 
 from __future__ import annotations
 
+import math
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -308,6 +309,6 @@ def _seconds(
     value = settings.get(section, {}).get(key)
     if value is None:
         return None
-    if not isinstance(value, int | float) or value <= 0:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:  # TOML knows nan and inf
         raise DataError(f"task {folder}: [{section}] {key}={value!r} must be a number above 0")
     return value

@@ -326,8 +326,11 @@ class _Plugin:
         unknown = sorted(set(self._only) - tests.keys())
         if unknown:
             self.error = ConfigError(f"there are no checks {unknown}; there are {', '.join(tests)}")
-        if self._only:
-            items[:] = [item for name, item in tests.items() if name in self._only]
+        selected = []
+        for name, item in tests.items():
+            if not self._only or name in self._only:
+                selected.append(item)
+        items[:] = selected
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:

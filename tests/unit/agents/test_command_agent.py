@@ -181,6 +181,15 @@ def test_a_task_folder_is_read_unchanged(tmp_path: Path):
     assert read_harbor_task(tmp_path).files == {"data/number.txt": b"7"}
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1.5", "nan", "inf", '"20"'])
+def test_a_time_limit_that_is_none_is_refused_with_its_key(tmp_path: Path, seconds: str):
+    harbor(tmp_path)
+    (tmp_path / "task.toml").write_text(f"[agent]\ntimeout_sec = {seconds}\n")
+    with pytest.raises(DataError) as error:
+        read_harbor_task(tmp_path)
+    assert "[agent] timeout_sec" in str(error.value) and seconds.strip('"') in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("dockerfile", "message"),
     [

@@ -50,6 +50,7 @@ def test_a_turn_is_void_without_a_tool_call_or_an_answer(
 def test_an_answer_may_be_asked_to_look_like_one(text: str, void: bool):
     messages = [
         *SAYS,
+        {"role": "assistant", "tool_calls": []},  # of a prompt's example, without content
         {"role": "tool", "content": "\\boxed{9}"},
         {"role": "assistant", "content": text},
     ]

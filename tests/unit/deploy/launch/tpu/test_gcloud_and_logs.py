@@ -62,7 +62,7 @@ class Wire(Gcloud):
     def read(self, call):
         return '{"state": "READY"}'
 
-    def stream(self, call, on_line, given=""):
+    def stream(self, call, on_line, stdin=""):
         for line in self.connections.pop(0) if len(self.connections) > 1 else self.connections[0]:
             on_line(line)
         return 255
