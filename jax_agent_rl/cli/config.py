@@ -275,7 +275,7 @@ def doctor(
     config_file: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Check, before a run, what would stop or spoil it.
+    """Check, before a run, what would stop or spoil it, and say what to do about it.
 
     There is a line for each thing, with what to do where it is not ok. Without CONFIG, the machine:
     Python, packages, cores, memory, disk, limits, ports, accelerators, sandbox. With it, also what

@@ -360,10 +360,7 @@ def view(
         Colour, typer.Option(help="Meaning of the colour of sampled tokens.")
     ] = "mask",
 ) -> None:
-    """Show a run's trajectories in the terminal.
-
-    Sampled and inserted tokens have different styles.
-    """
+    """Show a run's trajectories in the terminal; sampled and inserted tokens look different."""
     from jax_agent_rl.evaluate.export import read_recorded
     from jax_agent_rl.observe.view import view_run
 
@@ -433,10 +430,7 @@ def simulate(
     assume: Annotated[Path | None, typer.Option(help="YAML file of assumptions.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Compare the trainers on a described cluster in virtual time, without a model.
-
-    The cluster has engines, a learner and tools.
-    """
+    """Compare the trainers on a described cluster (engines, learner, tools) in virtual time."""
     from jax_agent_rl.testing.simulate.run import run_command
 
     command_line = given_config(config, overrides, config_file)

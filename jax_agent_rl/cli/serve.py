@@ -95,9 +95,9 @@ def tool_server(
     overrides: Annotated[list[str] | None, overrides_of("tool-server")] = None,
     config_file: ConfigOption = None,
 ) -> None:
-    """Serve tools to agents over HTTP (POST /get_observation).
+    """Serve tools to agents over HTTP; programs that a model wrote run in a sandbox.
 
-    Model-written programs run in a sandbox.
+    Agents send POST /get_observation.
     """
     from jax_agent_rl.config.loading import load_tree
     from jax_agent_rl.deploy.preflight import check_tool_server
@@ -190,9 +190,7 @@ def serve(
     ] = None,
     model_name: Annotated[str, typer.Option(help="Name of the model in /v1/models.")] = "policy",
 ) -> None:
-    """Serve a model to OpenAI clients.
-
-    There are chat and plain completions, tool calls, log-probs and streaming.
+    """Serve a model to OpenAI clients: chat, completions, tool calls, log-probs, streaming.
 
     The model is a configuration's, any Hugging Face folder of a known family (--model), or a run's
     checkpoint (--run). The configuration's model, rollout and agent are used, but for the lengths

@@ -262,8 +262,9 @@ class _EpochOrder:
 
         key = (*self._key, window) if len(self._windows) > 1 else self._key
         order = self._generator(self._epoch, *key).permutation(len(rows))
-        self._window = window
+        # The rows first: an interrupt in between must not leave the rows of another window.
         self._window_rows = rows[order]
+        self._window = window
 
     def _generator(self, epoch: int, *key: int) -> np.random.Generator:
         return np.random.default_rng(np.random.SeedSequence([self._seed, epoch], spawn_key=key))
@@ -301,6 +302,6 @@ class _Blocks:
             random = np.random.default_rng([self._seed, block])
             points = (np.arange(_BLOCK) + random.random()) / _BLOCK
             sources = np.searchsorted(self._ends, points, side="right")
-            self._block = block
             self._block_sources = random.permutation(sources)
+            self._block = block
         return self._block_sources

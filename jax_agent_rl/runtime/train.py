@@ -265,7 +265,9 @@ def nothing_to_do(
         return None  # it was interrupted, or goes back
     if step < steps:
         accuracy = summary.get("heldout_accuracy_after")
-        if not target_accuracy or accuracy is None or accuracy < target_accuracy:
+        if not target_accuracy or accuracy is None:
+            return None
+        if not accuracy >= target_accuracy:  # NaN reaches nothing
             return None
         advice = (
             f"It reached trainer.target_accuracy={target_accuracy}; to go on, raise that, or set it"

@@ -129,8 +129,10 @@ class Dpo:
         token_logprobs = iter(self.learner.forward(_sequences(examples), reference=reference))
         logprobs = []
         for example in examples:
-            of_example = itertools.islice(token_logprobs, len(example))
-            logprobs.append(sum(of_sequence.sum() for of_sequence in of_example))
+            logprob = 0.0
+            for _ in example:
+                logprob += next(token_logprobs).sum()
+            logprobs.append(logprob)
         return np.array(logprobs)
 
 

@@ -54,7 +54,7 @@ ALLOWED = {
         "a temporary folder in memory, of weights for engines"
     ),
     "runtime/publishers.py WeightFiles._write_delta unlink": "likewise",
-    "runtime/publishers.py WeightFiles._clear unlink": "likewise",
+    "runtime/publishers.py WeightFiles._remove_files unlink": "likewise",
     "tinker_server/retention.py Retention._remove_unknown_files unlink": (
         "no client was ever told of them"
     ),
