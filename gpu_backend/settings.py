@@ -97,7 +97,7 @@ class VllmSettings:
         return (model_folder(self.model, weights=True) / "tokenizer.json").is_file()
 
     def resolved_dtype(self, platform: Platform) -> str:
-        """Return the dtype; ``auto`` means the checkpoint's."""
+        """Return the dtype; ``auto`` is float32 on CPUs, else it stays for vLLM to resolve."""
         if self.dtype == "auto" and platform == "cpu":
             return "float32"
         return self.dtype

@@ -140,6 +140,7 @@ class WeightUpdater:
             WeightUpdateError: they did not all arrive. The model is unusable until a whole update
                 succeeds.
         """
+        engine = self.engine  # closing forgets it, also in the middle of an update
         if update.kind == FILES:
             await self._load_files([str(path) for path in update.payload])
         elif update.kind == BROADCAST:
@@ -155,20 +156,21 @@ class WeightUpdater:
 
         # Frozen requests lose their KV as well: it is recomputed under the new weights when they
         # continue.
-        await self.engine.reset_prefix_cache(reset_running_requests=True)
-        await self.engine.reset_encoder_cache()
-        await self.engine.update_weight_version(str(update.version))
+        await engine.reset_prefix_cache(reset_running_requests=True)
+        await engine.reset_encoder_cache()
+        await engine.update_weight_version(str(update.version))
 
     async def _load_files(self, paths: Sequence[str]) -> None:
         """Load files, and read back every tensor where that is possible."""
+        engine = self.engine
         if self._is_tpu:
-            await self.engine.collective_rpc("replace_tpu_weights", args=(paths,))
+            await engine.collective_rpc("replace_tpu_weights", args=(paths,))
         else:
             await self._transfer({"paths": paths})
         if not self.placements:
             return
 
-        names_by_worker = await self.engine.collective_rpc(
+        names_by_worker = await engine.collective_rpc(
             "weights_not_landed", args=(paths, self.placements)
         )
         missing: set[str] = set()

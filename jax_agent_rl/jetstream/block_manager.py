@@ -82,7 +82,7 @@ class BlockManager:
     ((1, 2), 0, None)
 
     The first decode step feeds the last id of a prompt, so the other six are cached. Another prompt
-    then shares the full page and copies one id of the second::
+    then shares the full page and copies one id of the second:
 
     >>> blocks.append(first.context, [1, 2, 3, 4, 5, 6])
     >>> blocks.allocate([1, 2, 3, 4, 5, 9], session=None)
@@ -191,7 +191,9 @@ class BlockManager:
 
     def holds_most(self, session: str | None, count: int) -> bool:
         """Whether the cache holds most of the ``count`` ids of a session's next context."""
-        pages = self._between_turns.get(session or "", ())
+        if session is None:
+            return False
+        pages = self._between_turns.get(session, ())
         num_cached = sum(len(page.ids) for page in pages if not page.on_host)
         return 2 * num_cached > count
 

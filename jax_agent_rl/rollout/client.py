@@ -366,15 +366,16 @@ class LLMServerClient(ServerPool):
 
     def _count_stale(self, server: AsyncServer, part: TokenOutput, served_version: int) -> None:
         """Count and report ids sampled with older weights than were served when the part began."""
+        if min(part.policy_versions, default=served_version) >= served_version:
+            return
         num_stale = sum(version < served_version for version in part.policy_versions)
-        if num_stale:
-            self._stale += num_stale
-            logger.error(
-                "%s sampled %d tokens with weights older than %d",
-                server.name,
-                num_stale,
-                served_version,
-            )
+        self._stale += num_stale
+        logger.error(
+            "%s sampled %d tokens with weights older than %d",
+            server.name,
+            num_stale,
+            served_version,
+        )
 
     def _salvage(
         self, request: GenerateRequest, state: _InFlight, error: BackendError
