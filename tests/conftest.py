@@ -4,6 +4,7 @@ run side by side, where the machine has room for that, but those that start Ray 
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import importlib.util
@@ -73,13 +74,27 @@ def _freeze_what_a_file_leaves() -> Iterator[None]:
     """
     global kept_bytes
     yield
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if resident > kept_bytes and (jax := sys.modules.get("jax")) is not None:
+    jax = sys.modules.get("jax")
+    if jax is not None and _resident_bytes() > kept_bytes:
         jax.clear_caches()
         gc.unfreeze()
-        kept_bytes = resident + GROWTH_BYTES  # the allocator keeps the memory, for what comes next
+        gc.collect()
+        _return_freed_memory()
+        kept_bytes = max(kept_bytes, _resident_bytes() + GROWTH_BYTES)
     gc.collect()
     gc.freeze()
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _return_freed_memory() -> None:
+    """Have the allocator return what it keeps, where it can: glibc does."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @pytest.hookimpl(trylast=True)
