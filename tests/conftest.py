@@ -1,8 +1,10 @@
-"""Compiled programs are kept between tests and runs: many tests build the same small engine. Files run side by side,
-where the machine has room for that, but those that start Ray one after another."""
+"""Compiled programs are kept between tests and runs: many tests build the same small engine. Files
+run side by side, where the machine has room for that, but those that start Ray one after another.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import importlib.util
@@ -60,19 +62,35 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_what_a_file_leaves() -> Iterator[None]:
-    """Keep the garbage collector off traces and programs that stay: it took up to 40 % of a worker's time.
+    """Keep the garbage collector off traces and programs that stay: it took up to 40 % of a
+    worker's time.
 
-    They do not stay where they would leave the machine without memory: three workers run side by side.
+    They do not stay where they would leave the machine without memory: three workers run side by
+    side.
     """
     global kept_bytes
     yield
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if resident > kept_bytes and (jax := sys.modules.get("jax")) is not None:
+    jax = sys.modules.get("jax")
+    if jax is not None and _resident_bytes() > kept_bytes:
         jax.clear_caches()
         gc.unfreeze()
-        kept_bytes = resident + GROWTH_BYTES  # the allocator keeps the memory, for what comes next
+        gc.collect()
+        _return_freed_memory()
+        kept_bytes = max(kept_bytes, _resident_bytes() + GROWTH_BYTES)
     gc.collect()
     gc.freeze()
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _return_freed_memory() -> None:
+    """Have the allocator return what it keeps, where it can: glibc does."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @pytest.hookimpl(trylast=True)
@@ -98,7 +116,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file at a time to each worker. Two clusters that start at once on one machine look for the same ports."""
+    """A file at a time to each worker. Two clusters that start at once on one machine look for the
+    same ports.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

@@ -3,6 +3,8 @@
 # ruff: noqa: E501
 # Names of tests are long.
 
+from collections.abc import Mapping
+
 SLOW = {
     "e2e/test_agent_examples.py": "a whole run for each agent framework",
     "e2e/test_agreement_run.py": "three whole runs with a fault; tests/unit/agreement has the same checks on engines",
@@ -103,7 +105,7 @@ SLOW = {
     "unit/utils/test_hub.py::test_a_model_named_on_the_hub_is_downloaded_once_and_its_weights_when_they_are_needed": "processes that import the Hub's client",
     "unit/utils/test_installed_packages.py::test_a_run_uses_agent_reward_loss_estimator_backend_and_sinks_of_an_installed_package": "a whole run",
 }
-"""Beside these: all generations of TPUs but one in ``unit/jetstream/test_tpu_programs.py``, and all tests on vLLM."""
+"""Beside these: all tests on vLLM."""
 
 REPRESENTATIVES = {
     "conformance/test_conformance.py": (
@@ -118,13 +120,31 @@ REPRESENTATIVES = {
         ("test_a_run_leaves", "test_stopping_and_resuming", "test_bad_input", "test_a_row_of"),
         "several whole runs",
     ),
-    "faults/test_kill_at_every_write.py": (("writes_lines",), "a process for every write of every file"),
+    "faults/test_kill_at_every_write.py": (
+        ("writes_lines",),
+        "a process for every write of every file",
+    ),
     "parity/test_families_vs_transformers.py": (("[qwen3]",), "compiles every family three times"),
-    "unit/agents/test_client_features.py": (("output_type]", "[anthropic"), "frameworks that take seconds to import"),
-    "unit/agents/test_clients.py": (("[openai_chat", "[anthropic"), "frameworks that take seconds to import"),
-    "unit/agents/test_settings_of_tests.py": (("[pytest.ini]", "[none]"), "pytest in a sandbox for every file"),
-    "unit/agreement/test_faults_by_kind.py": (("[eps]", "test_min_p_is_named"), "an engine for every fault"),
-    "unit/agreement/test_faults_in_the_jax_engine.py": (("[zeros]", "[rope theta]"), "an engine for every fault"),
+    "unit/agents/test_client_features.py": (
+        ("output_type]", "[anthropic"),
+        "frameworks that take seconds to import",
+    ),
+    "unit/agents/test_clients.py": (
+        ("[openai_chat", "[anthropic"),
+        "frameworks that take seconds to import",
+    ),
+    "unit/agents/test_settings_of_tests.py": (
+        ("[pytest.ini]", "[none]"),
+        "pytest in a sandbox for every file",
+    ),
+    "unit/agreement/test_faults_by_kind.py": (
+        ("[eps]", "test_min_p_is_named"),
+        "an engine for every fault",
+    ),
+    "unit/agreement/test_faults_in_the_jax_engine.py": (
+        ("[zeros]", "[rope theta]"),
+        "an engine for every fault",
+    ),
     "unit/agreement/test_healthy_engines.py": (
         ("[llama]", "test_an_engine_whose_weights_change"),
         "an engine for every family and precision",
@@ -133,14 +153,26 @@ REPRESENTATIVES = {
         ("[backend-]", "[reward-]", "[tool-]"),
         "a model is trained",
     ),
-    "unit/jetstream/test_attention_kernels.py": (("float32-1]", "is_not_read[float32]"), "kernels for every type"),
+    "unit/jetstream/test_attention_kernels.py": (
+        ("float32-1]", "is_not_read[float32]"),
+        "kernels for every type",
+    ),
     "unit/jetstream/test_cpu_kernels.py::test_the_engine_samples_the_same_ids_with_and_without_kernels": (
         ("[plain]",),
         "an engine for each kind of layer",
     ),
-    "unit/jetstream/test_decode_in_place.py": (("CPU", "NONE"), "an engine for every kind of kernels"),
-    "unit/jetstream/test_deterministic.py": (("in_any_batch", "full_passes"), "an engine and a learner for every way"),
-    "unit/jetstream/test_eight_bits.py": (("int8-dense", "cut", "int8-0.1"), "an engine for every type and family"),
+    "unit/jetstream/test_decode_in_place.py": (
+        ("CPU", "NONE"),
+        "an engine for every kind of kernels",
+    ),
+    "unit/jetstream/test_deterministic.py": (
+        ("in_any_batch", "full_passes"),
+        "an engine and a learner for every way",
+    ),
+    "unit/jetstream/test_eight_bits.py": (
+        ("int8-dense", "cut", "int8-0.1"),
+        "an engine for every type and family",
+    ),
     "unit/jetstream/test_engine_mesh.py": (("[dense",), "compiles for eight devices"),
     "unit/jetstream/test_routed_experts.py": (("choose_alike",), "an engine with experts for each"),
     "unit/jetstream/test_sampling.py::test_only_allowed_ids_are_drawn_with_logprobs_of_what_is_left": (
@@ -163,11 +195,26 @@ REPRESENTATIVES = {
         ("test_with_the_whole_vocabulary", "test_the_advantage_has", "in_float64"),
         "compiles every layout",
     ),
-    "unit/learner/test_image_packing.py": (("test_log_probs_are_those", "[True]"), "compiles every layout"),
-    "unit/learner/test_linear_logprobs.py": (("67", "no_array", "among_its_ids"), "compiles every layout"),
-    "unit/learner/test_nonfinite_updates.py": (("test_steps_are_counted",), "compiles every kind of learner"),
-    "unit/learner/test_router_loss.py": (("test_it_falls", "test_the_router_learns"), "compiles every layout"),
-    "unit/learner/test_router_replay.py": (("test_the_first_update", "test_in_float32"), "compiles every layout"),
+    "unit/learner/test_image_packing.py": (
+        ("test_log_probs_are_those", "[True]"),
+        "compiles every layout",
+    ),
+    "unit/learner/test_linear_logprobs.py": (
+        ("67", "no_array", "among_its_ids"),
+        "compiles every layout",
+    ),
+    "unit/learner/test_nonfinite_updates.py": (
+        ("test_steps_are_counted",),
+        "compiles every kind of learner",
+    ),
+    "unit/learner/test_router_loss.py": (
+        ("test_it_falls", "test_the_router_learns"),
+        "compiles every layout",
+    ),
+    "unit/learner/test_router_replay.py": (
+        ("test_the_first_update", "test_in_float32"),
+        "compiles every layout",
+    ),
     "unit/learner/test_sequence_learner.py": (
         ("cross_entropy", "adamw", "refused", "nothing_compiles", "twins"),
         "compiles every loss",
@@ -197,25 +244,67 @@ NIGHTLY = {
     "e2e/test_real_model.py::test_three_steps_on_the_calculator_teach_something": "trains 135M parameters, as the wheel's quickstart does",
     "e2e/test_remote_run.py::test_a_server_added_by_command_takes_over_from_the_one_that_is_removed": "two servers; `--all` has a run with one",
     "e2e/test_remote_run.py::test_eval_on_a_rollout_server_samples_what_the_engine_here_does": "a server; `--all` has a run with one",
-    "e2e/test_resume.py::test_twenty_steps_are_ten_a_kill_and_ten_more[ppo": "forty steps; `--all` has those of GRPO",
-    "e2e/test_task_examples.py::test_an_example_with_a_tool_server_calls_it_and_learns_from_it[search_agent]": "trains 135M parameters; `--all` has the other tool server's example",
+    "e2e/test_resume.py::test_twenty_steps_are_ten_a_kill_and_ten_more[ppo": "forty steps of PPO; `--all` has forty of GRPO",
+    "e2e/test_task_examples.py::test_an_example_with_a_tool_server_calls_it_and_learns_from_it[python_agent]": "trains 135M parameters; `--all` has the SQL agent",
+    "e2e/test_task_examples.py::test_an_example_with_a_tool_server_calls_it_and_learns_from_it[search_agent]": "trains 135M parameters; `--all` has the SQL agent",
+    "e2e/test_tpu_pod_run.py::test_a_managed_job_on_two_hosts_continues_after_a_recovery_with_every_step_once": "two runs of two hosts; `--all` has one that loses its slice",
+    "unit/agreement/test_faults_by_kind.py::test_a_tensor_that_is_used_wrongly_is_named_by_log_probs_alone[experts]": "compiles experts for every hypothesis",
+    "unit/deploy/plan/test_search.py::test_more_tokens_at_once_and_more_kept_of_them_take_more": "compiles many programs for TPUs",
 }
 """What even ``--all`` leaves to ``--nightly``: beginnings of a test's name with its parameters, and why."""
+
+PARTS_OF_ALL = {
+    "unit/cli/test_damaged_files.py::test_a_damaged_run_is_a_message_in_every_command": (
+        ("config.json", "summary.json", "checkpoints/4/notes/metadata"),
+        "every command on each damage of each file",
+    ),
+    "unit/deploy/plan/test_plan_command.py": (
+        (
+            "[v5e",
+            "refused_with_the_fix",
+            "test_a_search",
+            "test_what_does_not_fit",
+            "test_a_compiler",
+            "test_whoever",
+        ),
+        "compiles for every generation of TPUs",
+    ),
+    "unit/jetstream/test_tpu_programs.py": (("v5e",), "compiles for every generation of TPUs"),
+}
+"""Files and tests of which only some run without ``--nightly``: parts of these tests' names, and why not all."""
+
+Parts = Mapping[str, tuple[tuple[str, ...], str]]
 
 
 def is_nightly(nodeid: str) -> bool:
     """Return whether only ``--nightly`` runs a test."""
-    return nodeid.removeprefix("tests/").startswith(tuple(NIGHTLY))
+    name = nodeid.removeprefix("tests/")
+    return name.startswith(tuple(NIGHTLY)) or _is_left_out(name, PARTS_OF_ALL)
 
 
 def is_slow(nodeid: str) -> bool:
     """Return whether the quick tests leave a test out."""
-    file, _, test = nodeid.removeprefix("tests/").partition("::")
-    function = f"{file}::{test.partition('[')[0]}"
-    if is_nightly(nodeid) or file in SLOW or function in SLOW:
-        return True
-    for name in (file, function):
-        quick, _ = REPRESENTATIVES.get(name, ((), ""))
-        if quick and not any(part in test for part in quick):
-            return True
+    name = nodeid.removeprefix("tests/")
+    is_listed = _file(name) in SLOW or _function(name) in SLOW
+    return is_listed or is_nightly(nodeid) or _is_left_out(name, REPRESENTATIVES)
+
+
+def _is_left_out(name: str, parts: Parts) -> bool:
+    """Return whether a test is of a listed file or function, and has none of the parts that run."""
+    test = name.partition("::")[2]
+    for listed in (_file(name), _function(name)):
+        if listed in parts:
+            running, _ = parts[listed]
+            if not any(part in test for part in running):
+                return True
     return False
+
+
+def _file(name: str) -> str:
+    return name.partition("::")[0]
+
+
+def _function(name: str) -> str:
+    """Return a test's name without its parameters, which may hold colons."""
+    file, _, test = name.partition("::")
+    return f"{file}::{test.partition('[')[0]}"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow import NIGHTLY, REPRESENTATIVES, SLOW
+from tests.slow import NIGHTLY, PARTS_OF_ALL, REPRESENTATIVES, SLOW, Parts
 
 TESTS = Path(__file__).parents[2]
 
@@ -20,12 +20,19 @@ def test_the_page_lists_what_only_all_runs_and_why():
     assert rows_of("What only `--all` runs")[: len(SLOW)] == expected
 
 
-def test_the_page_lists_the_files_of_which_the_quick_tests_run_a_part():
-    expected = [
-        f"| `{name}` | {', '.join(f'`{part}`' for part in quick)} | {why} |"
-        for name, (quick, why) in REPRESENTATIVES.items()
-    ]
-    assert rows_of("What runs in part") == expected
+@pytest.mark.parametrize(
+    ("section", "parts"),
+    [
+        ("What runs in part", REPRESENTATIVES),
+        ("What `--all` runs in part", PARTS_OF_ALL),
+    ],
+)
+def test_the_page_lists_the_files_of_which_a_part_runs(section: str, parts: Parts):
+    expected = []
+    for name, (running, why) in parts.items():
+        names = ", ".join(f"`{part}`" for part in running)
+        expected.append(f"| `{name}` | {names} | {why} |")
+    assert rows_of(section) == expected
 
 
 def test_the_page_lists_what_only_the_nightly_tests_run():
@@ -33,7 +40,7 @@ def test_the_page_lists_what_only_the_nightly_tests_run():
     assert rows_of("What only `--nightly` runs") == expected
 
 
-@pytest.mark.parametrize("name", [*SLOW, *REPRESENTATIVES, *NIGHTLY])
+@pytest.mark.parametrize("name", [*SLOW, *REPRESENTATIVES, *NIGHTLY, *PARTS_OF_ALL])
 def test_what_is_listed_is_there(name: str):
     file, _, test = name.partition("[")[0].partition("::")
     assert f"def {test or 'test_'}" in (TESTS / file).read_text()
