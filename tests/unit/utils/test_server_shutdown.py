@@ -145,11 +145,6 @@ async def test_a_paused_rollout_server_with_waiting_requests_ends():
 
 def test_every_command_that_serves_ends_this_way():
     """What runs a server's loop elsewhere would not hear a second signal."""
-    runs = (
-        ("jax_agent_rl/cli/serve.py", "run_server(run(settings"),
-        ("jax_agent_rl/cli/serve.py", "run_server(run(chosen"),
-        ("jax_agent_rl/cli/serve.py", "run_server(serving("),
-        ("jax_agent_rl/testing/chaos/engine.py", "run_server(serve("),
-    )
-    for file, call in runs:
-        assert call in (ROOT / file).read_text(), file
+    runs = {"jax_agent_rl/cli/serve.py": 3, "jax_agent_rl/testing/chaos/engine.py": 1}
+    for file, count in runs.items():
+        assert (ROOT / file).read_text().count(" run_server(") >= count, file
