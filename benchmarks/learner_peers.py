@@ -10,10 +10,10 @@ SmolLM2-135M in float32 on the CPU; a group of 8 completions of 40 tokens to a p
 AdamW update, the gradient clipped to 1, no KL term, no rollout. Each peer's trainer runs its own
 code in its own environment (``peers/``), the group in one micro-batch. Ours runs with a row per
 sample, and with prefixes shared. The last line is one JSON object; ``ratio_vs_*`` are of samples/s.
-With the versions above they are, without and with prefixes shared,
-1.27 and 4.42 (TRL) and 1.50 and 5.24 (Tunix) on a two-core AVX-512 Xeon; 0.88 and 2.86 (TRL) and 1.31 and 4.27 (Tunix)
-on two cores of a newer one with AMX; 1.32 and 4.55 (TRL) and 1.34 and 4.65 (Tunix) on two AVX2
-cores of an AMD EPYC.
+With the versions above they are, without and with prefixes shared, 1.27 and 4.42 (TRL) and 1.50 and
+5.24 (Tunix) on a two-core AVX-512 Xeon; 0.88 and 2.86 (TRL) and 1.31 and 4.27 (Tunix) on two cores
+of a newer one with AMX; 1.32 and 4.55 (TRL) and 1.34 and 4.65 (Tunix) on two AVX2 cores of an AMD
+EPYC.
 
 ``differences`` show that the work is the same, relative to ours without sharing: of the first
 update's clipped gradient (``max_grad_diff``, relative to the largest element), its norm before the

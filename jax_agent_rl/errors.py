@@ -43,11 +43,10 @@
     └── NonFiniteError              too many steps in a row in which no update of a model was finite
 
 Two questions decide what happens to a failure: *whose* it is (config, data, engine, tool, reward)
-and
-*how far* it reaches. ``TrajectoryError`` reaches one rollout: it is counted under its ``drop_reason`` and the
-batch continues. ``ToolError`` reaches one tool call: the model reads it as an observation.
-Everything else reaches the run and stops it with a message that says what was wrong, the value, and
-the fix.
+and *how far* it reaches. ``TrajectoryError`` reaches one rollout: it is counted under its
+``drop_reason`` and the batch continues. ``ToolError`` reaches one tool call: the model reads it as
+an observation. Everything else reaches the run and stops it with a message that says what was
+wrong, the value, and the fix.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a trajectory earned, before and after everything that changes it, and who reads which.
 
-:attr:`Trajectory.score` is what the reward function returned and never changes. :attr:`Trajectory.reward` is that less
-the penalties of ``algorithm.shaping``. ``reward_parts`` holds the other numbers of the function,
-and the penalties::
+:attr:`Trajectory.score` is what the reward function returned and never changes.
+:attr:`Trajectory.reward` is that less the penalties of ``algorithm.shaping``. ``reward_parts``
+holds the other numbers of the function, and the penalties::
 
     reward function ─► score ─► accuracy     right or wrong: the part `accuracy`, or `acc` as in verl, else the score
                          │

@@ -50,7 +50,7 @@ class FakeCodec(ChatCodec):
     {json}</call>``.
 
     A rendered message is ``role: content`` (``role: <image> content``) and ``EOS``; a prompt ends
-        with ``assistant:``.
+    with ``assistant:``.
     """
 
     eos_token_ids: tuple[int, ...] = (EOS,)

@@ -1,8 +1,8 @@
 """What agent loops share: a client that generates, a codec, tools, limits and a listener for events.
 
-:class:`Prefix` is the beginning of a trajectory that goes on. A branch inherits one from its parent: ids, never text
-that would be tokenized again. A trajectory that was interrupted with its run goes on from a prefix
-of its own.
+:class:`Prefix` is the beginning of a trajectory that goes on. A branch inherits one from its
+parent: ids, never text that would be tokenized again. A trajectory that was interrupted with its
+run goes on from a prefix of its own.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ def plain_messages(
     """Return the messages of a request in normal form (:func:`normalize_messages`).
 
     Where there are images, which only a model with that modality reads, content is a list of parts,
-    see
-    :mod:`jax_agent_rl.agents.prompt`.
+    see :mod:`jax_agent_rl.agents.prompt`.
 
     Raises:
         TemplateError: an unknown role, content that the model does not read, or a tool call that is

@@ -350,7 +350,7 @@ def _undecoded(text: str) -> str:
     """Return what a model wrote of a malformed call in a form that LangChain does not take for arguments.
 
     It completes the JSON of a chunk: a beginning such as ``{"name": "f", "arg`` would become a call
-        of no tool.
+    of no tool.
     """
     try:
         looks_decoded = not text or isinstance(parse_partial_json(text), dict)

@@ -9,8 +9,8 @@ A loop is registered by name and chosen by the row's ``agent_name``::
             await episode.generate()
             return episode.finish(FinishReason.ANSWER)
 
-:class:`~jax_agent_rl.agents.episode.Episode` does the bookkeeping of ids, budgets and checks, so a loop only decides
-what happens next.
+:class:`~jax_agent_rl.agents.episode.Episode` does the bookkeeping of ids, budgets and checks, so a
+loop only decides what happens next.
 """
 
 from __future__ import annotations

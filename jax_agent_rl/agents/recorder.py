@@ -1,9 +1,9 @@
 """Token-exact sessions for agents that speak in messages: every framework's request becomes ids that are on record.
 
 A framework sends its whole conversation each time. The recorder finds the turn it continues and
-appends to that turn's
-*ids*; text that the model wrote is never tokenized again. If several samples have the same text, the request continues
-the one whose reasoning and call ids come back, or else the last one::
+appends to that turn's *ids*; text that the model wrote is never tokenized again. If several samples
+have the same text, the request continues the one whose reasoning and call ids come back, or else
+the last one::
 
     request 1   [system, user]                                  no turn on record: rendered       root A
     request 2   [system, user, assistant A, tool]               extends A: A's ids + the tool's   A ─► B

@@ -121,10 +121,9 @@ class RolloutCollector:
         """Yield one group per row, in order of completion; members are in order of their start.
 
         A group may have lost members (``Group.dropped``), even all of them. Its trajectories stay
-        in flight in
-        :attr:`accounting` until the caller resolves them. Leaving the loop early or cancelling it stops everything
-        and counts what was not yielded as ``CANCELLED``; wrap it in :func:`contextlib.aclosing` so
-        that this happens at once.
+        in flight in :attr:`accounting` until the caller resolves them. Leaving the loop early or
+        cancelling it stops everything and counts what was not yielded as ``CANCELLED``; wrap it in
+        :func:`contextlib.aclosing` so that this happens at once.
 
         Args:
             rows: one prompt each.

@@ -11,8 +11,8 @@ Branches thus depend on what was sampled and on the seed, never on which traject
 runs are reproducible. The price is that a wave waits for its slowest trajectory; other groups use
 the engine meanwhile.
 
-:class:`Chains` start all at the prompt. Trees branch: :class:`TreeGrpo` at random turns, :class:`TreeRL` at the most
-uncertain ids, :class:`Arpo` at uncertain turns after an observation.
+:class:`Chains` start all at the prompt. Trees branch: :class:`TreeGrpo` at random turns,
+:class:`TreeRL` at the most uncertain ids, :class:`Arpo` at uncertain turns after an observation.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class Arpo(Strategy):
     the total; nothing is ever duplicated.
 
     References: Dong et al. 2025, Agentic Reinforced Policy Optimization, arXiv 2507.19849, section
-        3.1.
+    3.1.
     """
 
     def __init__(self, config: ArpoConfig):

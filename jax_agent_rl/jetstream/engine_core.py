@@ -59,8 +59,6 @@ ChunkSink = asyncio.Queue[TokenChunk | Exception]
 class EngineThread:
     """The thread of the module docstring.
 
-    All but ``settle`` and ``call_soon`` are for the asyncio side.
-
     Args:
         on_end: called on the asyncio side when the thread ends, with the reason.
     """

@@ -1,8 +1,8 @@
 """The cache folder, bounded reads, file writes that survive a crash or a full disk, and temporary folders.
 
 Temporary folders do not outlive their process, however it ends. Their maker removes them, or
-:func:`remove_temp_folders` where a process leaves abruptly; after ``kill -9``, the next process that makes one with the
-same prefix and parent. A lock shows whether the owner lives.
+:func:`remove_temp_folders` where a process leaves abruptly; after ``kill -9``, the next process
+that makes one with the same prefix and parent. A lock shows whether the owner lives.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def replacing(
     """Yield a stream whose content takes the place of a file in one move, once it is whole and on disk.
 
     Whatever happens before, the old file stays as it is: a crash, a full disk, an error in the
-        context.
+    context.
 
     Args:
         file: need not exist.

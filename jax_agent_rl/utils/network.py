@@ -101,7 +101,7 @@ def names_this_machine(host_header: str, *, listening_on: str) -> bool:
     """Return whether a request's ``Host`` is this machine, or the address listened on.
 
     Servers without a token refuse other names: DNS rebinding lets a page in a local browser reach
-        them.
+    them.
     """
     try:
         host = urlsplit(f"//{host_header}").hostname or ""
@@ -136,15 +136,21 @@ class JsonService:
     """Client of one service, with its address, time limits and retries. Use it from one event loop, and close it.
 
     Attributes:
-        url: http or https. url_key, timeout_key: config keys of ``url`` and ``timeout``, for
-        messages. timeout: seconds per attempt, from connecting to the last byte. error: makes the
-        error to raise. max_retries: retries of a request that was not accepted, or is repeatable
-        and failed. retry_delay: seconds before the first retry; the service's ``Retry-After`` takes
-        precedence. backoff: factor of the delay from one retry to the next. headers: sent with
-        every request. token_hint: what to do about a missing token, for messages. trust_env:
-        whether to use the environment's proxies. pace: awaited before each attempt, to limit their
-        rate. sleep: waits between attempts. max_answer_bytes, max_values: limits of an answer, see
-        :func:`~jax_agent_rl.utils.bounded_json.decode_json`. transport: httpx transport, for tests.
+        url: http or https.
+        url_key, timeout_key: config keys of ``url`` and ``timeout``, for messages.
+        timeout: seconds per attempt, from connecting to the last byte.
+        error: makes the error to raise.
+        max_retries: retries of a request that was not accepted, or is repeatable and failed.
+        retry_delay: seconds before the first retry; the service's ``Retry-After`` takes precedence.
+        backoff: factor of the delay from one retry to the next.
+        headers: sent with every request.
+        token_hint: what to do about a missing token, for messages.
+        trust_env: whether to use the environment's proxies.
+        pace: awaited before each attempt, to limit their rate.
+        sleep: waits between attempts.
+        max_answer_bytes, max_values: limits of an answer, see
+            :func:`~jax_agent_rl.utils.bounded_json.decode_json`.
+        transport: httpx transport, for tests.
         retries: number of retries so far.
 
     Raises:

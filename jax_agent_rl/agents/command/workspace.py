@@ -148,11 +148,14 @@ class JobResult:
 
     Attributes:
         exit_code: exit status of the command; None: it did not end in time, or the runner did not.
-        stopped: what ended the runner before it printed a result. stdout, stderr: the last
-        characters of each. file: text of the file that was asked for; None: there is none.
-        file_problem: why that file cannot be read. workspace: the working folder; None: it was not
-        asked for, or there is a problem. pack_problem: why there is no working folder. left_out:
-        number of entries that ``workspace`` does not hold: devices, links that lead elsewhere.
+        stopped: what ended the runner before it printed a result.
+        stdout, stderr: the last characters of each.
+        file: text of the file that was asked for; None: there is none.
+        file_problem: why that file cannot be read.
+        workspace: the working folder; None: it was not asked for, or there is a problem.
+        pack_problem: why there is no working folder.
+        left_out: number of entries that ``workspace`` does not hold: devices, links that lead
+            elsewhere.
         left_out_names: names of some of these entries.
     """
 

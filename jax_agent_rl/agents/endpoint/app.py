@@ -76,13 +76,14 @@ class Endpoint:
     Args:
         model: the name under ``/v1/models``. Sessions take any name in ``model``, as agents have
             theirs written down.
-        adapters: LoRA adapters of the engines, served as models of their names. host, port: where
-        it listens, see :class:`HttpServer`. api_key: what every request must send, except for
-        ``/health``; None asks for nothing. stateless: makes the session of one request outside
-        sessions; None refuses such requests. able: reads what the engines can do; a request for
-        more is refused. require_engine: raises ``EngineDiedError`` when no engine is left, for
-        ``/health``. engines: reads what the engines did, for ``/metrics``; None: requests alone are
-        counted there.
+        adapters: LoRA adapters of the engines, served as models of their names.
+        host, port: where it listens, see :class:`HttpServer`.
+        api_key: what every request must send, except for ``/health``; None asks for nothing.
+        stateless: makes the session of one request outside sessions; None refuses such requests.
+        able: reads what the engines can do; a request for more is refused.
+        require_engine: raises ``EngineDiedError`` when no engine is left, for ``/health``.
+        engines: reads what the engines did, for ``/metrics``; None: requests alone are counted
+            there.
 
     Raises:
         ConfigError: an address that others can reach, without a key.

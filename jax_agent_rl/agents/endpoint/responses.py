@@ -49,7 +49,7 @@ class ResponsesRequest(ApiRequest):
     """``POST /v1/responses``.
 
     Wishes for reasoning are without effect: it is in the answer, and ``max_output_tokens`` bounds
-        it.
+    it.
     """
 
     WITHOUT_EFFECT = frozenset(

@@ -34,7 +34,7 @@ def called_by(layer: str, inner):
     """Return a function of a file that calls ``inner``.
 
     ``async user``: a coroutine function that awaits it. ``import user``: the import of the file,
-        which calls it.
+    which calls it.
     """
     how, _, owner = layer.rpartition(" ")
     names = {"inner": inner, "__name__": owner}
