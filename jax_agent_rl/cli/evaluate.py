@@ -25,6 +25,7 @@ from jax_agent_rl.cli.options import (
     console_of,
     given_config,
     key_completer,
+    policy_choice,
     print_object,
     run_to_end,
 )
@@ -132,12 +133,12 @@ def evaluate(
     """
     from jax_agent_rl.data.dataset import evaluation_sources
     from jax_agent_rl.deploy.preflight import check_policy
-    from jax_agent_rl.runtime.choice import PolicyChoice, choose
+    from jax_agent_rl.runtime.choice import choose
 
-    command_line = given_config(config, overrides, config_file)
-    choice = PolicyChoice(
-        config=command_line.file,
-        overrides=command_line.overrides,
+    choice = policy_choice(
+        config,
+        overrides,
+        config_file,
         model=model,
         run=run,
         step=step,
@@ -215,12 +216,12 @@ def rollout(
     """
     from jax_agent_rl.data.dataset import collection_sources, find_files
     from jax_agent_rl.deploy.preflight import check_policy
-    from jax_agent_rl.runtime.choice import PolicyChoice, choose
+    from jax_agent_rl.runtime.choice import choose
 
-    command_line = given_config(config, overrides, config_file)
-    choice = PolicyChoice(
-        config=command_line.file,
-        overrides=command_line.overrides,
+    choice = policy_choice(
+        config,
+        overrides,
+        config_file,
         model=model,
         run=run,
         step=step,

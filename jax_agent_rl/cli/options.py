@@ -34,6 +34,8 @@ from typer.core import TyperCommand, TyperGroup
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from jax_agent_rl.runtime.choice import PolicyChoice
+
 T = TypeVar("T")
 
 
@@ -422,6 +424,36 @@ def given_config(
         words.insert(0, argument)
     file, keys = split_config(words, option)
     return GivenConfig(file=file, overrides=keys)
+
+
+def policy_choice(
+    config: str | None,
+    overrides: Iterable[str] | None,
+    config_file: str | None,
+    *,
+    model: Path | None,
+    run: Path | None,
+    step: int | None,
+    ema: bool,
+    data: str | None = None,
+) -> PolicyChoice:
+    """Return the policy that a command line chooses; see :func:`given_config`.
+
+    Raises:
+        ConfigError: several files are named.
+    """
+    from jax_agent_rl.runtime.choice import PolicyChoice
+
+    command_line = given_config(config, overrides, config_file)
+    return PolicyChoice(
+        config=command_line.file,
+        overrides=command_line.overrides,
+        model=model,
+        run=run,
+        step=step,
+        ema=ema,
+        data=data,
+    )
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from jax_agent_rl.cli.options import (
     console_of,
     given_config,
     overrides_of,
+    policy_choice,
     print_object,
     settings_model,
 )
@@ -153,12 +154,12 @@ def rollout_server(
 ) -> None:
     """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
     from jax_agent_rl.deploy.preflight import check_policy
-    from jax_agent_rl.runtime.choice import PolicyChoice, choose
+    from jax_agent_rl.runtime.choice import choose
 
-    command_line = given_config(config, overrides, config_file)
-    choice = PolicyChoice(
-        config=command_line.file,
-        overrides=command_line.overrides,
+    choice = policy_choice(
+        config,
+        overrides,
+        config_file,
         model=model,
         run=run,
         step=step,
@@ -198,12 +199,12 @@ def serve(
     rollout.max_model_len=N is given here. With /sessions/ID/v1 as base_url, exact ids are recorded.
     """
     from jax_agent_rl.deploy.preflight import check_policy
-    from jax_agent_rl.runtime.choice import PolicyChoice, choose
+    from jax_agent_rl.runtime.choice import choose
 
-    command_line = given_config(config, overrides, config_file)
-    choice = PolicyChoice(
-        config=command_line.file,
-        overrides=command_line.overrides,
+    choice = policy_choice(
+        config,
+        overrides,
+        config_file,
         model=model,
         run=run,
         step=step,
@@ -212,7 +213,7 @@ def serve(
     check_policy(choice, choose(choice), listens=(host, port, token_env, "--token-env"))
     from jax_agent_rl.runtime.serve import serve_openai
 
-    keys = {override.partition("=")[0] for override in command_line.overrides}
+    keys = {override.partition("=")[0] for override in choice.overrides}
     _serve(
         choice,
         functools.partial(
