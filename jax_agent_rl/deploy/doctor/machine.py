@@ -12,7 +12,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ from packaging.requirements import Requirement
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.utils.files import cache_root
+from jax_agent_rl.utils.network import listen_on
 from jax_agent_rl.utils.packages import is_installed
 from jax_agent_rl.utils.process import own_python
 
@@ -331,14 +331,10 @@ async def ports(report: Reporter) -> None:
 
 def is_free(host: str, port: int) -> bool:
     """Return whether a server could listen there."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as listener:
-        # As servers do: a closed one may linger.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError:
-            return False
+    try:
+        listen_on(host, port).close()
+    except ConfigError:
+        return False
     return True
 
 
