@@ -21,9 +21,8 @@ from jax_agent_rl.jetstream.external_engine import ExternalEngine
 from jax_agent_rl.models.config import DecoderConfig, Params
 
 DTYPE = "bfloat16"  # of weights, activations and cache
-MAX_NEW_TOKENS = (
-    1024  # ids a slot holds behind its prompt; MaxText keeps room for them apart from the prompt's
-)
+# Ids that a slot holds behind its prompt; MaxText keeps room for them apart from the prompt's.
+MAX_NEW_TOKENS = 1024
 BLOCKS = {
     "llama": "llama2",
     "mistral": "mistral",

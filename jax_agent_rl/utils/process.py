@@ -38,9 +38,8 @@ from jax_agent_rl.utils.text import printable
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHUTDOWN_TIMEOUT_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
 MIN_CLOSE_SECONDS, MAX_CLOSE_SECONDS = 0.5, 2.0  # for an orderly shutdown
-LEADER_CLOSE_SECONDS = (
-    60.0  # where other processes have to stop first: without their leader they would crash
-)
+# Where other processes have to stop first: without their leader they would crash.
+LEADER_CLOSE_SECONDS = 60.0
 SERVER_EXIT_SECONDS = 10.0  # from the end of a server to the end of its process
 EXIT_CODE = 130
 
@@ -54,13 +53,13 @@ ExitWithin = Callable[[float], None]
 
 
 def keep_freed_memory() -> None:
-    """Begin this process anew, at its very start, with an allocator that keeps freed memory (glibc 2.35 or newer).
+    """Begin this process anew with an allocator that keeps freed memory; call it at the very start.
 
     XLA allocates a program's temporaries anew each time it runs: gigabytes in a learner step, which
     the system first has to clear. Keeping them took the learner of
-    ``benchmarks/learner_profile.py`` from 77 to 84 % of sgemm on two AVX2 cores. glibc reads its
-    settings once, before a program's first statement. Does nothing where they are set already, and
-    where the system has no glibc.
+    ``benchmarks/learner_profile.py`` from 77 to 84 % of sgemm on two AVX2 cores. glibc (2.35 or
+    newer) reads its settings once, before a program's first statement. Does nothing where they are
+    set already, and where the system has no glibc.
     """
     if "GLIBC_TUNABLES" in os.environ or platform.libc_ver()[0] != "glibc":
         return

@@ -195,9 +195,8 @@ DELTA_SUFFIX = ".delta.safetensors"
 """Ending of a delta's name, in place of the new file's ``.safetensors``."""
 _WORD, _GAP = "<u2", "<u4"
 _BLOCK = 1 << 25  # words compared at a time
-_MAX_SHARE = (
-    0.25  # of the words: where more changed, sending all of them costs less than compressing
-)
+# Of the words: where more changed, sending all of them costs less than compressing.
+_MAX_SHARE = 0.25
 
 
 def delta_path(file: Path) -> Path:

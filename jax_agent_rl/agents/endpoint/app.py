@@ -372,9 +372,8 @@ class Endpoint:
         codec = session.recorder.context.codec
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
         choices: list[Piece] = []
-        silent = (
-            True  # until something is sent, a failure can still be an answer with its own status
-        )
+        # Until something is sent, a failure can still be an answer with its own status.
+        silent = True
         with self._slot(session):
             try:
                 async with aclosing(
