@@ -2,7 +2,9 @@
 
 ::
 
-    environment/Dockerfile ──build──► image ──► container: program ──commit──► container: tests ──► reward
+    environment/Dockerfile ──build──► image ──► container: program
+                                                     │ commit
+                                                container: tests ──► reward
 
 They have no network: the program reaches the endpoint by a Unix socket, as in the sandbox. The
 tests start on the file system that the program left, once all of its processes have ended. Images

@@ -1,4 +1,4 @@
-"""The answers of OpenAI's chat and text completion APIs, whole or streamed, and failures as answers.
+"""The answers of OpenAI's chat and text completion APIs, whole or streamed; failures as answers.
 
 Other APIs have modules of their own.
 """
@@ -130,7 +130,7 @@ class _CompletionsAnswer(ApiAnswer):
         return end | {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.output.token_ids}
 
     def _usage(self, choices: Sequence[Piece]) -> dict[str, Any]:
-        """Return the tokens of all choices; a prompt with several choices is counted once, as OpenAI does."""
+        """Return the tokens of all choices; OpenAI counts a prompt with several choices once."""
         turns = []
         for piece in sorted(choices, key=lambda piece: piece.index):
             if piece.turn is not None:
