@@ -234,8 +234,7 @@ def _schedule(config: OptimizerSection, total_steps: int | None) -> optax.Schedu
     if not warmup_steps:
         return after_warmup
 
-    # From peak / warmup_steps, not 0: no step is wasted, and the last one of the warm-up has the
-    # peak.
+    # From peak / warmup_steps, not 0: no step is wasted, and the warm-up's last one has the peak.
     warmup = optax.constant_schedule(peak)
     if warmup_steps > 1:
         warmup = optax.linear_schedule(peak / warmup_steps, peak, warmup_steps - 1)

@@ -2,9 +2,10 @@
 
 ::
 
-    params ─┬─► all, or all but the vision tower ──────────────────► view: cast to the compute dtype
-            └─► adapters (float32, trained, checkpointed)  ─┬─► view: beside the frozen base
-                base (compute dtype, or 8 or 4 bits)       ─┴─► merge: one float32 model, for engines and export
+    params ─┬─► all, or all but the vision tower ──────────────► view: cast to the compute dtype
+            └─► adapters (float32, trained, checkpointed)  ─┬──► view: beside the frozen base
+                base (compute dtype, or 8 or 4 bits)       ─┴──► merge: one float32 model,
+                                                                 for engines and export
 
 Mixed precision keeps float32 master parameters and computes in another dtype (Micikevicius et al.
 2018, arXiv 1710.03740). The cast is part of the differentiated program, so gradients are float32

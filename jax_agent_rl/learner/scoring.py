@@ -68,8 +68,7 @@ class Scorer:
 
     Attributes:
         rows: rows of a micro-batch.
-        pack_one: packs trajectories into one batch, see
-            :func:`~jax_agent_rl.learner.packing.pack`.
+        pack_one: :func:`~jax_agent_rl.learner.packing.pack` for trajectories.
     """
 
     def __init__(

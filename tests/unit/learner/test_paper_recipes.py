@@ -173,7 +173,9 @@ def test_a_recipe_computes_the_loss_of_its_paper(name: str):
         sequence=jnp.asarray(SEQUENCE[None]),
         chosen=jnp.zeros((1, 16)),
     )
-    loss = np.asarray(POLICY_LOSSES[settings.own.loss_mode](terms, settings).loss, np.float64)[0]
+    loss = np.asarray(
+        POLICY_LOSSES[settings.policy_loss.loss_mode](terms, settings).loss, np.float64
+    )[0]
     active = [np.ones(length, bool) for length in LENGTHS]
     weights = np.concatenate(
         term_weights(config.algorithm.loss_agg_mode, active, config.algorithm.loss_scale_factor)

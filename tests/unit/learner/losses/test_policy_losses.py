@@ -58,8 +58,9 @@ GOLDEN = {
 }  # fmt: skip
 
 
-def config(mode: str, **own) -> LossConfig:
-    return LossConfig(low=0.2, high=0.28, dual=3.0, own=PolicyLossConfig(loss_mode=mode, **own))
+def config(mode: str, **options) -> LossConfig:
+    policy_loss = PolicyLossConfig(loss_mode=mode, **options)
+    return LossConfig(low=0.2, high=0.28, dual=3.0, policy_loss=policy_loss)
 
 
 def total(mode: str, agg: str, settings: LossConfig, chosen: np.ndarray):
@@ -147,7 +148,8 @@ def test_dppo_masks_by_total_variation():
 def test_dppo_masks_by_binary_kl_only_moves_away_from_the_old_policy():
     new, old = np.exp(NEW), np.exp(OLD)
     divergence = old * (OLD - NEW) + (1 - old) * np.log((1 - old) / (1 - new))
-    settings = LossConfig(low=0.05, high=0.1, dual=3.0, own=PolicyLossConfig(loss_mode="dppo_kl"))
+    policy_loss = PolicyLossConfig(loss_mode="dppo_kl")
+    settings = LossConfig(low=0.05, high=0.1, dual=3.0, policy_loss=policy_loss)
     rises, falls = (divergence <= 0.1) | (new <= old), (divergence <= 0.05) | (new >= old)
     inside = np.where(ADVANTAGE > 0, rises, falls)
     assert 0 < inside.sum() < inside.size

@@ -27,8 +27,8 @@ marks = st.lists(st.booleans(), min_size=K, max_size=K)
 
 def config(mode: str) -> LossConfig:
     # Ranges and bounds that random tokens leave often.
-    own = PolicyLossConfig.model_construct(loss_mode=mode, behav_imp_weight_cap=1.1)
-    return LossConfig(low=0.1, high=0.2, dual=1.5, own=own)
+    policy_loss = PolicyLossConfig.model_construct(loss_mode=mode, behav_imp_weight_cap=1.1)
+    return LossConfig(low=0.1, high=0.2, dual=1.5, policy_loss=policy_loss)
 
 
 def row(values: list) -> np.ndarray:
