@@ -134,9 +134,7 @@ async def two_questions(base_url, api_key, row):
 """
 
 
-def test_a_program_with_openais_client_in_front_of_ray_actors_is_trained_as_beside_the_learner(
-    tmp_path: Path,
-):
+def test_a_program_trains_alike_with_ray_actors_and_with_a_local_engine(tmp_path: Path):
     (tmp_path / "agent.py").write_text(OPENAI_AGENT)
     agent = {
         "module": str(tmp_path / "agent.py"),

@@ -70,7 +70,7 @@ def damages(folder: Path) -> dict[str, tuple[Path, bytes | None]]:
     return made
 
 
-def test_whatever_is_damaged_either_does_not_matter_or_is_said_with_the_checkpoint_before(
+def test_damage_does_not_matter_or_is_reported_with_the_previous_checkpoint(
     folder: Path, tmp_path: Path
 ):
     """Never a silently wrong state."""

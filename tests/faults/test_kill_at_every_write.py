@@ -173,7 +173,7 @@ def metrics_of(folder: Path) -> list[tuple[str, int, str]]:
 @pytest.mark.parametrize(
     ("name", "after"), [("goes_on", 3), ("goes_back", 1), ("begins_again", -1)]
 )
-def test_whenever_a_resumed_run_is_killed_nothing_is_gone_without_something_in_its_place(
+def test_a_resumed_run_killed_at_any_write_loses_nothing_without_a_replacement(
     lives: Lives, tmp_path: Path, name: str, after: int
 ):
     recorded, folder = tmp_path / "recorded", tmp_path / "run"

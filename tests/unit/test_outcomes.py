@@ -125,9 +125,7 @@ def test_shaping_never_changes_whether_a_group_did_equally_well(filters, turn_re
 @pytest.mark.parametrize(
     "estimator", [name for name in ADV_ESTIMATORS if name not in ("gae", "remax")]
 )
-def test_a_group_that_a_filter_leaves_out_by_default_has_no_advantages_before_shaping(
-    estimator: str,
-):
+def test_a_group_that_a_default_filter_leaves_out_has_no_advantages(estimator: str):
     parts = {"gdpo": {"reward_keys": ["score", "style"]}} if estimator == "gdpo" else {}
     config = AlgorithmConfig.model_validate(
         {"adv_estimator": estimator, "turn_reward": turns(estimator), **parts}

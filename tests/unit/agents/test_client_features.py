@@ -213,7 +213,7 @@ async def test_what_a_framework_streams_is_what_was_recorded(ask):
 
 
 @pytest.mark.parametrize("api", ["responses", "chat_completions"])
-async def test_an_agent_of_openais_sdk_without_a_model_of_its_own_runs_with_the_sdks_defaults(api):
+async def test_an_openai_sdk_agent_without_a_model_runs_with_the_sdks_defaults(api):
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
     defaults = agents.Agent(name="a").model_settings

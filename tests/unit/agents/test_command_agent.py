@@ -81,7 +81,7 @@ async def test_a_program_is_one_exact_trajectory_whose_tests_give_its_reward(tmp
 
 
 @needs_bwrap
-async def test_a_wrong_answer_a_failing_program_and_one_that_hangs_are_scored_by_their_files(
+async def test_wrong_answers_and_failing_or_hanging_programs_are_scored_by_their_files(
     tmp_path: Path,
 ):
     for end, exit_code, seconds in (

@@ -164,7 +164,7 @@ async def test_positions_that_are_shifted_from_a_later_turn_on_are_named(
     check(made, Cause.POSITION, said)
 
 
-async def test_sampled_tokens_at_other_positions_between_inserted_ones_at_the_right_ones_are_named(
+async def test_sampled_tokens_at_wrong_positions_between_right_inserted_ones_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ):
     decode_step = forward.decode_step

@@ -339,7 +339,7 @@ async def test_a_setting_that_differs_is_named(
     assert made.cause is cause and said in made.line, made.line
 
 
-async def test_rotary_settings_show_in_the_first_layer_as_keys_that_differ_while_values_do_not():
+async def test_rotary_settings_change_the_first_layers_keys_and_not_its_values():
     made = await of_engine(LLAMA, replace(LLAMA, rope=Rope(theta=5e5)), inspected=True)
     assert "the embeddings agree; layer 0 is the first" in found("layers", made)
     assert "rotary settings" in found("layers", made) and made.cause is Cause.ROTARY

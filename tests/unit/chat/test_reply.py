@@ -205,7 +205,7 @@ def test_after_a_tool_result_a_template_may_open_no_block():
     assert codec.parse_reply(codec.encode_text("it is 3"), context_ids=context).content == "it is 3"
 
 
-def test_reasoning_stands_between_tags_in_the_text_of_a_turn_however_the_model_marks_it():
+def test_reasoning_stands_between_tags_however_the_model_marks_it():
     cases = {
         "gpt-oss": (
             "<|channel|>analysis<|message|>plan<|end|><|start|>assistant<|channel|>final<|message|>so"

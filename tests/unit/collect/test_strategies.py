@@ -146,7 +146,7 @@ def test_treerl_forks_the_least_likely_tokens_of_each_tree():
     )
 
 
-def test_treerl_looks_at_what_branches_sampled_themselves_and_never_forks_a_place_twice():
+def test_treerl_forks_where_branches_sampled_themselves_and_never_twice():
     def make(number, start):
         if number == 0:
             return of_turns(0, [-0.1, -3.0, -0.2, -0.3])

@@ -54,7 +54,7 @@ EFFECTS = {
     "rollout.max_in_flight_per_server":
         (
             "unit/rollout/test_request_queue.py::"
-            "test_no_server_gets_more_than_its_limit_and_the_rest_goes_in_the_order_of_sessions"
+            "test_no_server_exceeds_its_limit_and_waiting_requests_go_in_order_of_sessions"
         ),
     "rollout.recovery_seconds":
         "unit/rollout/test_pool.py::test_without_recovery_a_loss_is_final_and_reported_at_once",

@@ -293,9 +293,7 @@ def test_row_groups_without_rows_change_nothing(tmp_path: Path):
     assert list(rows) == full and [row["n"] for row in RowsWithoutPrompts(rows)] == list(range(5))
 
 
-def test_a_message_that_only_calls_a_tool_says_nothing_whether_its_content_is_null_or_absent(
-    tmp_path: Path,
-):
+def test_a_message_that_only_calls_a_tool_is_the_same_with_null_and_absent_content(tmp_path: Path):
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     said = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -672,9 +670,7 @@ def encoded(kind: type[ConversationsConfig], file: Path) -> list[list[list[int]]
     return [[s.token_ids.tolist() + s.loss_mask.tolist() for s in example] for example in examples]
 
 
-def test_a_picture_or_a_video_that_is_replaced_makes_other_rows_and_one_that_is_moved_does_not(
-    tmp_path: Path,
-):
+def test_replaced_pictures_and_videos_make_other_rows_and_moved_ones_do_not(tmp_path: Path):
     def fingerprint(name: str, **changed: bytes) -> str:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)

@@ -297,9 +297,7 @@ def test_what_is_missing_is_known_before_anything_is_loaded(monkeypatch, tmp_pat
         check_engine(build(tree, remote))
 
 
-def test_every_argument_the_backend_sets_is_refused_in_engine_args_with_the_key_that_decides(
-    tmp_path,
-):
+def test_engine_args_that_the_backend_sets_are_refused_with_the_key_that_decides(tmp_path):
     adapters = {"a": write_rank(tmp_path / "a", 8)}
     (tmp_path / "tokenizer.json").write_text("{}")
     many = replace(

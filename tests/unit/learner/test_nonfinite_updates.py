@@ -194,7 +194,7 @@ def test_every_trajectory_of_half_a_step_is_accounted_for(epochs: int):
     }
 
 
-def test_a_trajectory_with_every_token_rejected_is_rejected_whatever_became_of_the_step():
+def test_a_trajectory_with_every_token_rejected_is_rejected_in_any_step():
     reject = {"rollout_correction": {"rollout_rs": ["seq_max_k2"], "rollout_rs_threshold": [1e-12]}}
     groups = groups_with_poison()
     result = learner(reject, num_minibatches=2).update(groups)

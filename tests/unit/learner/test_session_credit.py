@@ -144,7 +144,7 @@ def in_layout(by_time: Sequence[float]) -> np.ndarray:
     return np.array([by_time[IN_TIME.index(i)] for i in LAID_OUT])
 
 
-def test_discounts_and_the_critics_values_follow_the_order_in_which_turns_were_sampled():
+def test_discounts_and_critic_values_follow_the_order_of_sampling():
     gamma, lam = 0.9, 0.8
     config = AlgorithmConfig(adv_estimator="gae", gamma=gamma, lam=lam)
     samples = valued(
@@ -166,7 +166,7 @@ def test_discounts_and_the_critics_values_follow_the_order_in_which_turns_were_s
     np.testing.assert_allclose(advantage, in_layout(whitened.tolist()), atol=1e-6)
 
 
-def test_gigpo_discounts_turns_in_time_and_anchors_a_segment_at_what_followed_the_turn_it_goes_on_from():
+def test_gigpo_discounts_in_time_and_anchors_segments_at_what_they_follow():
     # steps by time: a c e d b; returns 0.5 ** (4, 3, 2, 1, 0). Of the other, f was shown [6], as e
     # was.
     other = trajectory([1, 2], [60, 6, 61], mask=[1, 0, 1], index=1)

@@ -130,7 +130,7 @@ def test_the_learners_state_counts_only_where_it_is():
     ) == (4, 1)
 
 
-def test_the_largest_split_is_taken_if_none_fits_and_only_sizes_that_divide_the_heads():
+def test_the_largest_split_that_divides_the_heads_is_taken_if_none_fits():
     """Qwen2.5-0.5B: 14 query heads over 2 key/value heads suit 1, 2, 7 or 14 devices, and 7 do not
     divide the rest.
     """

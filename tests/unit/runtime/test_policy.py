@@ -85,9 +85,7 @@ def written_run(folder: Path, *, then: dict, now: dict) -> None:
     checkpointer.close()
 
 
-def test_a_checkpoint_is_read_with_the_settings_it_was_trained_with_and_the_model_where_it_is_now(
-    tmp_path: Path,
-):
+def test_a_checkpoint_is_read_with_its_settings_and_the_models_present_place(tmp_path: Path):
     then = choose(
         PolicyChoice(config=RECIPE, overrides=["learner.lora.alpha=8", "model.path=/old"])
     )

@@ -96,7 +96,7 @@ def test_a_served_engine_has_programs_for_short_contexts_of_a_long_one():
 @pytest.mark.parametrize(
     ("serving", "ahead", "shortest"), [(True, False, 256), (False, None, None)]
 )
-def test_a_served_engine_compiles_when_a_request_needs_it_and_that_of_a_run_as_suits_its_device(
+def test_a_served_engine_compiles_on_demand_and_a_runs_engine_by_device(
     serving: bool, ahead: bool | None, shortest: int | None, tmp_path: Path, monkeypatch
 ):
     made: dict = {}

@@ -259,7 +259,7 @@ async def test_a_given_schema_is_what_the_model_reads(name):
     assert await search.execute("t", {"query": "x", "level": "h"}, hidden=1) == "x Level.HIGH 1"
 
 
-def test_a_given_schema_may_be_a_pydantic_model_and_leave_the_description_to_the_docstring():
+def test_a_given_schema_may_be_a_pydantic_model_without_a_description():
     class Function(BaseModel):
         name: str
         description: str | None = None

@@ -445,7 +445,7 @@ async def test_verls_own_classes_run_from_its_files_without_all_that_verl_needs(
         ),
     ],
 )
-async def test_a_class_that_cannot_be_imported_is_told_with_its_key_its_cause_and_what_to_install(
+async def test_a_failed_import_of_a_class_names_its_key_its_cause_and_what_to_install(
     write, alone, layout, class_name, named
 ):
     files(alone, **layout)

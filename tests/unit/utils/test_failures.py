@@ -101,7 +101,7 @@ def test_the_place_of_an_error_is_the_users_innermost_line(tmp_path, monkeypatch
     assert made.failed_at == "mine.py:5" and "the reward raised JSONDecodeError" in str(made)
 
 
-def test_an_error_of_libraries_alone_has_their_line_and_one_that_was_never_raised_has_none():
+def test_an_error_in_libraries_has_their_line_and_an_unraised_one_has_none():
     error = _raised(lambda: json.loads("{"))
     error.__traceback__ = error.__traceback__.tb_next.tb_next  # without this file
     assert re.fullmatch(r".*json.*\.py:\d+", error_place(error))

@@ -137,9 +137,7 @@ def load(
     )
 
 
-def test_a_model_named_on_the_hub_is_downloaded_once_and_its_weights_when_they_are_needed(
-    hub, tmp_path
-):
+def test_a_model_of_the_hub_is_downloaded_once_and_its_weights_when_needed(hub, tmp_path):
     cache = tmp_path / "cache"
     described = load(hub, cache, "some/model")
     assert described.returncode == 0, described.stderr
@@ -275,9 +273,7 @@ def rows_of(folder: Path, cache: Path, *sources: dict, **more: str) -> tuple[lis
     return done.stdout.splitlines(), server.sent
 
 
-def test_a_data_set_of_the_hub_is_read_by_name_split_and_glob_and_no_other_file_is_downloaded(
-    published, tmp_path
-):
+def test_a_data_set_of_the_hub_is_read_by_name_split_and_glob_alone(published, tmp_path):
     (published / "README.md").write_text(CARD)
     train = ["main/train-0-of-2.parquet", "main/train-1-of-2.parquet"]
     said, sent = rows_of(

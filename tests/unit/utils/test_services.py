@@ -96,9 +96,7 @@ async def test_what_nobody_waits_for_any_more_is_ended():
 
 
 @BOTH
-async def test_processes_that_end_with_the_thread_that_started_them_live_until_the_service_has_ended(
-    call,
-):
+async def test_processes_that_end_with_their_starting_thread_live_as_long_as_the_service(call):
     ended = threading.Event()
 
     def start():

@@ -484,7 +484,7 @@ def test_what_a_machine_ends_is_reported_up_to_there(
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_the_command_writes_both_files_and_its_status_says_whether_there_are_deviations(
+def test_the_command_writes_both_files_and_its_status_tells_of_deviations(
     broken: bool, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if broken:

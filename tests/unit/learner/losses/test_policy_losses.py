@@ -120,7 +120,7 @@ def surrogate(ratio: np.ndarray) -> np.ndarray:
     return np.where(ADVANTAGE < 0, np.minimum(loss, -3 * ADVANTAGE), loss)
 
 
-def test_decoupled_is_the_surrogate_times_the_behaviour_ratio_where_that_is_small_enough():
+def test_decoupled_is_the_surrogate_times_a_small_enough_behaviour_ratio():
     behaviour = np.exp(OLD - ROLLOUT)
     expected = surrogate(np.exp(NEW - OLD)) * behaviour * (behaviour <= 5.0)
     assert (behaviour > 5).any()
