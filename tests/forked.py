@@ -3,8 +3,8 @@ tenth of its time.
 
 ::
 
-    test ── {"arguments", "log", "die_at"} ──► python -m tests.forked ── fork ──► the command, its own process group
-         ◄── {"pid"}, later {"status"} ──────
+    test ── {"arguments", "log", "die_at"} ──► python -m tests.forked ── fork ──► the command,
+         ◄── {"pid"}, later {"status"} ──────                        its own process group
 
 No backend of jax exists before the fork. With ``die_at`` the command kills itself (as ``kill -9``
 does) at its n-th operation on files that changes something: in the middle of a checkpoint, between

@@ -1,4 +1,7 @@
-"""The tests that ``./launch/test.sh`` leaves to ``--all``, those that this leaves to ``--nightly``, and why. A name ends a file's, or a test's in it."""
+"""The tests that ``./launch/test.sh`` leaves to ``--all``, or even to ``--nightly``, and why.
+
+A name is a file below ``tests/``, or a test in one.
+"""
 
 # ruff: noqa: E501
 # Names of tests are long.
@@ -105,7 +108,7 @@ SLOW = {
     "unit/utils/test_hub.py::test_a_model_of_the_hub_is_downloaded_once_and_its_weights_when_needed": "processes that import the Hub's client",
     "unit/utils/test_installed_packages.py::test_a_run_uses_every_kind_of_plugin_of_an_installed_package": "a whole run",
 }
-"""Beside these: all tests on vLLM."""
+"""Files and tests that only ``--all`` runs; it also runs all tests on vLLM."""
 
 REPRESENTATIVES = {
     "conformance/test_conformance.py": (
@@ -234,7 +237,7 @@ REPRESENTATIVES = {
     ),
     "unit/trainer/test_unbiased_resume.py": (("[sync]",), "fifty kills for every trainer"),
 }
-"""Files and tests of which only some run without ``--all``: parts of these tests' names, and why not all."""
+"""Files and tests that run in part without ``--all``: parts of these tests' names, and why."""
 
 
 NIGHTLY = {
@@ -251,7 +254,7 @@ NIGHTLY = {
     "unit/agreement/test_faults_by_kind.py::test_a_tensor_that_is_used_wrongly_is_named_by_log_probs_alone[experts]": "compiles experts for every hypothesis",
     "unit/deploy/plan/test_search.py::test_more_tokens_at_once_and_more_kept_of_them_take_more": "compiles many programs for TPUs",
 }
-"""What even ``--all`` leaves to ``--nightly``: beginnings of a test's name with its parameters, and why."""
+"""What even ``--all`` leaves to ``--nightly``: how a test's name with parameters begins, and why."""
 
 PARTS_OF_ALL = {
     "unit/cli/test_damaged_files.py::test_a_damaged_run_is_a_message_in_every_command": (

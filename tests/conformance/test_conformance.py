@@ -72,7 +72,7 @@ def external_engine(request):
 
 
 def jetstream_int8(request):
-    """Of a model whose matrices int8 holds exactly: whatever else changes a log-prob is a mistake."""
+    """Serve a model whose matrices int8 holds exactly: any other change of a log-prob is a mistake."""
     pytest.importorskip("torch")
     options, scratch = (
         request.getfixturevalue("options"),

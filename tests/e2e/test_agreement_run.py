@@ -125,12 +125,13 @@ def test_an_engine_that_keeps_its_first_weights_stops_an_asynchronous_run(
 ):
     update = JetStreamBackend.update_weights
 
+    first_payloads: dict[JetStreamBackend, Any] = {}
+
     async def keep_weights(self: JetStreamBackend, change: Any) -> None:
-        if not hasattr(self, "first_payload"):
-            self.first_payload = jax.tree.map(jnp.copy, change.payload)  # type: ignore[attr-defined]
-        await update(
-            self, replace(change, payload=jax.tree.map(jnp.copy, self.first_payload), probe=None)
-        )
+        if self not in first_payloads:
+            first_payloads[self] = jax.tree.map(jnp.copy, change.payload)
+        payload = jax.tree.map(jnp.copy, first_payloads[self])
+        await update(self, replace(change, payload=payload, probe=None))
 
     monkeypatch.setattr(JetStreamBackend, "update_weights", keep_weights)
     recipe = tiny_recipe(

@@ -79,7 +79,7 @@ async def train_and(config: Config, meanwhile: Callable[[], Awaitable[None]] | N
 def run(
     recipe: Path, folder: Path, *overrides: str, meanwhile=None
 ) -> tuple[list[dict[str, Any]], list[dict]]:
-    """Trains, checks the books of every step, and returns the steps' metrics and the trajectories."""
+    """Train, check the books of every step, and return the steps' metrics and the trajectories."""
     config = load(recipe, [f"run_dir={folder / 'run'}", *overrides])
     asyncio.run(train_and(config, meanwhile))
     for pid in engines():  # Ray kills an actor's process a moment after it was told to
@@ -129,8 +129,11 @@ async def two_questions(base_url, api_key, row):
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=60) as client:
         messages = [dict(message) for message in row["prompt"]]
         for _ in range(2):
-            answer = await client.chat.completions.create(model="any", messages=messages, max_tokens=5)
-            messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "three"}]
+            answer = await client.chat.completions.create(
+                model="any", messages=messages, max_tokens=5
+            )
+            messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": "three"})
 """
 
 

@@ -148,7 +148,8 @@ checkpointer = Checkpointer(folder, keep=1)
 checkpointer.save(1, state(1), {"step": 1})
 checkpointer.wait()
 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))  # no file can grow beyond: like a full disk
+# No file can grow beyond this: like a full disk.
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
 for finish in (check_later, Checkpointer.wait, Checkpointer.close):
     try:
         checkpointer.save(2, state(2), {"step": 2})

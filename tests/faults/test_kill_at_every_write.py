@@ -36,7 +36,9 @@ def live(name, folder, die_at):
 
     def count(event, details):
         nonlocal changes
-        writes = event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR)
+        writes = False
+        if event == "open" and isinstance(details[2], int):
+            writes = details[2] & (os.O_WRONLY | os.O_RDWR)
         if (writes or event in {CHANGES!r}) and str(folder) in str(details):
             changes += 1
             if changes == die_at:

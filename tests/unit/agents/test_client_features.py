@@ -99,9 +99,8 @@ async def pydantic_ai_over_anthropic(base_url, key):
 
 
 async def litellm_format(base_url, key):
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = (
-        "True"  # else it asks the network for prices when it is imported
-    )
+    # Otherwise it asks the network for prices when it is imported.
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     module = pytest.importorskip("litellm")
     answer = await module.acompletion(
         model="openai/m", api_base=base_url, api_key=key, messages=ASK, response_format=Plan

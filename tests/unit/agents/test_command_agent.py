@@ -26,7 +26,8 @@ client = openai.OpenAI()
 messages = [{"role": "user", "content": os.environ["TASK_INSTRUCTION"]}]
 for _ in range(3):
     answer = client.chat.completions.create(model="m", messages=messages)
-    messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
+    messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+    messages.append({"role": "user", "content": "more"})
 open("answer.txt", "w").write(open("number.txt").read() * 2)
 print("done")
 """
@@ -36,7 +37,10 @@ def ask(messages):
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         json.dumps({"model": "m", "messages": messages}).encode(),
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+        {
+            "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+            "Content-Type": "application/json",
+        },
     )
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
 """

@@ -247,10 +247,13 @@ async def test_a_calls_difference_is_an_excerpt_that_knows_calls_and_tools():
     )
     assert [turn.note for turn in recorder.turns[1:4]] == [
         (
-            "message 1 of 2 (system) has '…olicy a long policy two' "
-            "where the recorded one (system) has '…olicy a long policy one'"
+            "message 1 of 2 (system) has '…olicy a long policy two'"
+            " where the recorded one (system) has '…olicy a long policy one'"
         ),
-        """message 3 of 4 (assistant) has 'f({"a": 2})' where the recorded one (assistant) has 'f({})'""",
+        (
+            "message 3 of 4 (assistant) has 'f({\"a\": 2})'"
+            " where the recorded one (assistant) has 'f({})'"
+        ),
         "asks again for what is on record",
     ]
     assert recorder.turns[4].parent is first and not recorder.turns[4].note

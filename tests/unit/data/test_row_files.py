@@ -136,7 +136,8 @@ NOON = datetime.datetime(2026, 2, 3, 12, 0, 0, 250)
         (pa.array([[("a", 1), ("b", None)]], pa.map_(pa.string(), pa.int64())), {"a": 1}),
         (pa.array([[(7, "x")]], pa.map_(pa.int32(), pa.string())), {"7": "x"}),
         (pa.array([[]], pa.map_(pa.string(), pa.int64())), {}),
-        (pa.array([[[("a", Decimal("2.00"))]]], pa.list_(pa.map_(pa.string(), pa.decimal128(9, 2)))), [{"a": 2}]),
+        (pa.array([[[("a", Decimal("2.00"))]]],
+                  pa.list_(pa.map_(pa.string(), pa.decimal128(9, 2)))), [{"a": 2}]),
         (pa.array([Decimal("0.10")]), 0.1),
         (pa.array([Decimal(10**30)]), 10**30),
         (pa.array([NOON.date()]), "2026-02-03"),
@@ -459,10 +460,11 @@ def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
             "release_kwargs": st.none(),
         },
     )
+    tool_call = call.map(lambda arguments: {"function": {"name": "f", "arguments": arguments}})
     said = st.fixed_dictionaries(
         {"role": st.just("assistant"), "content": text},
-        optional={"tool_calls": st.lists(call.map(lambda a: {"function": {"name": "f", "arguments": a}}), max_size=1)},
-    )  # fmt: skip
+        optional={"tool_calls": st.lists(tool_call, max_size=1)},
+    )
     silent = call.map(
         lambda a: {
             "role": "assistant",

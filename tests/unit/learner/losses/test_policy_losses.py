@@ -23,7 +23,8 @@ MASK = np.array([[1, 1, 0, 1], [1, 1, 1, 0], [1, 1, 1, 1]], bool)
 GOLDEN = {
     ("vanilla", "token-mean"): (
         0.31752655074532693,
-        [[0.0, -0.0818730753077982, 0.0, -0.04065696597405992], [0.0, 0.09110594001952546, 0.04524187090179798, 0.0],
+        [[0.0, -0.0818730753077982, 0.0, -0.04065696597405992],
+         [0.0, 0.09110594001952546, 0.04524187090179798, 0.0],
          [-0.08410168771008195, -0.07238699344287677, 0.0, 0.18819746225882025]],
     ),
     ("gspo", "seq-mean-token-mean"): (
@@ -34,7 +35,8 @@ GOLDEN = {
     ),
     ("geo_mean", "seq-mean-token-mean"): (
         0.03255480312871606,
-        [[0.0, -0.08453768088136013, 0.0, -0.08453768088136013], [0.0, 0.06139838390774729, 0.06139838390774729, 0.0],
+        [[0.0, -0.08453768088136013, 0.0, -0.08453768088136013],
+         [0.0, 0.06139838390774729, 0.06139838390774729, 0.0],
          [0.02549317350650394, 0.02549317350650394, 0.02549317350650394, 0.02549317350650394]],
     ),
     ("cispo", "token-mean"): (
@@ -54,7 +56,10 @@ GOLDEN = {
          [0.0370409110340859, 0.09110594001952546, -0.024758129098202013, 0.0],
          [-0.014101687710081953, -0.07238699344287677, 0.4403156001143092, 0.18819746225882025]],
     ),
-    ("gpg", "token-mean"): (0.373, [[-0.1, -0.1, 0.0, -0.1], [0.05, 0.05, 0.05, 0.0], [-0.08, -0.08, 0.12, 0.12]]),
+    ("gpg", "token-mean"): (
+        0.373,
+        [[-0.1, -0.1, 0.0, -0.1], [0.05, 0.05, 0.05, 0.0], [-0.08, -0.08, 0.12, 0.12]],
+    ),
 }  # fmt: skip
 
 
@@ -105,8 +110,8 @@ def test_loss_and_gradient_match_a_peer(mode: str, agg: str):
 def per_token(mode: str, settings: LossConfig, chosen: np.ndarray | None = None) -> np.ndarray:
     zeros = np.zeros(MASK.shape) if chosen is None else chosen
     arrays = {
-        "logprob": NEW, "old_logprob": OLD, "rollout_logprob": ROLLOUT, "advantage": ADVANTAGE, "active": MASK,
-        "chosen": zeros,
+        "logprob": NEW, "old_logprob": OLD, "rollout_logprob": ROLLOUT, "advantage": ADVANTAGE,
+        "active": MASK, "chosen": zeros,
     }  # fmt: skip
     terms = Terms(
         sequence=jnp.repeat(jnp.arange(3)[:, None], 4, axis=1),
