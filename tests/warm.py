@@ -2,8 +2,9 @@
 
 ::
 
-    test ── subprocess ──► client ── arguments, environment, folder, descriptors ──► server ── fork ──► the program
-                                  ◄────────────────── exit status ─────────────────────────
+    test ── subprocess ──► client ── arguments, environment, ──► server ── fork ──► the program
+                              │       folder, descriptors          │
+                              ◄────────── exit status ─────────────┘
 
 ``*python()`` stands where ``sys.executable`` would: ``-m MODULE``, ``-c PROGRAM`` or a file
 follows. Signals that the client gets go on to the program; a client that is killed takes the

@@ -180,7 +180,7 @@ def test_a_group_is_all_right_by_its_accuracy_or_equal_by_its_reward(
 
 
 def test_penalties_that_make_totals_equal_leave_nothing_to_compare():
-    """One is right and long, the other wrong and short: S is 0 for both, and so is every advantage."""
+    """One is right and long, the other wrong and short: S is 0 for both, as is every advantage."""
     group = shape(
         members(1.0, 0.0, lengths=[10, 2]),
         ShapingConfig(overlong_buffer=8),

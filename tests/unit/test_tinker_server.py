@@ -250,7 +250,7 @@ def test_a_client_learns_samples_and_goes_on_from_what_it_saved(service):
 
 
 def test_targets_may_be_any_ids_and_several_per_token(service, model_folder):
-    """The batch has a datum of each kind; its expected log-probs are PyTorch's of the input alone."""
+    """The batch has a datum of each kind; expected log-probs are PyTorch's of the input alone."""
     ids, rng = [5, 9, 17, 30, 8], np.random.default_rng(0)
     targets = {
         "own": np.array([0, 0, 17, 30], np.int64),
@@ -607,7 +607,7 @@ def test_a_model_of_a_finished_session_is_restored_when_it_is_asked_for(service)
 
 
 def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
-    """Five updates, the third and fifth of them after a restart, are those of a server without one."""
+    """Five updates, the third and fifth after a restart, are those of a server without one."""
     batch = data()
 
     def step(client: tinker.TrainingClient, number: int) -> None:
@@ -1021,8 +1021,7 @@ def test_a_model_that_is_not_served_is_named(service):
         service.create_lora_training_client(base_model="tiny", rank=8).result()
 
 
-# --- requests of hostile clients: routes are in tests/unit/test_routes.py, here what is read after
-# them ---
+# --- requests of hostile clients: what is read behind the routes of test_routes.py ---------------
 
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, -1, 10**12, 2**62]), max_size=3)
 NUMBERS = st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**62]), max_size=4).map(

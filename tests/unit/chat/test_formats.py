@@ -75,15 +75,15 @@ def kimi(name, arguments):
 
 def deepseek_v3(name, arguments):
     return (
-        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"
-        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n"
+        f"```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     )
 
 
 def deepseek_v31(name, arguments):
     return (
-        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
-        "<｜tool▁calls▁end｜>"
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>"
+        f"{json.dumps(arguments)}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     )
 
 

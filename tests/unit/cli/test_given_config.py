@@ -40,7 +40,7 @@ WITHOUT_CONFIG = {"quickstart"}  # the recipe is its subject
 
 
 def said(*words: str) -> tuple[int, str]:
-    """Run a command here; return its status and all that it said, a ConfigError's message included."""
+    """Run a command here; return its status and all that it said, including a ConfigError."""
     result = CliRunner().invoke(app, list(words))
     return result.exit_code, result.output + (str(result.exception) if result.exception else "")
 

@@ -153,8 +153,8 @@ async def test_sampled_ids_follow_the_models_distribution():
     logits = full_logits(PARAMS, prompt)[-1].astype(np.float64)
     expected = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     seen = np.bincount([o.token_ids[0] for o in outputs], minlength=TINY.vocab_size) / count
-    # Total variation of an empirical distribution: E <= sum(sqrt(p(1-p)/n))/2; 2 of it is far
-    # outside.
+    # The total variation of an empirical distribution: E <= sum(sqrt(p(1-p)/n))/2. Twice that is
+    # far outside.
     assert np.abs(seen - expected).sum() / 2 < np.sqrt(expected * (1 - expected) / count).sum()
 
 

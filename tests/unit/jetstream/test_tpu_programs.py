@@ -1,4 +1,4 @@
-"""Attention of learner and engine, and their experts, compile for slices of TPUs that are not here."""
+"""Attention and experts, of learner and engine, compile for slices of TPUs that are not here."""
 
 import functools
 import math

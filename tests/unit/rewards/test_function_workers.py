@@ -24,8 +24,10 @@ from jax_agent_rl.rewards import register_reward
 def numbers(solution_str, ground_truth, extra_info, trajectory, weights):
     print("not an answer")
     subprocess.run(["echo", "nor is this"], check=True)
-    return {"score": float(ground_truth in solution_str), "pid": os.getpid(), "weight": weights.sum(),
-            "turns": extra_info["num_turns"], "ids": len(trajectory.response_ids), "note": "left out"}
+    return {
+        "score": float(ground_truth in solution_str), "pid": os.getpid(), "weight": weights.sum(),
+        "turns": extra_info["num_turns"], "ids": len(trajectory.response_ids), "note": "left out",
+    }
 
 @register_reward("stuck")
 def stuck(solution_str):

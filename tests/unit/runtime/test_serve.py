@@ -28,7 +28,7 @@ from tests.tiny_run import tiny_model  # noqa: E402
 
 
 def configured(folder: Path, *, reads: int = 512, **rollout) -> Config:
-    """A configuration whose model reads so many positions; its default cache has 4 contexts of 256."""
+    """A config whose model reads so many positions; its default cache has 4 contexts of 256."""
     file = tiny_model(folder) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": reads}))
     sizes = {"max_in_flight": 4, "max_model_len": 256, **rollout}

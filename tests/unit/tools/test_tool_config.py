@@ -25,7 +25,9 @@ CLASSES = textwrap.dedent("""
 
     class Named(BaseTool):
         def __init__(self):
-            super().__init__(name="named", description="Has its own schema.", parameters={"type": "object"})
+            super().__init__(
+                name="named", description="Has its own schema.", parameters={"type": "object"}
+            )
 
         async def execute(self, instance_id, arguments, **execute_kwargs):
             return "ok"

@@ -60,13 +60,16 @@ class Grader(BaseTool):
         return own, ToolResponse()
 
     @rollout_trace_op
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs
+    ) -> tuple[ToolResponse, float, dict]:
         state = self._states[instance_id]
         state["answer"] = parameters["answer"]
         score = await self.calc_reward(instance_id)
         step = 0.0 if score > state["best"] else self.config["penalty"]
         state["best"] = score
-        return ToolResponse(f"{score=}"), step, {"tries": 1, "right": score == 1.0, "status": "done", "error": None}
+        extra = {"tries": 1, "right": score == 1.0, "status": "done", "error": None}
+        return ToolResponse(f"{score=}"), step, extra
 
     async def calc_reward(self, instance_id: str, **kwargs) -> float:
         state = self._states[instance_id]

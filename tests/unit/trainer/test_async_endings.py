@@ -114,7 +114,7 @@ async def test_an_interruption_in_the_only_update_finishes_the_step_without_roll
 async def test_an_interruption_between_updates_undoes_the_step_without_a_compiler(
     tmp_path: Path, mode: str
 ):
-    """The second step's first update has passed, and the learner's thread never gets to its second."""
+    """The second step's first update has passed; the learner's thread never gets to its second."""
     updating, forever = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 

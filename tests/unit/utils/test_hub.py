@@ -30,7 +30,8 @@ from jax_agent_rl.errors import ModelError
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.models.hf import load_config, load_hf
 try:
-    print(load_config(sys.argv[1]).num_layers, (model_folder(sys.argv[1]) / "tokenizer.json").is_file())
+    tokenizer = model_folder(sys.argv[1]) / "tokenizer.json"
+    print(load_config(sys.argv[1]).num_layers, tokenizer.is_file())
     if "weights" in sys.argv:
         print(load_hf(sys.argv[1])[1]["embed"].shape)
 except ModelError as error:

@@ -98,7 +98,8 @@ def test_own_work_is_never_told_of_whoever_called_the_loop(inside, outside):
         "async own > async user > user > library",
         "async own > own > async user > standard",
         "async own > async user > import user > library",
-        "async user > own > library",  # a blocking function of this package, called by a coroutine of the user's
+        # A blocking function of this package, called by a coroutine of the user's.
+        "async user > own > library",
     ],
 )
 def test_code_of_the_user_is_told_of_with_its_line(inside):

@@ -302,7 +302,8 @@ import jax
 from jax_agent_rl.deploy.certify import run_checks, select_checks
 from jax_agent_rl.deploy.certify.machine import Machine, load_config
 scratch = Path(sys.argv[2])
-config = load_config(Path(sys.argv[1]), ["learner.mesh.fsdp=2", "learner.mesh.tensor=2"], scratch, devices=1)
+meshes = ["learner.mesh.fsdp=2", "learner.mesh.tensor=2"]
+config = load_config(Path(sys.argv[1]), meshes, scratch, devices=1)
 machine = Machine(config, scratch, clock=time.perf_counter)
 def show():
     (result,) = run_checks(machine, select_checks(["collectives"]))
@@ -311,7 +312,11 @@ def show():
 names = [one.name for one in show().measurements]
 print(len(names), "exchanges over tensor of learner.mesh" in names)
 right = jax.lax.ppermute
-jax.lax.ppermute = lambda x, axis, ring: right(x, axis, ring[::-1] if axis == "fsdp" else ring) * (1 + (axis == "fsdp"))
+def wrong(x, axis, ring):
+    if axis == "fsdp":
+        return 2 * right(x, axis, ring[::-1])
+    return right(x, axis, ring)
+jax.lax.ppermute = wrong
 show()
 """
 

@@ -39,7 +39,8 @@ def test_progress_and_plan_come_from_the_process_that_is_given_the_task():
         """
 print(json.dumps({"progress": "tracing " + task["topology"]}))
 programs = [{"total": 3}, {"total": 5}]
-print(json.dumps({"report": "fits", "made": {"fits": True, "programs": programs, "step": {"seconds": 2.5}}}))
+made = {"fits": True, "programs": programs, "step": {"seconds": 2.5}}
+print(json.dumps({"report": "fits", "made": made}))
 """,
         said.append,
     )

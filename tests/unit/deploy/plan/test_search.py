@@ -170,8 +170,7 @@ def one_mesh(config):
 
 def test_where_a_layout_does_not_fit_smaller_ones_of_its_mesh_follow_until_one_does(searched):
     made, tried = searched(one_mesh, off=4, budget=1)
-    # 8 rows take 32 of 10; by that 4 take 16, and 2 take 8. With the estimate alone 4 would be
-    # next.
+    # 8 rows take 32 of 10; by that 4 take 16, and 2 take 8. By the estimate alone 4 would be next.
     assert [config.learner.micro_batch_size for config in tried] == [8, 2]
     assert [one.plan.fits for one in made] == [True, False], "what fits is first"
     assert "the first, as overrides" in verdict(made)

@@ -57,7 +57,7 @@ def sums(mode: str, **columns: np.ndarray) -> tuple[float, np.ndarray, float, np
 def check_that_they_change_nothing(
     mode: str, columns: dict[str, np.ndarray], is_without: np.ndarray
 ) -> None:
-    """Compare the terms with the same ones of which those marked, of advantage 0, are not active."""
+    """Compare the terms with the same ones, where those marked (of advantage 0) are not active."""
     active = columns["active"]
     loss, gradient, count, clipped = sums(mode, **columns)
     loss_alone, gradient_alone, count_alone, _ = sums(

@@ -89,7 +89,8 @@ for folder in ("/tmp", "/dev/shm", "/proc/self", "/proc/1"):
         for name in {*names} - {"mem", "pagemap"}:
             try:
                 with open(os.path.join(place, name), "rb", buffering=0) as file:
-                    found += wanted.findall(file.read(1 << 20)) if os.path.isfile(file.fileno()) else []
+                    if os.path.isfile(file.fileno()):
+                        found += wanted.findall(file.read(1 << 20))
             except OSError:
                 pass
 print(found, searched > 1 << 20)
@@ -349,8 +350,7 @@ async def test_tests_are_tried_out_once(local):
 
 # --- errors of the program ------------------------------------------------------------------------
 
-# How the interpreter takes an error for the end of a loop, or for nothing: the tests, and such an
-# error.
+# How the interpreter takes an error for the end of a loop, or for nothing: tests, with the error.
 SWALLOWING = {
     "a zip of maps": "for a, b in zip(map(f, [1, 2]), [1, 4]):\n    assert a == b",
     "all of a map": "assert all(map(lambda x: f(x) == x, [1, 2]))",

@@ -180,8 +180,7 @@ async def test_sockets_that_no_namespace_cuts_off_are_refused(sandbox):
 
 # --- processes ------------------------------------------------------------------------------------
 
-# A process limit never binds the machine's root, whose user namespace alone makes nobody else of
-# it.
+# A process limit never binds the machine's root: a user namespace alone makes nobody else of it.
 as_started = pytest.mark.parametrize("sandbox", ["as_started"], indirect=True)
 FORK_BOMB = """
 import os, time
@@ -304,7 +303,8 @@ async def test_nothing_else_is_writable(sandbox):
     source = """
 import os
 places = {line.split()[1] for line in open("/proc/self/mounts")}
-print("/" in places, sorted(p for p in places if os.path.isdir(p) and not os.statvfs(p).f_flag & os.ST_RDONLY))
+folders = [p for p in places if os.path.isdir(p)]
+print("/" in places, sorted(p for p in folders if not os.statvfs(p).f_flag & os.ST_RDONLY))
 """
     assert await out(sandbox, source) == ["True ['/dev/shm', '/tmp']"]
 
@@ -362,8 +362,12 @@ async def test_it_is_nobody_and_cannot_become_anybody(sandbox):
     source = """
 import os
 status = open("/proc/self/status").read()
-caps = [line.split()[1] for line in status.splitlines() if line.startswith(("CapEff", "CapPrm", "CapAmb"))]
-print(os.getuid() != 0, os.getgroups() in ([], [65534]), "NoNewPrivs:\\t1" in status, "Seccomp:\\t2" in status)
+kinds = ("CapEff", "CapPrm", "CapAmb")
+caps = [line.split()[1] for line in status.splitlines() if line.startswith(kinds)]
+print(
+    os.getuid() != 0, os.getgroups() in ([], [65534]),
+    "NoNewPrivs:\\t1" in status, "Seccomp:\\t2" in status,
+)
 print({int(value, 16) for value in caps})
 try:
     os.setuid(0)
@@ -393,7 +397,8 @@ import multiprocessing, os, pathlib, subprocess, sys, threading
 pathlib.Path("note").write_text("written")
 thread = threading.Thread(target=lambda: print("thread"))
 thread.start(); thread.join()
-print(subprocess.run(["sh", "-c", "cat note; echo; echo hello >/dev/stdout"], capture_output=True, text=True).stdout)
+command = ["sh", "-c", "cat note; echo; echo hello >/dev/stdout"]
+print(subprocess.run(command, capture_output=True, text=True).stdout)
 with multiprocessing.Pool(2) as pool:
     print(pool.map(abs, [-1, -2]))
 print(os.path.expanduser("~"), __import__("getpass").getuser())

@@ -110,7 +110,9 @@ def f(x): return 5
         """
 import os
 for fd in range(20):
-    for answer in ('{"ready": true}', '{"value": true}', '{"value": {"object": [1, "int"]}}', 'passed'):
+    for answer in (
+        '{"ready": true}', '{"value": true}', '{"value": {"object": [1, "int"]}}', 'passed'
+    ):
         try: os.write(fd, answer.encode() + b"\\n")
         except OSError: pass
 os._exit(0)
