@@ -49,7 +49,7 @@ class Client:
 
 
 class serving:
-    """A server with the fake tools on a free port: ``async with serving("workers=2") as client``."""
+    """A server with the fake tools on a port: ``async with serving("workers=2") as client``."""
 
     def __init__(self, *overrides, headers=None):
         defaults = [

@@ -72,7 +72,7 @@ def external_engine(request):
 
 
 def jetstream_int8(request):
-    """Serve a model whose matrices int8 holds exactly: any other change of a log-prob is a mistake."""
+    """The matrices are such that int8 holds them exactly: any change of a log-prob is a mistake."""
     pytest.importorskip("torch")
     options, scratch = (
         request.getfixturevalue("options"),

@@ -44,7 +44,7 @@ def of_turns(number: int, *logprobs: list[float], fork: Fork | None = None) -> T
 
 
 def grow(strategy: Strategy, make, *, group_size: int = 8, seed: int = 0) -> Growth:
-    """Ask for waves until there are no more; ``make(number, start)`` plays a start, None loses it."""
+    """Ask for waves until none is left; ``make(number, start)`` plays a start, None loses it."""
     growth = Growth(group_size=group_size, seed=seed)
     while starts := strategy.next_wave(growth):
         wave = []

@@ -75,7 +75,8 @@ def problems(*overrides: str) -> str:
          "[low, high] ascending"),
         (["algorithm.rollout_correction={bypass_mode: true, rollout_is: token}"],
          "drop one or the other"),
-        (["algorithm={policy_loss: {loss_mode: decoupled}, rollout_correction: {rollout_is: token}}"],
+        (["algorithm={policy_loss: {loss_mode: decoupled}, "
+          "rollout_correction: {rollout_is: token}}"],
          "is=none"),
         (["algorithm.filters.final_answer=x"],
          "void_turn is off and algorithm.filters.void_trajectory is off"),

@@ -341,7 +341,8 @@ LIVES = st.tuples(
 )
 
 
-# The trajectory is cancelled, its call cannot be stopped, and another one waits for the environment.
+# The trajectory is cancelled, its call is not to be stopped, and another one waits for the
+# environment.
 @example(
     lives=[(0, [[("stubborn", 9)]], 5), (1, [[("ok", 9)]], None)],
     pool_size=1,

@@ -186,7 +186,8 @@ def test_treerl_credits_the_gain_over_the_prompt_to_the_first_turn_alone():
     other = trajectory([1, 2], [60], index=1)
     config = AlgorithmConfig(adv_estimator="treerl")
     mine, others = estimate([Group(group_id="g", trajectories=(SESSION, other))], config)
-    # Two leaves: 1 and -1 (reward minus the other's). V is the leaf's on its turns, 0 at the prompt.
+    # Two leaves: 1 and -1 (reward minus the other's). V is a leaf's own on its turns, and 0 at the
+    # prompt.
     assert dict(zip(LAID_OUT, mine.tolist(), strict=True)) == {
         10: 2,
         11: 2,

@@ -94,9 +94,8 @@ def test_of_a_mixture_whole_experts_are_split():
     """Qwen3-30B-A3B: 30.5e9 parameters, 56.9 GiB in bfloat16.
 
     KV: 48 layers x 4 heads x 128 x 2 x 2 B = 98,304 B a token. Without the learner
-        (``sleep_during_update``), of
-    0.8 x 32 GiB, two chips with 16 of 32 contexts of 2048 have too little (28.4 + 1.5 each), and four with 32 of them
-    have enough (14.2 + 1.5).
+    (``sleep_during_update``), of 0.8 x 32 GiB, two chips with 16 of 32 contexts of 2048 have too
+    little (28.4 + 1.5 each), and four with 32 of them have enough (14.2 + 1.5).
     """
 
     def mesh(**engine: Any) -> tuple[int | None, ...]:

@@ -88,7 +88,7 @@ def tree(folder: Path, model=MODEL) -> dict:
 
 
 def loads(config: dict, mesh: dict, *, processes: int = 1) -> list[tuple[int, int, int]]:
-    """Return, by process: bytes read in all and in the largest piece, and the most a device held."""
+    """Return, by process: bytes read, all and of the largest piece, and the most a device held."""
     devices = 4 if mesh else 1
     environment = environment_with(devices // processes)
     port = free_port()

@@ -62,7 +62,7 @@ def every_kind(
 
 
 def test_schema_equals_the_one_transformers_derives():
-    """Golden source: ``transformers.utils.get_json_schema``, for which chat templates are written."""
+    """Golden source: ``transformers.utils.get_json_schema``, which chat templates are made for."""
     ours = FunctionTool(every_kind).schema
     theirs = transformers_utils.get_json_schema(every_kind)
     theirs["function"].pop("return", None)

@@ -99,11 +99,13 @@ LOOP = """%body.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
 }
 
 %fused.1 (p.2: f32[8]) -> f32[16] {
-  ROOT %g.1 = f32[16]{0:T(256)} all-gather(%p.2), channel_id=8, replica_groups=[2,2]<=[4], dimensions={0}
+  ROOT %g.1 = f32[16]{0:T(256)} all-gather(%p.2), channel_id=8, replica_groups=[2,2]<=[4], \
+dimensions={0}
 }
 
 %fused.2 (p.3: f32[8]) -> f32[16] {
-  ROOT %g.2 = f32[16]{0:T(256)} all-gather(%p.3), channel_id=8, replica_groups=[2,2]<=[4], dimensions={0}
+  ROOT %g.2 = f32[16]{0:T(256)} all-gather(%p.3), channel_id=8, replica_groups=[2,2]<=[4], \
+dimensions={0}
 }
 
 """

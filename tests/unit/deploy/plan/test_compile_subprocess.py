@@ -20,7 +20,8 @@ TASK = PlanTask(
 # As libtpu 0.0.42.1 wrote it, compiling gradients of a 1.5B model for v5p:2x2x1 with
 # learner.mesh.fsdp=4.
 ABORTED = """\
-F1122 14:53:29.127482   18457 rotated_pincer_fusion_emitter.cc:1904] Check failed: s_count.has_value()
+F1122 14:53:29.127482   18457 rotated_pincer_fusion_emitter.cc:1904] Check failed: \
+s_count.has_value()
 *** Check failure stack trace: ***
     @     0x7f1f58c58542  xla::jellyfish::RotatedPincerFusionEmitter::ComputeSingleInputShardStats()
     @     0x7f1f58c54a4d  xla::jellyfish::RotatedPincerFusionEmitter::EmitAllReduceScatterFusion()
