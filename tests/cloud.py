@@ -61,7 +61,8 @@ def add_node(name):
 
 def refuse():
     for name, message in {
-        "bad-kind": 'INVALID_ARGUMENT: Cloud TPU received an invalid AcceleratorType, "v5litepod-4"',
+        "bad-kind": "INVALID_ARGUMENT: Cloud TPU received an invalid AcceleratorType, "
+                    '"v5litepod-4"',
         "no-quota": "RESOURCE_EXHAUSTED: "
                     "Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' has been exceeded.",
         "no-capacity": 'code 8: There is no more capacity in the zone "us-west4-a"',
