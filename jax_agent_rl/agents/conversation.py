@@ -262,7 +262,6 @@ def read_reply(
 
     Args:
         codec: ids to text and calls.
-        output: the generation.
         tools: schemas of the request's tools; without any, what looks like a call is text.
         stop: the request's stop strings; the text ends before the one that was met.
         context_ids: what it was sampled after, see :meth:`ChatCodec.parse_reply`.
@@ -402,8 +401,6 @@ class TurnStream:
 
     Args:
         read: takes sampled ids; returns text and reasoning of all of them so far.
-        stop: the request's stop strings.
-        on_text: the listener.
     """
 
     def __init__(

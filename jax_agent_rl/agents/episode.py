@@ -56,8 +56,6 @@ class Episode:
     """The trajectory of one run of an agent loop.
 
     Args:
-        context: the run's shared objects.
-        row: the dataset row.
         trajectory_id: unique within the run; the session id of its requests.
         group_id: shared by the trajectories of one prompt.
         sampling: ``max_tokens`` caps each turn; turn k samples with a seed derived from ``seed``

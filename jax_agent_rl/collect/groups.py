@@ -196,7 +196,6 @@ class GroupDeadlines:
     """The time limits of the trajectories of one wave of a group.
 
     Args:
-        limits: the limits.
         members: number of trajectories that will start.
     """
 

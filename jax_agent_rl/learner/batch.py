@@ -329,7 +329,6 @@ def trained_lengths(
     """Count, for each optimizer update, the trained tokens of each of its sequences.
 
     Args:
-        groups: of the step.
         num_minibatches: optimizer updates of an epoch.
         masked: ids of trajectories that are not trained on.
         segment_weight: ``algorithm.segment_weight``: a sequence is a whole ``session`` or one

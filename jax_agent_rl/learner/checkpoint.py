@@ -236,7 +236,6 @@ class Checkpointer:
 
         Args:
             step: of an existing checkpoint.
-            like: see :meth:`restore`.
             load: returns the arrays.
             is_complete: ``like`` is the complete state, not a part of it.
         """
@@ -348,7 +347,6 @@ def read_notes(folder: Path | str, step: int | None = None) -> Notes:
     """Return what a checkpoint says about itself, without its arrays and without other processes.
 
     Args:
-        folder: of the checkpoints.
         step: None is the newest.
 
     Raises:

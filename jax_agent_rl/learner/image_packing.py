@@ -155,7 +155,6 @@ def _patch_arrays(
     """Return the patches of rows, [R, P, patch_dim], and their layout.
 
     Args:
-        vision: of the model.
         rows: the images of each row.
         size: P, to which the patches of a row are padded.
     """
@@ -181,7 +180,6 @@ class ImagePacker:
     ``ImageKeys.keys``.
 
     Args:
-        packing: the layout of images in rows.
         sequences: in order.
 
     Attributes:

@@ -251,7 +251,6 @@ def _at_terms(batch: Arrays, at_targets: Sequence[jax.Array]) -> tuple[jax.Array
 
     Args:
         batch: a micro-batch.
-        at_targets: see :func:`_at_targets`.
     """
     logprob, entropy, *candidate_logprobs = at_targets
     target = batch["term_target"]
@@ -269,7 +268,6 @@ def top_logprobs(
     """Return the likeliest ids in every target's context, and their log-probs.
 
     Args:
-        objective: its constants.
         vocab_size: vocabulary size of the policy. The model may have more ids; these are left out.
         model: a policy or a teacher.
         batch: a micro-batch. Targets that are not valid may get zeros.
@@ -299,7 +297,6 @@ def scored_terms(
     """Score the active terms of a micro-batch.
 
     Args:
-        objective: its constants.
         model: the policy.
         batch: a micro-batch.
         active: bool [R, K]. Other terms get 0: then their loss is finite, and its weight is 0.

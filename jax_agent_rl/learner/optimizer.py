@@ -154,7 +154,6 @@ def optimizer_bytes(config: OptimizerSection, shapes: Any) -> int:
     """Return the bytes of an optimizer's state; nothing is computed.
 
     Args:
-        config: of the optimizer.
         shapes: a tree of tuples, the shapes of the float32 parameters.
     """
     params = jax.tree.map(
@@ -277,7 +276,6 @@ def undo_update(state: TrainState, config: OptimizerSection, *, rate: float) -> 
 
     Args:
         state: after the update.
-        config: of the optimizer.
         rate: the update's learning rate.
 
     Returns:

@@ -160,7 +160,6 @@ class Parameterization:
             model: the model's hyperparameters.
             params: initial parameters. If they are only shapes, so are the result's.
             config: says what is trained, and the compute dtype.
-            mesh: of the learner.
 
         Raises:
             ConfigError: the mesh does not divide a parameter, or the model lacks a target or a
@@ -197,8 +196,6 @@ class Parameterization:
         Args:
             model: hyperparameters of the policy.
             params: see :func:`critic_params`; arrays or shapes.
-            config: of the learner.
-            mesh: of the learner.
         """
         shardings = parameter_shardings(mesh, critic_shapes(model))
         return cls._without_adapters(Critic, model, params, shardings, config)

@@ -313,7 +313,6 @@ def teacher_programs(
         model: hyperparameters of the teacher.
         params: arrays, or only their shapes.
         algorithm: its ``kl`` says what the teacher computes.
-        config: of the learner.
         temperature: the rollout's sampling temperature.
         vocab_size: vocabulary size of the policy.
         mesh: of the learner; its devices need not be present.

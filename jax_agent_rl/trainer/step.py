@@ -140,8 +140,6 @@ async def gather(
         rows: one prompt each.
         group_size: trajectories of each group.
         sampling: for every turn.
-        step: see :meth:`RolloutCollector.collect`.
-        label: see :meth:`RolloutCollector.collect`.
         arrived: called with each complete group.
 
     Raises:

@@ -340,7 +340,6 @@ class ContainerRuntime:
         """Run a job in a new container, which stays until it is removed.
 
         Args:
-            name: of the container.
             trees: folders of the container, and what to write to each of them first.
             python: interpreter of the runner.
             sockets: Unix sockets of this machine, and their paths in the container.

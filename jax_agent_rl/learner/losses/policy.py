@@ -106,7 +106,6 @@ def where_it_matters(terms: Terms, clipped: jax.Array) -> jax.Array:
     """Return 1.0 for clipped terms whose loss the clip changes: not for those whose advantage is 0.
 
     Args:
-        terms: of the loss.
         clipped: bool or 0 and 1, [R, K]: clipped, or left out.
     """
     return jnp.where((clipped > 0) & (terms.advantage != 0), 1.0, 0.0)
@@ -380,7 +379,6 @@ def select_terms(
         terms: the policy's terms by name; ``old_logprob`` defaults to ``current``.
         active: per trajectory bool [S].
         config: the name of its loss selects the rule.
-        seed: of the random choice.
 
     Returns:
         per trajectory float64 [S], 1 where chosen.
