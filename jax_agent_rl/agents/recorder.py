@@ -362,7 +362,10 @@ class ChatRecorder:
 
         Conversations grow, so only their first request is read.
         """
-        names = tuple(str((tool.get("function") or tool).get("name")) for tool in tools)
+        names: tuple[str, ...] = ()
+        for tool in tools:
+            function = tool.get("function") or tool
+            names += (str(function.get("name")),)
         if names in self._hidden:
             return
         self._hidden.add(names)

@@ -109,12 +109,17 @@ class Accounting:
         Args:
             continued: number of those, which are in flight or were cancelled just now.
         """
-        dropped = Counter(self.dropped)
-        dropped[DropReason.CANCELLED] += len(self._in_flight) - continued
+        counts = Counter(self.dropped)
+        counts[DropReason.CANCELLED] += len(self._in_flight) - continued
+        dropped = {}
+        for reason, count in counts.items():
+            if count > 0:
+                dropped[str(reason)] = count
+
         return {
             "started": self.started - continued,
             "trained": self.trained,
-            "dropped": {str(reason): count for reason, count in dropped.items() if count > 0},
+            "dropped": dropped,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:

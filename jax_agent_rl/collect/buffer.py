@@ -285,11 +285,16 @@ class RolloutBuffer:
 
         A resumed run has to admit the ``open`` groups again.
         """
+        dropped = {}
+        for reason, count in self.dropped.items():
+            if count:
+                dropped[str(reason)] = count
+
         return {
             "version": self.version,
             "started": self.started,
             "trained": self.trained,
-            "dropped": {str(reason): count for reason, count in self.dropped.items() if count},
+            "dropped": dropped,
             "open": list(self.open),
             "versions": {str(number): version for number, version in self._versions.items()},
         }

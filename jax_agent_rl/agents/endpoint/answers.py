@@ -254,17 +254,12 @@ def _tokens(codec: ChatCodec, turn: RecordedTurn) -> list[str]:
 
 def tool_calls(reply: ChatReply) -> list[dict[str, Any]]:
     """Return a reply's calls, with their arguments as a string of JSON."""
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.arguments, ensure_ascii=False),
-            },
-        }
-        for call in reply.tool_calls
-    ]
+    calls = []
+    for call in reply.tool_calls:
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        function = {"name": call.name, "arguments": arguments}
+        calls.append({"id": call.id, "type": "function", "function": function})
+    return calls
 
 
 # --- failures -------------------------------------------------------------------------------------
