@@ -77,7 +77,7 @@ class Command:
         return self.status
 
     def kill(self) -> int:
-        """As ``kill -9``; returns the exit code, which is another if it had ended already."""
+        """Kill it as ``kill -9`` does; return the exit code, its own if it had ended already."""
         if not self.ended:
             os.kill(self.pid, signal.SIGKILL)
         return self.wait()

@@ -52,7 +52,7 @@ def python() -> list[str]:
 
 
 def processor_seconds() -> float:
-    """Of the server and of the programs that have ended."""
+    """Return the processor time of the server and of the programs that have ended."""
     if _server.cache_info().currsize == 0:
         return 0.0
     fields = Path(f"/proc/{_server()[1]}/stat").read_text().rpartition(")")[2].split()

@@ -97,7 +97,7 @@ def jetstream_int8_cache(request):
 
 
 def jetstream_speculative(request):
-    """Of an engine that verifies every draft, whether it pays or not."""
+    """The engine verifies every draft, whether it pays or not."""
     pytest.importorskip("torch")
     patch = pytest.MonkeyPatch()
     request.addfinalizer(patch.undo)

@@ -50,7 +50,7 @@ def last_json(result: Result) -> dict:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    """Whose run, two steps long, is in ``run`` beside it."""
+    """A recipe; its run, two steps long, is in ``run`` beside it."""
     file = tiny_recipe(
         tmp_path_factory.mktemp("commands"), rollout={"eval_temperature": 1.0}, trainer={"steps": 2}
     )

@@ -46,8 +46,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray():
-    """With three GPUs, as far as Ray knows. Runs find it and leave it running: starting it takes
-    longer than a run.
+    """Ray with three GPUs, as far as it knows.
+
+    Runs find it and leave it running: starting it takes longer than a run.
     """
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 3}')
@@ -173,9 +174,7 @@ KILLED = {
 
 @pytest.mark.parametrize("case", KILLED)
 def test_an_actor_that_is_killed_costs_time_and_no_trajectory(recipe, case: str, tmp_path: Path):
-    """Where it was the only engine, the run goes on once it is rebuilt and has the weights of the
-    moment.
-    """
+    """If it was the only engine, the run goes on once it is rebuilt and has the current weights."""
     metrics = tmp_path / "run" / "metrics.jsonl"
     count, overrides = KILLED[case]
 

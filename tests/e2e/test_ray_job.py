@@ -161,7 +161,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator:
 
 
 def processes(node: Any) -> list[psutil.Process]:
-    """Of a node: its raylet, and what that started."""
+    """Return the processes of a node: its raylet, and what that started."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
     return [raylet, *raylet.children(recursive=True)]
 

@@ -395,7 +395,7 @@ def test_arrow_keys_home_and_end_move_between_tabs_of_which_one_is_in_the_tab_or
     tabs = page.tab.get_by_role("tab")
 
     def state() -> list[tuple]:
-        """Of each tab: selected, reached by the Tab key, focused, its panel is seen."""
+        """Return, by tab: selected, reached by the Tab key, focused, its panel is seen."""
         return tabs.evaluate_all(
             "tabs => tabs.map((tab) => [tab.ariaSelected === 'true', tab.tabIndex === 0, tab ==="
             " document.activeElement,"

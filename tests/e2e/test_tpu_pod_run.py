@@ -235,6 +235,6 @@ def test_hosts_that_learn_and_one_that_samples_are_one_run(cloud: Cloud, tmp_pat
 
 
 def steps(kept: Path) -> list[int]:
-    """Those that the bucket's metrics tell of."""
+    """Return the steps that the bucket's metrics tell of."""
     file = kept / "run" / "metrics.jsonl"
     return [r["step"] for r in read_records(file) if r["kind"] == "step"] if file.exists() else []

@@ -280,7 +280,7 @@ def test_every_server_is_known_with_its_bounds():
 
 
 def test_every_http_server_is_one_whose_routes_are_all_tried():
-    """By tests/unit/test_routes.py, where a new route fails until it has a valid body."""
+    """tests/unit/test_routes.py tries them; there a new route fails until it has a valid body."""
     makers = {
         file.stem if file.stem != "app" else file.parent.name
         for file in TREES

@@ -69,7 +69,7 @@ def test_examples_are_shown_with_their_brackets():
 
 
 def examples() -> list[str]:
-    """Of every command and group, without ``jax-agent-rl`` and what a shell makes of the output."""
+    """Return the examples of every command and group, without ``jax-agent-rl`` and redirections."""
     group = typer.main.get_command(app)
     groups = [command for command in group.commands.values() if hasattr(command, "commands")]
     commands = [

@@ -46,7 +46,7 @@ BEFORE = {
 
 
 def with_layer(params: Params, **changed: Any) -> Params:
-    """With other arrays of layers."""
+    """Return the parameters with other arrays of layers."""
     return {**params, "layers": {**params["layers"], **changed}}
 
 
@@ -83,7 +83,7 @@ class Stage:
 
 
 async def look_into(backend: JetStreamBackend) -> EngineView:
-    """As the trainer does, from a thread beside the loop."""
+    """Look into the engine as the trainer does, from a thread beside the loop."""
     loop = asyncio.get_running_loop()
     tensors = await backend.tensor_samples()
 
@@ -104,7 +104,7 @@ async def stage() -> AsyncIterator[Stage]:
 async def of_engine(
     model: DecoderConfig, served: DecoderConfig, *, inspected: bool = False, **options: Any
 ) -> Diagnosis:
-    """Of an engine that runs ``served`` where the learner has ``model``."""
+    """Diagnose an engine that runs ``served`` where the learner has ``model``."""
     params = tiny_params(1, model)
     backend = jax_engine(served, params, **options)
     await backend.start()

@@ -49,7 +49,7 @@ def owners(config: Any) -> Iterator[Any]:
 
 
 def varied_keys(model: DecoderConfig) -> set[str]:
-    """By class and field, what is tried with another value in a model."""
+    """Return, by class and field, what is tried with another value in a model."""
     own = {id(owner): type(owner).__name__ for owner in owners(model)}
     keys = set()
     for tried in config_fields(model):

@@ -109,7 +109,7 @@ def test_a_file_with_an_equals_sign_in_its_name_is_a_file(tmp_path: Path):
 
 
 def kind_of(recipe: str) -> str:
-    """By its place in the folder of recipes."""
+    """Return a recipe's kind, by its place in the folder of recipes."""
     return {"supervised/sft": "sft", "supervised/dpo": "dpo", "tool_server": "tool-server"}.get(
         recipe, "train"
     )

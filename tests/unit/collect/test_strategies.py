@@ -100,7 +100,7 @@ def test_tree_grpo_grows_m_trees_of_one_and_n_leaves_per_round_and_keeps_k(
 
 
 def test_tree_grpo_draws_each_inner_node_and_the_prompt_alike():
-    """Of a chain of three turns those are three: each third, within four standard deviations."""
+    """A chain of three turns has three: each gets a third, within four standard deviations."""
     drawn = [
         start.fork.turns
         for seed in range(300)

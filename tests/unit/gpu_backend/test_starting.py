@@ -183,7 +183,7 @@ def test_what_an_earlier_engine_died_of_is_not_what_this_one_did(tmp_path, monke
 
 
 def explained(tmp_path, cause: str) -> ConfigError | BackendError:
-    """Of an engine that left this in its log."""
+    """Explain the end of an engine that left this in its log."""
     log = Log(tmp_path / "vllm.log")
     log.file.write_text(
         f"2026 INFO 1 vllm.core: starting\n{cause}\nRuntimeError: Engine core initialization"

@@ -39,7 +39,7 @@ class Gate:
         self._open = False
 
     def passed(self) -> None:
-        """For the thread."""
+        """Pass the gate, or wait until it opens; called by the thread."""
         self._arrivals.release()
         if not self._open:
             self._passes.acquire()

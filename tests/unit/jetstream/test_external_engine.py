@@ -55,8 +55,9 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def exact_logprobs_of(prompt, sampled):
-    """As ``logprobs_of``, with layers in float64: the rounding of a pass in float32 is as large as
-    the engine's.
+    """Compute ``logprobs_of`` with layers in float64.
+
+    The rounding of a pass in float32 is as large as the engine's.
     """
     with jax.enable_x64(True):
         return logprobs_of(

@@ -38,7 +38,7 @@ def noise(terms: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def gradients(made: Learner, groups) -> list[np.ndarray]:
-    """Of the policy and, with one, the critic, off-policy enough for clipping to matter."""
+    """Gradients of the policy and the critic, if any; off-policy enough for clipping to matter."""
     (mini,), experience = made._prepare(groups, masked={groups[0].trajectories[0].trajectory_id})
     experience.terms["old_logprob"] = noise(experience.terms["old_logprob"])
     batch = made._with_terms(mini, experience)

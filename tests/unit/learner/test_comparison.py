@@ -88,7 +88,7 @@ def learner(*, algorithm: dict | None = None, **config) -> Learner:
 
 
 def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
-    """With the log-probs of the tiny model; the first token of the first trajectory is off."""
+    """Give groups the tiny model's log-probs; the first token of the first trajectory is off."""
     params = tiny_params()
     made = []
     for group in groups:

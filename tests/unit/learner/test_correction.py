@@ -107,7 +107,7 @@ def test_weights_that_are_all_zero_have_no_effective_samples():
 
 @pytest.mark.parametrize("normalized", [False, True])
 def test_tokens_that_a_rule_rejects_still_count_in_the_weight_of_their_trajectory(normalized: bool):
-    """As in verl, where the weights are made from the response mask before rejection changes it."""
+    """verl also makes the weights from the response mask before rejection changes it."""
     settings = {
         "rollout_is": "sequence",
         "rollout_is_threshold": 50.0,

@@ -18,14 +18,16 @@ PEAK = 3e-4
 
 
 def rates(steps: int, **settings) -> np.ndarray:
-    """Of the first ``steps`` training steps."""
+    """Return the rates of the first ``steps`` training steps."""
     schedule = learning_rate(OptimizerSection(learning_rate=PEAK, **settings), total_steps=10)
     return np.array([float(schedule(step)) for step in range(steps)])
 
 
 def decayed(kind: str, warm_up: int, floor: float, total: int = 10) -> np.ndarray:
-    """In float64, after the warm-up transformers' ``get_linear_schedule_with_warmup`` and verl's
-    ``get_cosine_schedule_with_warmup``; during it, equal steps up to the peak."""
+    """Return the rates in float64.
+
+    They rise in equal steps to the peak during the warm-up. Then they are those of transformers'
+    ``get_linear_schedule_with_warmup`` and verl's ``get_cosine_schedule_with_warmup``."""
     done = np.arange(total)
     progress = np.clip((done - warm_up) / (total - warm_up), 0, 1)
     left = {

@@ -646,7 +646,7 @@ def test_the_page_allows_its_own_script_only_and_loads_nothing():
 
 
 def luminance(colour: str) -> float:
-    """By the formula of WCAG 2.1."""
+    """Return the luminance by the formula of WCAG 2.1."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts

@@ -195,7 +195,7 @@ def test_a_slow_engine_deviates_from_its_ideal_time(
 def test_a_tpu_that_misses_its_prediction_either_way_deviates(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ):
-    """As on a TPU, where the prediction is libtpu's."""
+    """The machine poses as a TPU, where the prediction is libtpu's."""
     machine.plan = replace(machine.plan, predicts=True)
     predicted = speed._find(machine, "decode").prediction
     assert predicted is not None and predicted.seconds > 3e-9

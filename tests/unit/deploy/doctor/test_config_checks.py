@@ -28,7 +28,7 @@ def recipe(tmp_path_factory) -> Path:
 async def findings(
     recipe: Path, *overrides: str, of: Collection[str] = ()
 ) -> dict[str, list[tuple[str, str]]]:
-    """By check; of all of them, or of some."""
+    """Return the findings by check, of all checks or of some."""
     found: dict[str, list[tuple[str, str]]] = {}
     async with AsyncExitStack() as stack:
         checks = RunChecks(config=load(recipe, overrides), stack=stack).all()

@@ -118,7 +118,7 @@ def test_what_cannot_fit_is_not_compiled_and_if_nothing_fits_it_is_said(found):
 
 
 def planned(estimate: PlanEstimate, off: float, capacity: float = 10.0) -> PlanResult:
-    """As if compiled: a layout takes ``off`` times what is estimated, and seconds as estimated."""
+    """Plan as if compiled: a layout takes ``off`` times its estimate, and seconds as estimated."""
     total = estimate.total * off
     made = {
         "fits": total <= capacity,
@@ -155,7 +155,7 @@ def searched(found):
 
 
 def one_mesh(config):
-    """Of a mesh and one engine: a byte a row, and for each row less a second."""
+    """A mesh and one engine: a byte a row, and for each row less a second."""
     mesh = config.learner.mesh
     if (mesh.fsdp, config.learner.remat) != (
         4,

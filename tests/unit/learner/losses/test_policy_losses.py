@@ -228,8 +228,9 @@ def test_every_loss_stays_finite_for_extreme_ratios(mode: str):
 
 @pytest.mark.parametrize("mode", LOSS_MODES)
 def test_before_the_first_update_every_loss_is_the_plain_policy_gradient(mode: str):
-    """At ratio 1 and without chosen tokens each gradient is ``-A`` per token (sequence means: over
-    its tokens).
+    """At ratio 1 and without chosen tokens each gradient is ``-A`` per token.
+
+    With sequence means it is divided by the sequence's tokens.
     """
     arrays = {
         "old_logprob": OLD,

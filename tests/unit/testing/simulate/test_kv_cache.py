@@ -29,8 +29,9 @@ def run(main, size: KVCacheSize, *, max_model_len: int, **speed):
 
 
 def small(main, **size):
-    """On an engine of one-second steps and pages of 32, whose prompts take no time but for what
-    ``size`` says.
+    """Run ``main`` on an engine of one-second steps and pages of 32.
+
+    Prompts take no time but for what ``size`` says.
     """
     size = KVCacheSize(**{"tokens": 256} | size)
     return run(

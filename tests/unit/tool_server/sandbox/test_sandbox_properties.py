@@ -239,7 +239,7 @@ async def test_a_killed_program_leaves_nothing_behind(sandbox):
 
 
 async def test_a_run_cancelled_at_any_moment_leaves_nothing_behind(sandbox):
-    """Also one that is still being set up, where the kernel does not yet end it with its parent."""
+    """The run may still be set up: the kernel does not end it with its parent yet."""
     before = set(process_tree(os.getpid()))
     for delay in range(0, 60, 4):
         running = asyncio.create_task(run(sandbox, "import time\ntime.sleep(600)"))
