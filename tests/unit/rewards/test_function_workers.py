@@ -193,9 +193,12 @@ async def test_closing_ends_a_function_that_is_stuck(user_file):
 async def test_a_file_that_a_worker_cannot_import_is_named(tmp_path):
     marker, path = tmp_path / "imported", tmp_path / "once.py"
     path.write_text(
-        "from pathlib import Path\nfrom jax_agent_rl.rewards import register_reward\n"
+        "from pathlib import Path\n"
+        "from jax_agent_rl.rewards import register_reward\n"
         f"Path({str(marker)!r}).touch(exist_ok=False)\n"
-        "@register_reward('once')\ndef once(solution_str):\n    return 1.0\n"
+        "@register_reward('once')\n"
+        "def once(solution_str):\n"
+        "    return 1.0\n"
     )
     rewards.load_rewards(str(path))
     workers = FunctionWorkers(str(path), size=1)

@@ -164,9 +164,9 @@ async def test_a_file_written_for_verl_scores_every_row(tmp_path):
     """
     path = tmp_path / "verl_reward.py"
     path.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n  "
-        "  return {'score': float('tool says' in solution_str), 'known': float(data_source =="
-        " 'mine')}\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    return {'score': float('tool says' in solution_str),"
+        " 'known': float(data_source == 'mine')}\n"
     )
     for _ in range(2):  # the second time it is imported already
         rewards.load_rewards(str(path))
@@ -182,8 +182,8 @@ async def test_a_file_written_for_verl_scores_every_row(tmp_path):
     with pytest.raises(ConfigError, match="no reward function for data_source 'mine'"):
         rewards.require_rewards([{"data_source": "mine"}])
     path.write_text(
-        "from jax_agent_rl.rewards import register_reward\nregister_reward('own')(lambda **_:"
-        " 1.0)\n"
+        "from jax_agent_rl.rewards import register_reward\n"
+        "register_reward('own')(lambda **_: 1.0)\n"
     )
     other = path.rename(tmp_path / "registers.py")
     other.write_text(other.read_text() + "def compute_score(**_):\n    return 0.0\n")

@@ -84,8 +84,11 @@ def _raised(call):
 def test_the_place_of_an_error_is_the_users_innermost_line(tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text(
-        "import json\ndef read(text):\n    return inner(text)\ndef inner(text):\n    return"
-        " json.loads(text)\n"
+        "import json\n"
+        "def read(text):\n"
+        "    return inner(text)\n"
+        "def inner(text):\n"
+        "    return json.loads(text)\n"
     )
     spec = importlib.util.spec_from_file_location("mine", file)
     mine = importlib.util.module_from_spec(spec)

@@ -148,8 +148,10 @@ def test_tools_of_which_nothing_can_be_known_cost_nothing():
 
 
 RECIPE = (
-    "run_dir: x\nmodel: {path: none}\ndata: {train: none}\nrollout: {prompts_per_step: 2,"
-    " group_size: 2}\n"
+    "run_dir: x\n"
+    "model: {path: none}\n"
+    "data: {train: none}\n"
+    "rollout: {prompts_per_step: 2, group_size: 2}\n"
 )
 
 

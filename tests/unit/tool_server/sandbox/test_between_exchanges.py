@@ -88,8 +88,8 @@ print("left")
         FORKS.format(
             count=1,
             act=(
-                "import time\n        while True: time.sleep(0.01); open(f'/dev/shm/{time.time()}',"
-                " 'w')"
+                "import time\n"
+                "        while True: time.sleep(0.01); open(f'/dev/shm/{time.time()}', 'w')"
             ),
         ),
         # Each lives for a moment, and starts the next one.

@@ -137,8 +137,9 @@ async def test_the_first_process_has_an_empty_environment_or_hides_it(sandbox):
 
 async def test_other_processes_of_the_host_cannot_be_seen(sandbox):
     source = (
-        f"import os\nprint(len([p for p in os.listdir('/proc') if p.isdigit()]) <= 3, {os.getpid()}"
-        " == os.getppid())"
+        "import os\n"
+        "print(len([p for p in os.listdir('/proc') if p.isdigit()]) <= 3,"
+        f" {os.getpid()} == os.getppid())"
     )
     assert await out(sandbox, source) == ["True False"]
 
@@ -230,8 +231,11 @@ print("started")
 
 async def test_a_killed_program_leaves_nothing_behind(sandbox):
     source = (
-        "import os, time\nfor _ in range(5):\n    if os.fork() == 0:\n       "
-        " time.sleep(600)\ntime.sleep(600)"
+        "import os, time\n"
+        "for _ in range(5):\n"
+        "    if os.fork() == 0:\n"
+        "        time.sleep(600)\n"
+        "time.sleep(600)"
     )
     before = set(process_tree(os.getpid()))
     assert (await run(sandbox, source, wall_seconds=1)).stopped is StopCause.WALL

@@ -61,8 +61,12 @@ os._exit(0)
     "an exception whose text equals everything": (
         _liar("str", "''", "def f(x): raise ValueError(Liar())"),
         (
-            "try:\n    f(2)\nexcept ValueError as error:\n    assert str(error) =="
-            " 'negative'\nelse:\n    assert False"
+            "try:\n"
+            "    f(2)\n"
+            "except ValueError as error:\n"
+            "    assert str(error) == 'negative'\n"
+            "else:\n"
+            "    assert False"
         ),
     ),
     "builtins and json replaced": (
