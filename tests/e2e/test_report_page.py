@@ -397,8 +397,8 @@ def test_arrow_keys_home_and_end_move_between_tabs_of_which_one_is_in_the_tab_or
     def state() -> list[tuple]:
         """Return, by tab: selected, reached by the Tab key, focused, its panel is seen."""
         return tabs.evaluate_all(
-            "tabs => tabs.map((tab) => [tab.ariaSelected === 'true', tab.tabIndex === 0, tab ==="
-            " document.activeElement,"
+            "tabs => tabs.map((tab) => [tab.ariaSelected === 'true', tab.tabIndex === 0,"
+            " tab === document.activeElement,"
             " !document.getElementById(tab.getAttribute('aria-controls')).hidden])"
         )
 

@@ -995,8 +995,8 @@ def test_whole_models_are_trained_and_sampled_from_one_at_a_time(model_folder, t
         (
             {"long": True},
             (
-                "70 tokens are more than the 63 that this server trains on; start it with"
-                " pack_length=71 or"
+                "70 tokens are more than the 63 that this server trains on;"
+                " start it with pack_length=71 or"
             ),
         ),
         (

@@ -275,8 +275,8 @@ except OSError:
 """
     folder = harbor(tmp_path / "task", DOCKERFILE)
     check = (
-        "import os; assert os.listdir('/tests') and 'sitecustomize.py' not in"
-        " os.listdir('/tests')\n"
+        "import os;"
+        " assert os.listdir('/tests') and 'sitecustomize.py' not in os.listdir('/tests')\n"
     )
     check += (
         "assert open('/etc/left').read() == 'left' and open('/work/answer.txt').read() == '77'\n"

@@ -232,8 +232,8 @@ def test_too_little_memory_is_a_config_error_with_the_keys(tmp_path, cause: str)
     [
         "OSError: No space left on device: unable to mmap shared memory file",
         (
-            "RuntimeError: unable to open shared memory object </torch_1> in read-write mode: No"
-            " space left on device"
+            "RuntimeError: unable to open shared memory object </torch_1> in read-write mode:"
+            " No space left on device"
         ),
         (
             "RuntimeError: Insufficient space in /dev/shm for shared-memory allocation: 160 MiB"
@@ -365,8 +365,8 @@ def test_config_has_a_setting_for_each_key_of_the_section():
 
 def test_importing_the_backend_imports_neither_vllm_nor_torch():
     code = (
-        "import sys, gpu_backend.backend; sys.exit(bool({'vllm', 'torch', 'jax'} &"
-        " sys.modules.keys()))"
+        "import sys, gpu_backend.backend;"
+        " sys.exit(bool({'vllm', 'torch', 'jax'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

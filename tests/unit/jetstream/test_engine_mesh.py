@@ -229,8 +229,8 @@ class Mesh:
         (
             {"expert": 2},
             (
-                "mesh.expert=2, but a llama model has no experts; set rollout.jetstream.mesh.tensor"
-                " instead"
+                "mesh.expert=2, but a llama model has no experts;"
+                " set rollout.jetstream.mesh.tensor instead"
             ),
         ),
         (

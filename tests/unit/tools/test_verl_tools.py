@@ -193,16 +193,17 @@ CREATES = {
         "ground_truth = create_kwargs['ground_truth']; {}; return instance_id, ToolResponse()"
     ),
     "any keywords": (
-        "async def create(self, instance_id, **kwargs): ground_truth ="
-        " kwargs['create_kwargs']['ground_truth']; {}; return instance_id, ToolResponse()"
+        "async def create(self, instance_id, **kwargs): "
+        "ground_truth = kwargs['create_kwargs']['ground_truth']; {}; "
+        "return instance_id, ToolResponse()"
     ),
     "no id": (
         "async def create(self, **kwargs): ground_truth = kwargs['ground_truth']; {}; return None,"
         " ToolResponse()"
     ),
     "id alone": (
-        "async def create(self, instance_id=None, ground_truth=None, **kwargs): {}; return"
-        " instance_id"
+        "async def create(self, instance_id=None, ground_truth=None, **kwargs): {}; "
+        "return instance_id"
     ),
 }
 

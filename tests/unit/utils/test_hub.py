@@ -322,8 +322,8 @@ def test_what_a_data_set_does_not_have_is_said_with_what_there_is(published, tmp
     assert "no configuration 'default'; set name to one of ['main', 'other']" in said[0]
     assert "no split 'dev'; there are ['test', 'train']" in said[1]
     assert (
-        "no files (.jsonl, .parquet) that match dev/*.parquet; name them, like"
-        " hf://datasets/some/model" in said[2]
+        "no files (.jsonl, .parquet) that match dev/*.parquet;"
+        " name them, like hf://datasets/some/model" in said[2]
     )
     assert "some/closed is gated: accept its licence on the Hub and set HF_TOKEN" in said[3]
     assert "'hf://some/model' names no dataset; write hf://datasets/owner/name" in said[4]

@@ -135,8 +135,8 @@ HONEST = {
         ),
         (
             "s = Stack()\n"
-            "assert s.push(1) is s and len(s) == 1 and s[0] == 1 and str(s) == 'Stack[1]'"
-            " and list(s) == [1]"
+            "assert s.push(1) is s and len(s) == 1 and s[0] == 1"
+            " and str(s) == 'Stack[1]' and list(s) == [1]"
         ),
     ),
     "linked objects": (
@@ -180,8 +180,8 @@ HONEST = {
     "functions as arguments": (
         "def apply(g, items): return [g(item) for item in items]",
         (
-            "assert apply(lambda x: x + 1, [1, 2]) == [2, 3] and apply(str, [1]) == ['1'] and"
-            " apply(abs, [-1]) == [1]"
+            "assert apply(lambda x: x + 1, [1, 2]) == [2, 3]"
+            " and apply(str, [1]) == ['1'] and apply(abs, [-1]) == [1]"
         ),
     ),
     "functions as results": ("def adder(n): return lambda x: x + n", "assert adder(2)(3) == 5"),
