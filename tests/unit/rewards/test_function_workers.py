@@ -16,7 +16,7 @@ from jax_agent_rl.rewards import registry
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from tests.trajectories import trajectory
 
-FILE = """
+FILE = """\
 import asyncio, os, re, subprocess
 from jax_agent_rl.rewards import register_reward
 
@@ -24,10 +24,9 @@ from jax_agent_rl.rewards import register_reward
 def numbers(solution_str, ground_truth, extra_info, trajectory, weights):
     print("not an answer")
     subprocess.run(["echo", "nor is this"], check=True)
-    return {
-        "score": float(ground_truth in solution_str), "pid": os.getpid(), "weight": weights.sum(),
-        "turns": extra_info["num_turns"], "ids": len(trajectory.response_ids), "note": "left out",
-    }
+    return {"score": float(ground_truth in solution_str), "pid": os.getpid(),
+            "weight": weights.sum(), "turns": extra_info["num_turns"],
+            "ids": len(trajectory.response_ids), "note": "left out"}
 
 @register_reward("stuck")
 def stuck(solution_str):
