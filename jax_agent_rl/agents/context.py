@@ -275,8 +275,8 @@ class Prefix:
             raise ValueError(f"{fork} is no place in trajectory {parent.trajectory_id}")
         if not 0 <= fork.turns < parent.num_turns:
             raise ValueError(
-                f"{fork}: trajectory {parent.trajectory_id} has {parent.num_turns} turns; keep"
-                " fewer"
+                f"{fork}: trajectory {parent.trajectory_id} has {parent.num_turns} turns;"
+                " keep fewer"
             )
         forked_output = parent.turns[fork.turns].output
         sampled_count = len(forked_output.token_ids)

@@ -189,8 +189,8 @@ async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeou
     except Exception as error:
         if limit.expired():
             raise AgentTimeoutError(
-                f"{recorder.session_id}: the agent did not end within agent.run_timeout={timeout:g}"
-                " seconds"
+                f"{recorder.session_id}:"
+                f" the agent did not end within agent.run_timeout={timeout:g} seconds"
             ) from error
         if recorder.refused is not None and recorder.turns:
             return None  # a limit refused the next turn, so the trajectory ends there

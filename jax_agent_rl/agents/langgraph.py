@@ -161,8 +161,8 @@ class ChatModel(BaseChatModel):
     ) -> Coroutine[Any, Any, RecordedTurn]:
         if unknown:
             raise ValueError(
-                f"{sorted(unknown)}: a call may set tools, max_tokens and stop; the run sets the"
-                " rest"
+                f"{sorted(unknown)}: a call may set tools, max_tokens and stop;"
+                " the run sets the rest"
             )
         return self.recorder.chat(
             _openai_messages(messages),
@@ -267,8 +267,8 @@ class ChatModel(BaseChatModel):
         if running_loop is self.loop:
             work.close()
             raise RuntimeError(
-                "invoke() and stream() would block the event loop of the engine; use ainvoke(),"
-                " astream()"
+                "invoke() and stream() would block the event loop of the engine;"
+                " use ainvoke(), astream()"
             )
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 

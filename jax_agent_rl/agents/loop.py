@@ -181,8 +181,8 @@ class AgentLoop(ABC):
         if role is not None:
             if role not in self.roles:
                 raise ValueError(
-                    f"agent {self.name!r} starts role {role!r}, its roles are {self.roles}; add it"
-                    " there"
+                    f"agent {self.name!r} starts role {role!r}, its roles are {self.roles};"
+                    " add it there"
                 )
             context = context.as_role(role)
             trajectory_id = role_id(trajectory_id, role)
@@ -222,8 +222,8 @@ def register_agent(name: str) -> Callable[[_Loop], _Loop]:
         if name in _AGENTS:
             known = _AGENTS[name]
             raise ConfigError(
-                f"two agents are called {name!r}: {known.__module__}.{known.__qualname__} and "
-                f"{cls.__module__}.{cls.__qualname__}; rename one"
+                f"two agents are called {name!r}: {known.__module__}.{known.__qualname__} and"
+                f" {cls.__module__}.{cls.__qualname__}; rename one"
             )
         cls.name = name
         _AGENTS[name] = cls

@@ -105,8 +105,8 @@ def _openai_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
         return part
     if part["type"] == "video":
         raise DataError(
-            "the prompt shows a video, which OpenAI's API has no part for; show its frames as"
-            " images"
+            "the prompt shows a video, which OpenAI's API has no part for;"
+            " show its frames as images"
         )
     try:
         return {"type": "image_url", "image_url": {"url": data_url(part["image"])}}

@@ -402,8 +402,8 @@ class SearchClient:
             return contents[: self._topk]
         except (TypeError, KeyError, ValueError) as error:
             raise ToolServerError(
-                f"{self._service.url} gave a wrong answer ({type(error).__name__}: {error}): "
-                f"{answer!r:.200}; expected {{result: [[{{document: {{contents}}}}]]}}"
+                f"{self._service.url} gave a wrong answer ({type(error).__name__}: {error}):"
+                f" {answer!r:.200}; expected {{result: [[{{document: {{contents}}}}]]}}"
             ) from None
 
     async def check(self) -> None:

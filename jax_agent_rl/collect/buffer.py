@@ -108,8 +108,8 @@ class RolloutBuffer:
             )
         if oversample and stragglers == "wait":
             raise ValueError(
-                f"oversample={oversample} groups exist to be dropped; set stragglers='drop', or"
-                " oversample=0"
+                f"oversample={oversample} groups exist to be dropped;"
+                " set stragglers='drop', or oversample=0"
             )
         self.batch = batch
         self.staleness = staleness

@@ -246,8 +246,8 @@ class GroupDeadlines:
         if reason is DropReason.TRAJECTORY_TIMEOUT:
             return f"it ran past rollout.trajectory_timeout={self._limits.trajectory_timeout:g} s"
         return (
-            f"rollout.min_group_size={self._limits.min_group_size} others had ended after "
-            f"rollout.group_timeout={self._limits.group_timeout:g} s"
+            f"rollout.min_group_size={self._limits.min_group_size} others had ended after"
+            f" rollout.group_timeout={self._limits.group_timeout:g} s"
         )
 
     def _start(self) -> None:

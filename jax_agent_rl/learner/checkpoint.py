@@ -284,8 +284,8 @@ class Checkpointer:
                 f"checkpoint {step} in {self._folder} does not fit this configuration: {name} is"
                 f" {saved.get(name, 'missing')} in it and {wanted.get(name, 'missing')} here"
                 f" ({len(differing)} arrays differ); resume with the model.path, the sections"
-                " algorithm, learner and critic, and the agent.role_adapters that the run was"
-                " started with"
+                " algorithm, learner and critic,"
+                " and the agent.role_adapters that the run was started with"
             )
 
     def _damaged(self, step: int, error: Exception) -> CheckpointError:

@@ -221,9 +221,9 @@ class ImagePacker:
             needed = int(self._num_patches[numbers].sum())
             if needed > packing.row_patches:
                 raise ValueError(
-                    f"trajectory {sequence.trajectory_id} shows images of {needed} patches, a row "
-                    f"takes {packing.row_patches}; set learner.row_patches >= {needed}, or lower "
-                    "model.max_pixels"
+                    f"trajectory {sequence.trajectory_id} shows images of {needed} patches,"
+                    f" a row takes {packing.row_patches}; set learner.row_patches >= {needed},"
+                    " or lower model.max_pixels"
                 )
 
     def has_room(self, sequence: int, rows: int) -> np.ndarray:

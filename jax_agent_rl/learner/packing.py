@@ -50,8 +50,8 @@ def pack(
         length = len(sequence.prompt_ids) + len(sequence.response_ids)
         if length > pack_length:
             raise ValueError(
-                f"trajectory {sequence.trajectory_id} has {length} tokens, a row {pack_length}; "
-                f"set learner.pack_length >= {length}"
+                f"trajectory {sequence.trajectory_id} has {length} tokens, a row {pack_length};"
+                f" set learner.pack_length >= {length}"
             )
 
     packer = ImagePacker(image_packing, sequences) if image_packing else None

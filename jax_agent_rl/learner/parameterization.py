@@ -168,8 +168,8 @@ class Parameterization:
         lora = config.lora
         if config.freeze_vision and model.vision is None:
             raise ConfigError(
-                f"learner.freeze_vision=true, but a {model.family} model has no vision tower; leave"
-                " it out"
+                f"learner.freeze_vision=true, but a {model.family} model has no vision tower;"
+                " leave it out"
             )
         shardings = parameter_shardings(mesh, model.parameter_shapes())
         if lora is None:

@@ -188,8 +188,9 @@ def shaped(group: Group, config: Config, greedy: Group | None = None) -> Group:
 
     if any(trajectory.role for trajectory in greedy.trajectories):
         raise ConfigError(
-            "algorithm.adv_estimator=remax compares with one reward per prompt, and an agent of "
-            "several roles has several; set algorithm.adv_estimator=grpo or rae"
+            "algorithm.adv_estimator=remax compares with one reward per prompt,"
+            " and an agent of several roles has several;"
+            " set algorithm.adv_estimator=grpo or rae"
         )
     greedy = shape(greedy, algorithm.shaping, max_response_length=max_response_length)
     if not greedy.trajectories:  # the greedy rollout was lost

@@ -97,8 +97,8 @@ def test_a_preempted_slice_ends_the_launch_and_resume_continues_on_a_new_one(clo
     rest = said_by(process)
     assert process.returncode == 1, rest
     assert (
-        "the slice was preempted (PREEMPTED): --resume continues from the last checkpoint in"
-        " gs://b/try" in rest
+        "the slice was preempted (PREEMPTED):"
+        " --resume continues from the last checkpoint in gs://b/try" in rest
     )
     cloud.order("trainer", "ends 0")
     result = cloud.launch(*KEPT, "--spot", "--resume")

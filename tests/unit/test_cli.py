@@ -146,8 +146,8 @@ def test_examples_work_on_what_the_quickstart_leaves(example: str):
 
 def test_help_loads_nothing_that_commands_need():
     program = (
-        "import sys, jax_agent_rl.cli; print(*(n for n in sys.modules if n in ('pydantic', 'yaml',"
-        " 'numpy')))"
+        "import sys, jax_agent_rl.cli;"
+        " print(*(n for n in sys.modules if n in ('pydantic', 'yaml', 'numpy')))"
     )
     loaded = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -58,8 +58,8 @@ class CommandAgent(OpenAIAgentLoop):
         """
         if not self._settings.argv:
             raise ConfigError(
-                "agent 'command' needs agent.command.argv, the program to run, e.g. [python,"
-                " agent.py]"
+                "agent 'command' needs agent.command.argv, the program to run,"
+                " e.g. [python, agent.py]"
             )
         _ = self._program
         await self._open_runtime()

@@ -254,8 +254,8 @@ class ContainerRuntime:
         """
         if shutil.which(self._cli) is None:
             raise ConfigError(
-                f"agent.command.container={self._cli}: there is no such command; install it, or set"
-                " null"
+                f"agent.command.container={self._cli}: there is no such command;"
+                " install it, or set null"
             )
         answer = await self.call("info", seconds=_CALL_SECONDS)
         if answer.exit_code:

@@ -89,8 +89,8 @@ def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTas
         message = text_message(message)
         if message.get("media"):
             raise DataError(
-                "the prompt shows images or videos, but a command reads text; put their files into"
-                " the task"
+                "the prompt shows images or videos, but a command reads text;"
+                " put their files into the task"
             )
         user_texts.append(str(message["content"]))
 

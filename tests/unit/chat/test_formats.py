@@ -366,8 +366,8 @@ PIECES = sorted(
     {piece for name, write in WRITERS.items() for piece in (write("f", {"x": "1"}), CLOSING[name])}
     | {tag for pair in THINK.values() for tag in pair}
     | set(
-        "<think> </think> <tool_call> <function=f> <parameter=x> </parameter> { } [ ] ( ) \" ' , :"
-        " = \\ ```json".split()
+        "<think> </think> <tool_call> <function=f> <parameter=x> </parameter> { } [ ] ( ) \" ' ,"
+        " : = \\ ```json".split()
     )
     | {
         "<｜tool▁call▁begin｜>",

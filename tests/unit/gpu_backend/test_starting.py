@@ -213,8 +213,8 @@ def explained(tmp_path, cause: str) -> ConfigError | BackendError:
         ),
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
         (
-            "RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate"
-            " memory"
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator:"
+            " can't allocate memory"
         ),
         "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.",
     ],

@@ -191,8 +191,8 @@ def test_idle_devices_are_named_with_the_key_that_uses_them():
     odd = settings(engine={"mesh": {"tensor": 3}})
     assert expect_idle(odd, 4) == [
         (
-            "device 3 of 4 have no engine to sample with: set rollout.jetstream.mesh.tensor to a"
-            " divisor of 4"
+            "device 3 of 4 have no engine to sample with:"
+            " set rollout.jetstream.mesh.tensor to a divisor of 4"
         ),
         "devices 1-3 of 4 have no part in learning: set learner.mesh.fsdp=4",
     ]

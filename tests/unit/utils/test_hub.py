@@ -163,8 +163,8 @@ def test_a_model_of_the_hub_is_downloaded_once_and_its_weights_when_needed(hub, 
         (
             "runs/mistyped",
             (
-                "there is no folder 'runs/mistyped' here, and the Hub has no model 'runs/mistyped'"
-                " for you"
+                "there is no folder 'runs/mistyped' here,"
+                " and the Hub has no model 'runs/mistyped' for you"
             ),
         ),
     ],

@@ -100,6 +100,6 @@ def test_of_libtpus_last_words_the_telling_ones_are_shown_with_what_is_known_to_
     )
     assert "stack trace" not in message
     assert (
-        "set LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false, here and on the"
-        " slice" in message
+        "set LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false,"
+        " here and on the slice" in message
     )
