@@ -254,7 +254,7 @@ NIGHTLY = {
     "unit/agreement/test_faults_by_kind.py::test_a_tensor_that_is_used_wrongly_is_named_by_log_probs_alone[experts]": "compiles experts for every hypothesis",
     "unit/deploy/plan/test_search.py::test_more_tokens_at_once_and_more_kept_of_them_take_more": "compiles many programs for TPUs",
 }
-"""What even ``--all`` leaves to ``--nightly``: how a test's name with parameters begins, and why."""
+"""What ``--all`` leaves to ``--nightly``: how a test's name with parameters begins, and why."""
 
 PARTS_OF_ALL = {
     "unit/cli/test_damaged_files.py::test_a_damaged_run_is_a_message_in_every_command": (
@@ -274,7 +274,7 @@ PARTS_OF_ALL = {
     ),
     "unit/jetstream/test_tpu_programs.py": (("v5e",), "compiles for every generation of TPUs"),
 }
-"""Files and tests of which only some run without ``--nightly``: parts of these tests' names, and why not all."""
+"""Files and tests that run in part without ``--nightly``: parts of these tests' names, and why."""
 
 Parts = Mapping[str, tuple[tuple[str, ...], str]]
 
