@@ -182,7 +182,7 @@ async def conversations(
 
 
 async def look_into(backend: JetStreamBackend) -> EngineView:
-    """As the trainer does, from a thread beside the loop."""
+    """Look into the engine as the trainer does, from a thread beside the loop."""
     loop = asyncio.get_running_loop()
     tensors = await backend.tensor_samples()
 

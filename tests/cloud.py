@@ -55,20 +55,25 @@ def write(file, content):
 
 def add_node(name):
     write(node_file(name), {
-        "name": name, "acceleratorType": options["accelerator-type"], "state": "READY", "zone": options["zone"],
+        "name": name, "acceleratorType": options["accelerator-type"], "state": "READY",
+        "zone": options["zone"],
     })
 
 def refuse():
     for name, message in {
-        "bad-kind": 'INVALID_ARGUMENT: Cloud TPU received an invalid AcceleratorType, "v5litepod-4"',
-        "no-quota": "RESOURCE_EXHAUSTED: Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' has been exceeded.",
+        "bad-kind": "INVALID_ARGUMENT: Cloud TPU received an invalid AcceleratorType, "
+                    '"v5litepod-4"',
+        "no-quota": "RESOURCE_EXHAUSTED: "
+                    "Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' has been exceeded.",
         "no-capacity": 'code 8: There is no more capacity in the zone "us-west4-a"',
     }.items():
         if ordered(name) is not None:
             fail(message)
 
 def local(place):
-    return folder / "buckets" / place.removeprefix("gs://") if place.startswith("gs://") else pathlib.Path(place)
+    if place.startswith("gs://"):
+        return folder / "buckets" / place.removeprefix("gs://")
+    return pathlib.Path(place)
 
 def run(node, worker, command):
     if read(node_file(node))["state"] != "READY":
@@ -76,12 +81,13 @@ def run(node, worker, command):
     home = folder / "hosts" / node / str(worker)
     home.mkdir(parents=True, exist_ok=True)
     slurm = {
-        "SLURM_JOB_ID": ordered("job") or "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0",
-        "SLURM_NTASKS": ordered("hosts") or "1", "SLURM_PROCID": str(worker),
+        "SLURM_JOB_ID": ordered("job") or "1", "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_LOCALID": "0", "SLURM_NTASKS": ordered("hosts") or "1", "SLURM_PROCID": str(worker),
     }
     child = subprocess.Popen(
-        ["bash", "-c", command.replace("gs://", str(folder / "buckets") + "/")], cwd=home, start_new_session=True,
+        ["bash", "-c", command.replace("gs://", str(folder / "buckets") + "/")], cwd=home,
         env=os.environ | slurm | {"HOME": str(home), "FAKE_HOST": node + "/" + str(worker)},
+        start_new_session=True,
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
@@ -98,14 +104,16 @@ def run(node, worker, command):
     sys.exit(child.returncode)
 
 if ordered("offline") is not None and names[0] == "compute":
-    fail("There was a problem refreshing your current auth tokens: HTTPSConnectionPool(host='oauth2.googleapis.com', "
-         "port=443): Max retries exceeded with url: /token (Network is unreachable) Please run: $ gcloud auth login")
+    fail("There was a problem refreshing your current auth tokens: HTTPSConnectionPool("
+         "host='oauth2.googleapis.com', port=443): Max retries exceeded with url: /token "
+         "(Network is unreachable) Please run: $ gcloud auth login")
 if ordered("no-login") is not None and names[0] == "compute":
     fail("You do not currently have an active account selected. Please run: $ gcloud auth login")
 if ordered("no-project") is not None and names[0] == "compute" and "project" not in options:
     fail("The required property [project] is not currently set.")
 if ordered("no-zone") is not None and names[0] == "compute":
-    fail("PERMISSION_DENIED: Permission denied on 'locations/" + options["zone"] + "' (or it may not exist).")
+    place = "locations/" + options["zone"]
+    fail("PERMISSION_DENIED: Permission denied on '" + place + "' (or it may not exist).")
 if ordered("describe-fails") is not None and "describe" in names:
     fail("INTERNAL: an internal error has occurred")
 match names:

@@ -25,7 +25,7 @@ def keys(model: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Sec
 
 
 def all_conditions(model: type[Section], path: str) -> tuple[Condition, ...]:
-    """Those of a key and of the sections it stands in, from the top."""
+    """Return the conditions of a key and of the sections it stands in, from the top."""
     found: tuple[Condition, ...] = ()
     for name in path.split("."):
         found += conditions(model)[name]

@@ -13,7 +13,7 @@ from jax_agent_rl.data.rows import RowChecks
 
 
 def load_rows(path: str | Path, **names: Collection[str] | None) -> list[Row]:
-    """Read all rows of a source; ``names`` are those of :class:`~jax_agent_rl.data.rows.RowChecks`."""
+    """Read all rows of a source; ``names`` as in :class:`~jax_agent_rl.data.rows.RowChecks`."""
     return list(open_dataset([path], RowChecks(**names)))
 
 

@@ -4,7 +4,8 @@ protocol.
 ::
 
     codec = FakeCodec()
-    backend = ScriptedBackend(codec, ["<call>add {\"a\": 1, \"b\": 2}</call>", "3"])     # turn 1, turn 2
+    turns = ["<call>add {\"a\": 1, \"b\": 2}</call>", "3"]
+    backend = ScriptedBackend(codec, turns)
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class Fleet:
 
 
 def in_virtual_time(main: Callable[..., Awaitable[Any]], **fleet: Any) -> Any:
-    """Run ``main(fleet)`` in virtual time, then close the client and require that no task is left."""
+    """Run ``main(fleet)`` in virtual time, close the client, and require that no task is left."""
 
     async def whole() -> Any:
         made = Fleet(**fleet)

@@ -3,8 +3,8 @@ tenth of its time.
 
 ::
 
-    test ── {"arguments", "log", "die_at"} ──► python -m tests.forked ── fork ──► the command, its own process group
-         ◄── {"pid"}, later {"status"} ──────
+    test ── {"arguments", "log", "die_at"} ──► python -m tests.forked ── fork ──► the command,
+         ◄── {"pid"}, later {"status"} ──────                        its own process group
 
 No backend of jax exists before the fork. With ``die_at`` the command kills itself (as ``kill -9``
 does) at its n-th operation on files that changes something: in the middle of a checkpoint, between
@@ -77,7 +77,7 @@ class Command:
         return self.status
 
     def kill(self) -> int:
-        """As ``kill -9``; returns the exit code, which is another if it had ended already."""
+        """Kill it as ``kill -9`` does; return the exit code, its own if it had ended already."""
         if not self.ended:
             os.kill(self.pid, signal.SIGKILL)
         return self.wait()

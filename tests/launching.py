@@ -1,4 +1,4 @@
-"""Launchers as processes: what they say, how they end, and a learner that stands in for a real one."""
+"""Launchers as processes: what they say, how they end, and a stand-in for a learner."""
 
 from __future__ import annotations
 

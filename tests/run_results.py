@@ -11,8 +11,7 @@ import orbax.checkpoint as ocp
 
 from jax_agent_rl.observe.run_dir import read_records
 
-# Parts of names of metrics that are wall time, or count what depends on it: which requests arrived
-# together.
+# Parts of names of metrics that are wall time or depend on it (which requests arrived together).
 TIMES = (
     "seconds",
     "per_second",

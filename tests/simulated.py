@@ -30,18 +30,15 @@ def environment_with(devices: int, *, flags: str = COMPILE_QUICKLY) -> dict[str,
         f"--xla_cpu_collective_{name}_seconds={_WAIT_SECONDS}"
         for name in ("call_terminate_timeout", "timeout")
     )
-    return (
-        os.environ
-        | {
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {timeouts} {flags}",
-            "NPROC": (
-                "16"
-            ),  # XLA's threads: devices wait for each other in them, and a few cores' would all be waiting
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.getcwd(),
-            "PYTHONUNBUFFERED": "1",
-        }
-    )
+    return os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {timeouts} {flags}",
+        # XLA's threads: devices wait for each other in them; with as many as a few cores have,
+        # all would be waiting.
+        "NPROC": "16",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.getcwd(),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def run_on_devices(

@@ -1,4 +1,7 @@
-"""The tests that ``./launch/test.sh`` leaves to ``--all``, those that this leaves to ``--nightly``, and why. A name ends a file's, or a test's in it."""
+"""The tests that ``./launch/test.sh`` leaves to ``--all``, or even to ``--nightly``, and why.
+
+A name is a file below ``tests/``, or a test in one.
+"""
 
 # ruff: noqa: E501
 # Names of tests are long.
@@ -58,7 +61,7 @@ SLOW = {
     "unit/deploy/certify/test_certify.py::test_a_wrong_gradient_deviates_though_the_output_is_right": "compiles kernels",
     "unit/deploy/certify/test_certify.py::test_a_wrong_kernel_deviates_and_no_other": "compiles kernels",
     "unit/deploy/certify/test_certify.py::test_an_exchange_that_goes_wrong_deviates_on_its_axis": "compiles for eight devices",
-    "unit/deploy/certify/test_certify.py::test_the_command_writes_both_files_and_its_status_says_whether_there_are_deviations": "certifies",
+    "unit/deploy/certify/test_certify.py::test_the_command_writes_both_files_and_its_status_tells_of_deviations": "certifies",
     "unit/deploy/certify/test_certify.py::test_this_machines_kernels_are_within_their_limits": "compiles every kernel",
     "unit/deploy/plan/test_plan_command.py": "compiles for every generation of TPUs",
     "unit/deploy/plan/test_prediction.py::test_gradients_are_exchanged_on_sparse_cores_where_there_are_some": "compiles for TPUs",
@@ -70,7 +73,7 @@ SLOW = {
     "unit/jetstream/test_data_parallel.py": "engines on simulated devices",
     "unit/jetstream/test_drafting.py::test_the_index_drafts_by_what_was_drawn_after_the_longest_suffix": "an index of many sequences",
     "unit/jetstream/test_engine_sleep.py": "engines on simulated devices",
-    "unit/jetstream/test_programs.py::test_on_a_cpu_a_program_is_compiled_when_it_is_needed_and_with_it_the_one_that_follows": "compiles every program of an engine",
+    "unit/jetstream/test_programs.py::test_on_a_cpu_a_program_is_compiled_when_needed_together_with_the_next_one": "compiles every program of an engine",
     "unit/learner/test_learner.py::test_constrained_tokens_are_context_like_inserted_ones": "compiles two learners",
     "unit/learner/test_learner.py::test_eight_simulated_devices_train_as_one_does": "compiles for eight devices",
     "unit/learner/test_learner.py::test_halved_rows_give_the_same_gradient_and_logprobs_and_are_no_recompilation": "compiles two learners",
@@ -102,10 +105,10 @@ SLOW = {
     "unit/tools/test_mcp.py::test_a_server_that_dies_is_an_observation_and_is_restarted": "starts a server several times",
     "unit/tools/test_mcp.py::test_an_http_server_that_is_gone_is_an_observation_until_it_is_back": "starts a server several times",
     "unit/utils/test_hub.py::test_a_hub_that_does_not_answer_is_not_waited_for_and_what_is_cached_is_used": "processes that import the Hub's client",
-    "unit/utils/test_hub.py::test_a_model_named_on_the_hub_is_downloaded_once_and_its_weights_when_they_are_needed": "processes that import the Hub's client",
-    "unit/utils/test_installed_packages.py::test_a_run_uses_agent_reward_loss_estimator_backend_and_sinks_of_an_installed_package": "a whole run",
+    "unit/utils/test_hub.py::test_a_model_of_the_hub_is_downloaded_once_and_its_weights_when_needed": "processes that import the Hub's client",
+    "unit/utils/test_installed_packages.py::test_a_run_uses_every_kind_of_plugin_of_an_installed_package": "a whole run",
 }
-"""Beside these: all tests on vLLM."""
+"""Files and tests that only ``--all`` runs; it also runs all tests on vLLM."""
 
 REPRESENTATIVES = {
     "conformance/test_conformance.py": (
@@ -234,7 +237,7 @@ REPRESENTATIVES = {
     ),
     "unit/trainer/test_unbiased_resume.py": (("[sync]",), "fifty kills for every trainer"),
 }
-"""Files and tests of which only some run without ``--all``: parts of these tests' names, and why not all."""
+"""Files and tests that run in part without ``--all``: parts of these tests' names, and why."""
 
 
 NIGHTLY = {
@@ -251,7 +254,7 @@ NIGHTLY = {
     "unit/agreement/test_faults_by_kind.py::test_a_tensor_that_is_used_wrongly_is_named_by_log_probs_alone[experts]": "compiles experts for every hypothesis",
     "unit/deploy/plan/test_search.py::test_more_tokens_at_once_and_more_kept_of_them_take_more": "compiles many programs for TPUs",
 }
-"""What even ``--all`` leaves to ``--nightly``: beginnings of a test's name with its parameters, and why."""
+"""What ``--all`` leaves to ``--nightly``: how a test's name with parameters begins, and why."""
 
 PARTS_OF_ALL = {
     "unit/cli/test_damaged_files.py::test_a_damaged_run_is_a_message_in_every_command": (
@@ -271,7 +274,7 @@ PARTS_OF_ALL = {
     ),
     "unit/jetstream/test_tpu_programs.py": (("v5e",), "compiles for every generation of TPUs"),
 }
-"""Files and tests of which only some run without ``--nightly``: parts of these tests' names, and why not all."""
+"""Files and tests that run in part without ``--nightly``: parts of these tests' names, and why."""
 
 Parts = Mapping[str, tuple[tuple[str, ...], str]]
 

@@ -40,7 +40,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def _processor_seconds() -> float:
-    """Of this process and of its children that have ended, those of :mod:`tests.warm` among them."""
+    """Return those of this process and of its ended children, with those of :mod:`tests.warm`."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used) + warm.processor_seconds()
 

@@ -37,10 +37,11 @@ from tests.tiny import TINY, tiny_params
 
 LONGEST = 512
 TEMPLATE = (
-    "{% if tools %}<|start|>tools{% for t in tools %}{{ t.function.name }} {% endfor %}<|end|>{%"
-    " endif %}{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}{% for c in m.tool_calls"
-    " or [] %}[{{ c.function.name }}{{ c.function.arguments | tojson }}]{% endfor %}<|end|>\n{%"
-    " endfor %}{% if add_generation_prompt %}<|start|>assistant:{% endif %}"
+    "{% if tools %}<|start|>tools{% for t in tools %}{{ t.function.name }} {% endfor %}<|end|>"
+    "{% endif %}{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}{{ c.function.arguments | tojson }}]"
+    "{% endfor %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant:{% endif %}"
 )
 CORPUS = [
     "what is one plus two",

@@ -1,4 +1,4 @@
-"""A tool server with the fake tools on a free port and a client of it, and a service without HTTP."""
+"""A tool server with the fake tools, its client, and a service without HTTP."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Client:
 
 
 class serving:
-    """``async with serving("workers=2") as client``: a server with the fake tools on a free port."""
+    """A server with the fake tools on a port: ``async with serving("workers=2") as client``."""
 
     def __init__(self, *overrides, headers=None):
         defaults = [

@@ -2,7 +2,7 @@
 
 ::
 
-    backend = ToyBackend()                        # one id per running request and tick of the event loop
+    backend = ToyBackend()                        # one id per running request and loop tick
     subject = toy_subject(lambda: ToyBackend())   # for the conformance suite
 
 Tests break it on purpose by overriding one of its small methods.

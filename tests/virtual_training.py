@@ -78,8 +78,7 @@ class _Responder(Responder):
             f"{self.trajectory_id}/{len(episode.turns)}/{output.policy_versions[-1]}"
         ):
             return FinishReason.ANSWER
-        # Before the wait: ids decide whether a real trajectory goes on, so the coin must not be
-        # tossed again.
+        # Before the wait: ids decide whether a real trajectory goes on, so the coin is tossed once.
         went_on = episode.append_ids([ID], [{"role": "tool", "content": ""}])
         await asyncio.sleep(0.5)
         return None if went_on else FinishReason.RESPONSE_LENGTH

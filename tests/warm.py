@@ -2,8 +2,9 @@
 
 ::
 
-    test ── subprocess ──► client ── arguments, environment, folder, descriptors ──► server ── fork ──► the program
-                                  ◄────────────────── exit status ─────────────────────────
+    test ── subprocess ──► client ── arguments, environment, ──► server ── fork ──► the program
+                              │       folder, descriptors          │
+                              ◄────────── exit status ─────────────┘
 
 ``*python()`` stands where ``sys.executable`` would: ``-m MODULE``, ``-c PROGRAM`` or a file
 follows. Signals that the client gets go on to the program; a client that is killed takes the
@@ -51,7 +52,7 @@ def python() -> list[str]:
 
 
 def processor_seconds() -> float:
-    """Of the server and of the programs that have ended."""
+    """Return the processor time of the server and of the programs that have ended."""
     if _server.cache_info().currsize == 0:
         return 0.0
     fields = Path(f"/proc/{_server()[1]}/stat").read_text().rpartition(")")[2].split()

@@ -1,14 +1,20 @@
 """Agent loops, chosen per row by ``agent_name``.
 
-``loop`` the interface and the registry · ``context`` what all loops share · ``episode`` a
-trajectory as it grows · ``turn_loop`` the loop of all agents here, its replay on branches, and
-``single_turn_agent`` · ``tool_agent``, ``environment_agent``, ``server_tool`` and ``text_tool``
-what answers the policy's turns.
+- ``loop``: the interface and the registry.
+- ``context``: what all loops share.
+- ``episode``: a trajectory as it grows.
+- ``turn_loop``: the loop of all agents here, its replay on branches, and ``single_turn_agent``.
+- ``tool_agent``, ``environment_agent``, ``server_tool``, ``text_tool``: what answers the policy's
+  turns.
 
-Agents of other frameworks: ``recorder`` records their requests as ids · ``conversation`` the
-messages they send and read · ``session_tree`` a session as a trajectory · ``frameworks`` any OpenAI
-client, through ``endpoint``, and any LangGraph graph, through ``langgraph`` · ``command`` any
-program.
+Agents of other frameworks:
+
+- ``recorder``: records their requests as ids.
+- ``conversation``: the messages they send and read.
+- ``session_tree``: a session as a trajectory.
+- ``frameworks``: any OpenAI client, through ``endpoint``; any LangGraph graph, through
+  ``langgraph``.
+- ``command``: any program.
 """
 
 from jax_agent_rl.agents.command.agent import CommandAgent

@@ -1,4 +1,4 @@
-"""What agent loops share: a client that generates, a codec, tools, limits and a listener for events.
+"""What agent loops share: a client that generates, a codec, tools, limits, a listener for events.
 
 :class:`Prefix` is the beginning of a trajectory that goes on. A branch inherits one from its
 parent: ids, never text that would be tokenized again. A trajectory that was interrupted with its
@@ -85,7 +85,10 @@ class AgentEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenModel:
-    """A model that plays a role and is not trained: its engine, and the codec of its own tokenizer and template."""
+    """A model that plays a role and is not trained.
+
+    It has an engine of its own, and a codec with its own tokenizer and template.
+    """
 
     client: TokenClient
     codec: ChatCodec
@@ -148,7 +151,9 @@ class AgentContext:
         return replace(self, role=role, client=model.client, codec=model.codec)
 
     def for_row(self, row: Mapping[str, Any]) -> AgentContext:
-        """Return the context of a row's trajectories: its ``chat_template_kwargs`` are given to the chat template.
+        """Return the context of a row's trajectories.
+
+        The chat template gets the row's ``chat_template_kwargs``.
 
         Raises:
             DataError: the template cannot be given them.
@@ -181,16 +186,16 @@ class AgentContext:
 
     @property
     def longest(self) -> int:
-        """Maximum ids of one context: the engine's limit or ``agent.max_model_len``, whichever is less."""
+        """Maximum ids of one context: the engine's limit, or ``agent.max_model_len`` if less."""
         return min(self.limits.max_model_len or self.max_model_len, self.max_model_len)
 
     def exceeded_limits(
         self, *, prompt_length: int, response_length: int, context_length: int
     ) -> list[str]:
-        """Return the limits, as ``key=value``, that leave no room for a sampled id; empty if there is room.
+        """Return the limits, as ``key=value``, that leave no room for a sampled id.
 
-        A limit on prompts or responses is left out if it allows as much as a whole context: the
-        context's own limit then explains the failure.
+        The list is empty if there is room. A limit on prompts or responses is left out if it allows
+        as much as a whole context: the context's own limit then explains the failure.
 
         Args:
             prompt_length: ids of the prompt.
@@ -270,8 +275,8 @@ class Prefix:
             raise ValueError(f"{fork} is no place in trajectory {parent.trajectory_id}")
         if not 0 <= fork.turns < parent.num_turns:
             raise ValueError(
-                f"{fork}: trajectory {parent.trajectory_id} has {parent.num_turns} turns; keep"
-                " fewer"
+                f"{fork}: trajectory {parent.trajectory_id} has {parent.num_turns} turns;"
+                " keep fewer"
             )
         forked_output = parent.turns[fork.turns].output
         sampled_count = len(forked_output.token_ids)

@@ -45,7 +45,7 @@ _REMEDY = "seed it from its environment_kwargs, or set its `replayable` to False
 
 @dataclass
 class EnvironmentResponder(Responder):
-    """Steps the environment with each reply, also the one at a turn limit, so that its score counts."""
+    """Steps the environment with every reply, so that the reply at a turn limit is scored."""
 
     environment: LeasedEnvironment
 

@@ -4,8 +4,9 @@
 
     context = prompt_ids
     generate()   context += sampled ids       checked: the engine's digest of its context is ours
-    append(…)    context += inserted ids      refused when no id could be sampled after them; in place of a stop
-                                              token that opens another message (``ChatCodec.replaces_end``)
+    append(…)    context += inserted ids      refused when no id could be sampled after them; they
+                                              replace a stop token that opens another message
+                                              (``ChatCodec.replaces_end``)
     finish(…)    Trajectory
 """
 
@@ -55,8 +56,6 @@ class Episode:
     """The trajectory of one run of an agent loop.
 
     Args:
-        context: the run's shared objects.
-        row: the dataset row.
         trajectory_id: unique within the run; the session id of its requests.
         group_id: shared by the trajectories of one prompt.
         sampling: ``max_tokens`` caps each turn; turn k samples with a seed derived from ``seed``
@@ -107,9 +106,8 @@ class Episode:
         self.prefix = prefix
         self._partial_turn: TokenOutput | None = None  # the inherited part of the next turn
         self._request_id: str | None = None  # the request that is being sampled
-        self._sampled_before_request: TokenOutput | None = (
-            None  # the same turn's ids of earlier requests
-        )
+        # The same turn's ids from earlier requests.
+        self._sampled_before_request: TokenOutput | None = None
         self._begins_thinking = False  # the context of the last turn opened a think block
 
         if prefix is None:
@@ -134,7 +132,10 @@ class Episode:
         return min(budget, self._context.longest - len(self._context_ids()))
 
     def _turns_in_context(self) -> list[Turn]:
-        """Return the turns in the next turn's context: all, or those within ``agent.history_window``."""
+        """Return the turns in the next turn's context.
+
+        These are all turns, or those within ``agent.history_window``.
+        """
         window = self._context.limits.history_window or len(self.turns)
         return self.turns[-window:]
 
@@ -225,7 +226,10 @@ class Episode:
         return read_turn(self.codec, self._prompt_ids, self.turns[: index + 1], tools)
 
     def spoken_messages(self) -> list[Mapping[str, Any]]:
-        """Return the conversation as whoever talks to the policy hears it, see :func:`spoken_messages`."""
+        """Return the conversation as whoever talks to the policy hears it.
+
+        See :func:`spoken_messages`.
+        """
         return spoken_messages(self.codec, self.messages, self._prompt_ids, self.turns)
 
     async def _sample(
@@ -235,7 +239,10 @@ class Episode:
         sampling: SamplingParams,
         session_ends: bool,
     ) -> TokenOutput:
-        """Return the turn after ``context_ids``, from one request that continues ``partial_turn`` if there is one."""
+        """Return the turn after ``context_ids``, sampled by one request.
+
+        If there is a ``partial_turn``, the request continues it.
+        """
         turn_index = len(self.turns)
         request_id = f"{self._trajectory_id}/{turn_index}"
         resumed_ids = partial_turn.token_ids if partial_turn else ()
@@ -292,10 +299,10 @@ class Episode:
         return not any(stop in text for stop in action_stops)
 
     def outside_thinking(self, output: TokenOutput) -> str:
-        """Return the text of the turn last sampled, special tokens included, with its think blocks blanked.
+        """Return the text of the turn last sampled, with its think blocks blanked.
 
-        Blanks keep the positions of the text. If the context opened a block, the turn begins inside
-        it.
+        Special tokens are part of the text. Blanks keep its positions. If the context opened a
+        think block, the turn begins inside it.
         """
         text = self.codec.decode(output.token_ids, skip_special_tokens=False)
         return outside_thinking(text, thinking=self._begins_thinking)
@@ -425,8 +432,7 @@ class Episode:
             if streamed is not None:
                 partial_turn = streamed if partial_turn is None else partial_turn.then(streamed)
         elif partial_turn is None and turns and not turns[-1].appended_ids:
-            # The last turn is not answered yet: the other process answers it, without sampling it
-            # again.
+            # The last turn was sampled but not answered yet: the other process only answers it.
             partial_turn = turns[-1].output
             turns = turns[:-1]
             messages = messages[: turn_positions(tuple(messages), len(self.turns))[-1]]
@@ -493,10 +499,10 @@ class Episode:
             prompt_length=length, response_length=0, context_length=length
         )
         if exceeded:
+            pronoun = "it" if len(exceeded) == 1 else "them"
             raise PromptTooLongError(
                 f"the prompt has {length} ids, which leaves no room within"
-                f" {' and '.join(exceeded)}; raise {'it' if len(exceeded) == 1 else 'them'} or"
-                " shorten the prompt"
+                f" {' and '.join(exceeded)}; raise {pronoun} or shorten the prompt"
             )
 
     def _emit(
@@ -523,7 +529,10 @@ def read_turn(
     turns: Sequence[Turn],
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> Reply:
-    """Parse the last of ``turns``, the turns of a trajectory so far; ``tools`` are the schemas it may call."""
+    """Parse the last of ``turns``, which are a trajectory's so far.
+
+    ``tools`` are the schemas that it may call.
+    """
     context_ids = list(prompt_ids)
     for turn in turns[:-1]:
         context_ids += turn.output.token_ids + turn.appended_ids
@@ -536,9 +545,10 @@ def spoken_messages(
     prompt_ids: Sequence[int],
     turns: Sequence[Turn],
 ) -> list[Mapping[str, Any]]:
-    """Return a conversation as whoever talks to the policy hears it: without its thoughts and its calls.
+    """Return a conversation as whoever talks to the policy hears it.
 
-    The last assistant messages are the ``turns``, the ones before them belong to the prompt.
+    That is without its thoughts and its calls. The last assistant messages are the ``turns``; the
+    ones before them belong to the prompt.
     """
     spoken = list(messages)
     positions = turn_positions(tuple(messages), len(turns))

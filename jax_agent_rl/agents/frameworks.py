@@ -5,8 +5,8 @@ Any agent that is written against an OpenAI client::
     @openai_agent("my_agent")
     async def run(base_url, api_key, row):
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-        …                                          any framework, any number of turns, tools, sub-agents
-        return "what it found"                     optional: the reward function's extra_info["agent_output"]
+        …                         any framework, any number of turns, tools, sub-agents
+        return "what it found"    optional: the reward function's extra_info["agent_output"]
 
 Each trajectory gets a session of its own on an endpoint that this process serves on loopback. What
 the policy sampled in the session is trained on, id by id; the function only ever sees text.
@@ -189,15 +189,14 @@ async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeou
     except Exception as error:
         if limit.expired():
             raise AgentTimeoutError(
-                f"{recorder.session_id}: the agent did not end within agent.run_timeout={timeout:g}"
-                " seconds"
+                f"{recorder.session_id}:"
+                f" the agent did not end within agent.run_timeout={timeout:g} seconds"
             ) from error
         if recorder.refused is not None and recorder.turns:
             return None  # a limit refused the next turn, so the trajectory ends there
         if isinstance(error, TrajectoryError):
             raise
-        # A failed request explains why the agent failed: the trajectory is dropped for the same
-        # reason.
+        # If a request failed, that is why the agent failed, and the reason of the drop.
         error_type = TrajectoryError if recorder.failure is None else type(recorder.failure)
         raise user_code_error(error_type, f"{recorder.session_id}: the agent", error) from error
 

@@ -1,4 +1,4 @@
-"""The policy as LangChain sees it: :class:`ChatModel` a chat model, :class:`TrajectoryTool` the run's tools.
+"""The policy as LangChain's chat model, :class:`ChatModel`; tools as :class:`TrajectoryTool`.
 
 Needs the extra ``langgraph``; nothing else of the package imports LangChain. Every call of the
 model is a turn on record; ``AIMessage.response_metadata`` holds, for the context that the message
@@ -161,8 +161,8 @@ class ChatModel(BaseChatModel):
     ) -> Coroutine[Any, Any, RecordedTurn]:
         if unknown:
             raise ValueError(
-                f"{sorted(unknown)}: a call may set tools, max_tokens and stop; the run sets the"
-                " rest"
+                f"{sorted(unknown)}: a call may set tools, max_tokens and stop;"
+                " the run sets the rest"
             )
         return self.recorder.chat(
             _openai_messages(messages),
@@ -235,7 +235,10 @@ class ChatModel(BaseChatModel):
         tools: Sequence[dict[str, Any]] = (),
         **kwargs: Any,
     ) -> None:
-        """Emit text once it is certain, then the turn; with tools all of it at the end, when calls are complete."""
+        """Emit text once it is certain, then the turn.
+
+        With tools all of it comes at the end, when calls are complete.
+        """
 
         def on_text(text: str, reasoning: str | None) -> None:
             if text:
@@ -264,8 +267,8 @@ class ChatModel(BaseChatModel):
         if running_loop is self.loop:
             work.close()
             raise RuntimeError(
-                "invoke() and stream() would block the event loop of the engine; use ainvoke(),"
-                " astream()"
+                "invoke() and stream() would block the event loop of the engine;"
+                " use ainvoke(), astream()"
             )
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
@@ -347,10 +350,10 @@ def _chunk(event: Event) -> ChatGenerationChunk:
 
 
 def _undecoded(text: str) -> str:
-    """Return what a model wrote of a malformed call in a form that LangChain does not take for arguments.
+    """Return the text of a malformed call in a form that LangChain does not take for arguments.
 
-    It completes the JSON of a chunk: a beginning such as ``{"name": "f", "arg`` would become a call
-    of no tool.
+    LangChain completes the JSON of a chunk: a beginning such as ``{"name": "f", "arg`` would become
+    a call of no tool.
     """
     try:
         looks_decoded = not text or isinstance(parse_partial_json(text), dict)
@@ -360,7 +363,7 @@ def _undecoded(text: str) -> str:
 
 
 def _metadata(turn: RecordedTurn) -> dict[str, Any]:
-    """Return what a message says besides text and calls: ids and finish reason, usage, reasoning."""
+    """Return what a message has besides text and calls: ids, finish reason, usage, reasoning."""
     input_tokens = len(turn.prompt_ids)
     output_tokens = len(turn.output.token_ids)
     usage = UsageMetadata(
@@ -387,7 +390,7 @@ _CALL_ID: ContextVar[str | None] = ContextVar("tool_call_id", default=None)
 
 
 class TrajectoryTool(LangChainTool):
-    """One tool of one trajectory, with the limits, timeouts, truncation and rewards of the tool agent.
+    """One tool of one trajectory; limits, timeouts, truncation and rewards are the tool agent's.
 
     Attributes:
         session: where it runs.
@@ -443,9 +446,11 @@ class TrajectoryTool(LangChainTool):
         return record.observation
 
     def _find_call(self, call_id: str | None) -> tuple[RecordedTurn | None, int, int]:
-        """Return the turn that made a call, its index among the turn's calls and how many decoded calls precede it.
+        """Find the turn that made a call.
 
-        The turn is None if the graph called the tool itself.
+        Returns:
+            The turn, or None if the graph called the tool itself; the call's index among the turn's
+            calls; and how many decoded calls precede it.
         """
         for turn in reversed(self.recorder.turns):
             earlier_calls = 0
@@ -504,9 +509,10 @@ class CallNode:
 
 
 def calls_condition(state: MessagesState) -> str:
-    """Return where a graph with a :class:`CallNode` named ``tools`` goes on: there, if the last message has calls.
+    """Return the next node of a graph that has a :class:`CallNode` named ``tools``.
 
-    A turn that was cut ends the graph; what it began to write of a call is no mistake.
+    It is that node if the last message has calls. A turn that was cut ends the graph; what it began
+    to write of a call is no mistake.
     """
     message = state["messages"][-1]
     if getattr(message, "tool_calls", None):

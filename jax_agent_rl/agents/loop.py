@@ -5,7 +5,9 @@ A loop is registered by name and chosen by the row's ``agent_name``::
     @register_agent("my_agent")
     class MyAgent(AgentLoop):
         async def run(self, row, *, trajectory_id, group_id, sampling):
-            episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
+            episode = self.start(
+                row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling
+            )
             await episode.generate()
             return episode.finish(FinishReason.ANSWER)
 
@@ -50,7 +52,7 @@ class AgentLoop(ABC):
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
     ) -> Trajectory | Sequence[Trajectory]:
-        """Run one trajectory to its end; an agent of several roles, one of each role that took a turn.
+        """Run one trajectory to its end; with several roles, one for each role that took a turn.
 
         Args:
             row: ``prompt`` (messages), ``data_source``, ``agent_name``,
@@ -109,7 +111,10 @@ class AgentLoop(ABC):
 
     @classmethod
     def can_branch(cls) -> bool:
-        """Return whether :meth:`branch` continues what :meth:`run` begins: the same class must define both."""
+        """Return whether :meth:`branch` continues what :meth:`run` begins.
+
+        It does if the same class defines both.
+        """
         for ancestor in cls.__mro__:
             defines_run = "run" in vars(ancestor)
             defines_branch = "branch" in vars(ancestor)
@@ -118,21 +123,29 @@ class AgentLoop(ABC):
         return False
 
     def branching_problem(self, row: Mapping[str, Any]) -> str | None:
-        """Return why trajectories of this row cannot branch, or None if they can; asked before a run."""
+        """Return why trajectories of this row cannot branch, or None; asked before a run."""
         if self.can_branch():
             return None
         return f"agent {self.name!r} cannot branch; there are {branching_agents()}"
 
     def can_resume(self, row: Mapping[str, Any]) -> bool:
-        """Return whether :meth:`resume` continues trajectories of this row: only if they could branch as well."""
+        """Return whether :meth:`resume` continues trajectories of this row.
+
+        It does only if they could branch as well.
+        """
         return type(self).resume is not AgentLoop.resume and self.branching_problem(row) is None
 
     async def close(self) -> None:
-        """Close what the loop keeps open between trajectories (servers, connections). The default does nothing."""
+        """Close what the loop keeps open between trajectories (servers, connections).
+
+        The default does nothing.
+        """
         return None
 
     async def preflight(self) -> None:
-        """Check, before a run, what the loop depends on outside this process. The default does nothing.
+        """Check, before a run, what the loop depends on outside this process.
+
+        The default does nothing.
 
         Raises:
             ConfigError: a dependency is unavailable; names the key to change.
@@ -152,11 +165,12 @@ class AgentLoop(ABC):
         prefix: Prefix | None = None,
         role: str | None = None,
     ) -> Episode:
-        """Start a trajectory of this loop; for the other arguments see :class:`~jax_agent_rl.agents.episode.Episode`.
+        """Start a trajectory of this loop.
 
         With ``role``, one of :attr:`roles`, the model or adapter that plays it samples the turns.
         Give the ids and the sampling that :meth:`run` was called with; the row may differ, in its
-        prompt for one.
+        prompt for one. The other arguments are those of
+        :class:`~jax_agent_rl.agents.episode.Episode`.
 
         Raises:
             DataError, PromptTooLongError, TemplateError: see
@@ -167,8 +181,8 @@ class AgentLoop(ABC):
         if role is not None:
             if role not in self.roles:
                 raise ValueError(
-                    f"agent {self.name!r} starts role {role!r}, its roles are {self.roles}; add it"
-                    " there"
+                    f"agent {self.name!r} starts role {role!r}, its roles are {self.roles};"
+                    " add it there"
                 )
             context = context.as_role(role)
             trajectory_id = role_id(trajectory_id, role)
@@ -208,8 +222,8 @@ def register_agent(name: str) -> Callable[[_Loop], _Loop]:
         if name in _AGENTS:
             known = _AGENTS[name]
             raise ConfigError(
-                f"two agents are called {name!r}: {known.__module__}.{known.__qualname__} and "
-                f"{cls.__module__}.{cls.__qualname__}; rename one"
+                f"two agents are called {name!r}: {known.__module__}.{known.__qualname__} and"
+                f" {cls.__module__}.{cls.__qualname__}; rename one"
             )
         cls.name = name
         _AGENTS[name] = cls
@@ -238,7 +252,7 @@ def get_agent(name: str) -> type[AgentLoop]:
 
 
 def load_agents(path: str | None) -> None:
-    """Import ``agent.module``, a Python file or module that registers more loops; None does nothing.
+    """Import ``agent.module``, a file or module that registers more loops; None does nothing.
 
     Raises:
         ConfigError: it cannot be imported or registers a name twice.
@@ -262,9 +276,10 @@ def branching_agents() -> list[str]:
 
 
 def select_agents(config: Config, rows: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:
-    """Return the names of the loops that rows can select, including the default; None if one is the user's own.
+    """Return the names of the loops that rows can select, including the default.
 
-    They are a part of :class:`~jax_agent_rl.config.base.Facts`.
+    None if one of them is the user's own. They are a part of
+    :class:`~jax_agent_rl.config.base.Facts`.
 
     Raises:
         ConfigError: a name is not registered.

@@ -2,10 +2,11 @@
 
 Frameworks send an image in every request; a session decodes it once::
 
-    {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}    as a framework sends it
-    {"type": "image", "image": EncodedImage}                                  in a plain message, compared by its bytes
-    {"type": "image"}                                                         for the chat template
-    {"image": (PIL image, …)}                                                 for engine and learner
+    as a framework sends it    {"type": "image_url",
+                                "image_url": {"url": "data:image/png;base64,…"}}
+    in a plain message         {"type": "image", "image": EncodedImage}, compared by its bytes
+    for the chat template      {"type": "image"}
+    for engine and learner     {"image": (PIL image, …)}
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def encode_prompt(
 
 
 def codec_of_row(codec: ChatCodec, row: Mapping[str, Any]) -> ChatCodec:
-    """Return the codec of a row's trajectories: its ``chat_template_kwargs`` are given to the chat template.
+    """Return the codec of a row's trajectories.
+
+    The chat template gets the row's ``chat_template_kwargs``.
 
     Raises:
         DataError: the template cannot be given them.
@@ -81,7 +84,9 @@ def codec_of_row(codec: ChatCodec, row: Mapping[str, Any]) -> ChatCodec:
 
 
 def openai_prompt(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a row's prompt as clients of OpenAI's API send it: with images as ``data:`` URLs, arguments as JSON text.
+    """Return a row's prompt as clients of OpenAI's API send it.
+
+    Images are ``data:`` URLs, arguments of calls are JSON text.
 
     Raises:
         DataError: the prompt is not a list of messages, or shows a video or what cannot be read.
@@ -100,8 +105,8 @@ def _openai_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
         return part
     if part["type"] == "video":
         raise DataError(
-            "the prompt shows a video, which OpenAI's API has no part for; show its frames as"
-            " images"
+            "the prompt shows a video, which OpenAI's API has no part for;"
+            " show its frames as images"
         )
     try:
         return {"type": "image_url", "image_url": {"url": data_url(part["image"])}}
@@ -112,7 +117,11 @@ def _openai_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
 def row_prompt(
     row: Mapping[str, Any], opening: Sequence[Mapping[str, Any]] = ()
 ) -> list[Mapping[str, Any]]:
-    """Return the row's conversation and ``opening``; raise DataError if the prompt is not a list of messages."""
+    """Return the row's conversation and ``opening``.
+
+    Raises:
+        DataError: the prompt is not a list of messages.
+    """
     prompt = row.get("prompt")
     messages = []
     if prompt is not None and not isinstance(prompt, str | Mapping):
@@ -206,7 +215,7 @@ class SessionImages:
 
 
 def for_template(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return plain messages as the codec takes them; images of a tool result stand before its text."""
+    """Return plain messages as the codec takes them; a tool result's images precede its text."""
     template_messages: list[Mapping[str, Any]] = []
     for message in messages:
         if message["role"] == "tool":

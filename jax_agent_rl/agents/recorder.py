@@ -1,20 +1,22 @@
-"""Token-exact sessions for agents that speak in messages: every framework's request becomes ids that are on record.
+"""Token-exact sessions for agents that speak in messages: their requests become recorded ids.
 
 A framework sends its whole conversation each time. The recorder finds the turn it continues and
 appends to that turn's *ids*; text that the model wrote is never tokenized again. If several samples
 have the same text, the request continues the one whose reasoning and call ids come back, or else
 the last one::
 
-    request 1   [system, user]                                  no turn on record: rendered       root A
-    request 2   [system, user, assistant A, tool]               extends A: A's ids + the tool's   A ─► B
-    request 3   [system, user, assistant A, tool]               the same again: a sibling         A ─► C
-    request 4   [system, "summary of what was", user]           edited history: rendered again    root D
-    request 5   [system, user, assistant A, tool, X, user]      X is not on record: extends A     A ─► E
+    request                                      what it is                        tree
+    1  [system, user]                            no turn on record: rendered       root A
+    2  [system, user, assistant A, tool]         extends A: A's ids + the tool's   A ─► B
+    3  [system, user, assistant A, tool]         the same again: a sibling         A ─► C
+    4  [system, "summary of what was", user]     edited history: rendered again    root D
+    5  [system, user, assistant A, tool, X,      X is not on record: extends A     A ─► E
+        user]
 
-    tree        A ─┬─► B        sequences      [A B]    mask 1 on A and B
-                   ├─► C                       [A C]    mask 1 on C: A is trained on once
-                   └─► E                       [A E]    mask 1 on E; X is context, as the tool's result is
-                D                              [D]      mask 1 on D
+    tree  A ─┬─► B        sequences  [A B]    mask 1 on A and B
+             ├─► C                   [A C]    mask 1 on C: A is trained on once
+             └─► E                   [A E]    mask 1 on E; X is context, like the tool's result
+          D                          [D]      mask 1 on D
 
 So a request continues the longest beginning of its conversation that is on record. ``metrics``
 count the requests whose later assistant messages were not on record (``spliced_calls``), and
@@ -103,12 +105,10 @@ class ChatRecorder:
         self._span = current()  # requests come in tasks of the HTTP server
         self._by_conversation: dict[str, list[RecordedTurn]] = {}
         self._images = SessionImages(max_pixels=context.limits.endpoint.max_session_pixels)
-        self._requests: Counter[str] = (
-            Counter()
-        )  # requests so far by their context, which seeds derive from
-        self._hidden: set[tuple[str, ...]] = (
-            set()
-        )  # tools looked for in a prompt that does not describe them
+        # Requests so far by their context, which seeds derive from.
+        self._requests: Counter[str] = Counter()
+        # Tools looked for in a prompt that does not describe them.
+        self._hidden: set[tuple[str, ...]] = set()
         self._open = 0  # requests that are being sampled
 
     async def chat(
@@ -230,8 +230,7 @@ class ChatRecorder:
             reply = read_reply(
                 codec, output, tools=(), stop=sampling.stop, context_ids=request.prompt_ids
             )
-            # A client that renders prompts itself reads turns itself as well: it gets all of the
-            # text.
+            # A client that renders prompts itself also reads turns itself: it gets all of the text.
             parts = raw_parts(codec.decode(output.token_ids), sampling.stop)
             reply = replace(reply, parts=parts)
             if stream is not None:
@@ -264,9 +263,11 @@ class ChatRecorder:
         schemas: Sequence[Mapping[str, Any]],
         traces: Sequence[Traces],
     ) -> TurnRequest:
-        """Append to the longest recorded beginning of the conversation; render it anew if there is none."""
-        # Where each assistant message ends: a recorded conversation is a beginning up to one of
-        # them.
+        """Append to the longest recorded beginning of the conversation.
+
+        If no beginning is on record, the whole conversation is rendered.
+        """
+        # Where each assistant message ends: what is on record is a beginning up to one of them.
         ends = [i + 1 for i, message in enumerate(plain) if message["role"] == "assistant"]
         for count in range(len(ends), 0, -1):
             end = ends[count - 1]
@@ -275,8 +276,8 @@ class ChatRecorder:
             if not new_messages:
                 continue
 
-            # Samples of the same text differ in their reasoning and call ids; of equal ones the
-            # last counts.
+            # Samples of the same text differ in their reasoning and call ids. The last one counts
+            # if several agree equally well.
             candidates = self._by_conversation.get(fingerprint(plain[:end], schemas), ())
             replies = [traces[i - 1] for i in ends[:count]]
             parent = max(
@@ -357,8 +358,14 @@ class ChatRecorder:
     def _warn_if_hidden(
         self, tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Warn if no message mentions one of the tools; conversations grow, so only their first request is read."""
-        names = tuple(str((tool.get("function") or tool).get("name")) for tool in tools)
+        """Warn if no message mentions one of the tools.
+
+        Conversations grow, so only their first request is read.
+        """
+        names: tuple[str, ...] = ()
+        for tool in tools:
+            function = tool.get("function") or tool
+            names += (str(function.get("name")),)
         if names in self._hidden:
             return
         self._hidden.add(names)
@@ -517,10 +524,10 @@ class ChatRecorder:
         )
         if not exceeded:
             return
+        pronoun = "it" if len(exceeded) == 1 else "them"
         message = (
             f"a context of {context_length} ids ({request.prompt_length} of them the prompt) leaves"
-            f" no room within {' and '.join(exceeded)}; raise"
-            f" {'it' if len(exceeded) == 1 else 'them'} or shorten the conversation"
+            f" no room within {' and '.join(exceeded)}; raise {pronoun} or shorten the conversation"
         )
         if not self.turns:
             raise PromptTooLongError(message)
@@ -531,15 +538,16 @@ class ChatRecorder:
         return TurnRefusedError(f"{self.session_id}: {message}", reason)
 
     def _check_edit(self, request: TurnRequest) -> None:
-        """Raise HistoryEditedError if the request leaves the last turn and ``agent.edited_history`` forbids it."""
+        """Raise HistoryEditedError if the request leaves the last turn and must not.
+
+        ``agent.edited_history`` says whether it may.
+        """
         if self.context.limits.edited_history == "segment":
             return
         if not self.turns or request.parent is self.turns[-1]:
             return
-        message = (
-            f"{self.session_id}: a request does not extend turn {self.turns[-1].number}, the"
-            " last one"
-        )
+        last_number = self.turns[-1].number
+        message = f"{self.session_id}: a request does not extend turn {last_number}, the last one"
         if request.note:
             message += f": {request.note}"
         raise HistoryEditedError(

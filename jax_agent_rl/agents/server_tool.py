@@ -3,12 +3,13 @@
 ::
 
     step 0 … max_turns
-      generate to an action stop token ──► action? ──no──► ANSWER, or ACTION_LENGTH, RESPONSE_LENGTH when cut
-                                             │ yes, but it is the last step ─────► MAX_USER_TURNS, no tool call
+      generate to an action stop token ──► action? ──no──► ANSWER, or when cut
+                                             │             ACTION_LENGTH, RESPONSE_LENGTH
+                                             │ yes, but it is the last step ──► MAX_USER_TURNS,
+                                             ▼                                  no tool call
+      POST /get_observation ──► done ─────────────────────────────────────────► TOOL_DONE
                                              ▼
-      POST /get_observation ──► done ────────────────────────────────────────────► TOOL_DONE
-                                             ▼
-      insert the observation ──► no room ────────────────────────────────────────► RESPONSE_LENGTH
+      insert the observation ──► no room ─────────────────────────────────────► RESPONSE_LENGTH
 
     in the end, however it ends: the environment is closed, once
 
@@ -67,13 +68,15 @@ Media = Mapping[str, tuple[Any, ...]]
 
 
 class ObservationCodec:
-    """Inserts observations after turns. They are data: text of special tokens in them stays plain text.
+    """Inserts observations after turns, as data: special tokens in them stay plain text.
 
     ::
 
         enable_mtrl=false           …</python> ──► observation ──► the model goes on
-        enable_mtrl=true            …</python> ──► end of turn, a turn of mtrl_role, the next generation prompt
-        enable_mtrl=true, mtrl_sep  …</python> ──► turn_end_token, mtrl_sep with the observation for {obs}
+        enable_mtrl=true            …</python> ──► end of turn, a turn of mtrl_role,
+                                                   the next generation prompt
+        enable_mtrl=true, mtrl_sep  …</python> ──► turn_end_token,
+                                                   mtrl_sep with the observation for {obs}
     """
 
     def __init__(self, limits: AgentConfig, codec: ChatCodec):
@@ -82,7 +85,7 @@ class ObservationCodec:
 
     @property
     def are_messages(self) -> bool:
-        """True if observations are chat messages, which the template writes and which may hold images."""
+        """True if observations are chat messages: written by the template, maybe with images."""
         return self._limits.enable_mtrl and self._limits.mtrl_sep is None
 
     def shorten(self, text: str) -> str:
@@ -102,10 +105,13 @@ class ObservationCodec:
             episode.extend_prompt(messages, self._between_separators(text, turn_has_ended=False))
 
     def insert(self, episode: Episode, text: str, media: Media) -> bool:
-        """Append an observation after the last turn; return False if ``truncate_response_side`` leaves it out.
+        """Append an observation after the last turn.
 
         ``media`` are images shown before the text, by kind, for observations that
         :attr:`are_messages`.
+
+        Returns:
+            Whether it was appended; ``truncate_response_side`` can leave it out.
         """
         ids = self._encode(episode, text, media)
         if self._append(episode, ids, text, media):
@@ -113,8 +119,7 @@ class ObservationCodec:
         if self._limits.truncate_response_side == "right":
             return False
 
-        # Shorten the text until the observation takes half of what is left: the model has to answer
-        # it.
+        # The model has to answer it: the observation takes no more than half of what is left.
         markup_length = len(ids) - len(self._codec.encode_text(text))
         max_text_length = episode.tokens_left // 2 - markup_length
         if max_text_length < 1:
@@ -181,7 +186,10 @@ class ObservationCodec:
 
 @dataclass
 class ServerResponder(Responder):
-    """Sends the action of each turn to the tool server, with the row's ``extra_info``, and inserts the observation."""
+    """Sends each turn's action to the tool server, and inserts the observation.
+
+    The row's ``extra_info`` is sent with the action.
+    """
 
     observations: ObservationCodec
     environment: ToolEnvironment
@@ -201,7 +209,7 @@ class ServerResponder(Responder):
         }
 
     async def look_first(self, episode: Episode) -> None:
-        """Add an observation of the untouched environment to the prompt (``agent.call_tool_first``)."""
+        """Add an observation of the new environment to the prompt (``agent.call_tool_first``)."""
         observation, record = await self._step("", 0)
         if episode.prefix is not None:
             # The inherited prompt has the observation already; the new environment must agree.
@@ -275,7 +283,10 @@ class ServerResponder(Responder):
         return observation, record
 
     def _action(self, episode: Episode, output: TokenOutput, step: int) -> str | None:
-        """Return the text for the tool server, up to the first action stop token; None if the turn is no action."""
+        """Return the text for the tool server, up to the first action stop token.
+
+        None if the turn is no action.
+        """
         limits = self.limits
         codec = self.context.codec
         if step == limits.max_turns and limits.force_finish_for_last_turn:
@@ -317,7 +328,9 @@ class ServerResponder(Responder):
 
 @register_agent("server_tool_agent")
 class ServerToolAgent(TurnLoopAgent):
-    """Runs the loop of this module, with the settings of :class:`~jax_agent_rl.config.ServerToolConfig`.
+    """Runs the loop of this module.
+
+    Settings: :class:`~jax_agent_rl.config.ServerToolConfig`.
 
     Raises:
         ConfigError: no tool server is configured, or no turn would ever call it.

@@ -188,7 +188,7 @@ def to_trajectory(
 
 
 def paths_to_train(turns: Sequence[RecordedTurn]) -> list[list[RecordedTurn]]:
-    """Return the paths from roots to leaves, the last turn's path first; every turn is on one of them."""
+    """Return the paths from roots to leaves, the last turn's first; every turn is on one."""
     parents = {turn.parent for turn in turns}
     leaves = [turn for turn in turns if turn not in parents]
     last_turn = max(leaves, key=lambda turn: turn.number)
@@ -200,7 +200,10 @@ def paths_to_train(turns: Sequence[RecordedTurn]) -> list[list[RecordedTurn]]:
 
 
 def path_arrays(turn: RecordedTurn) -> dict[str, list[Any]]:
-    """Return the context that ends with ``turn`` as a trajectory's arrays: ids, mask, log-probs, versions."""
+    """Return the context that ends with ``turn`` as a trajectory's arrays.
+
+    They are ids, mask, log-probs and versions.
+    """
     sequence = _sequence(turn.path(), 0, trajectory_id="", group_id="", agent_name="")
     names = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "policy_versions")
     return {name: list(getattr(sequence, name)) for name in names}
@@ -218,7 +221,10 @@ def _with_output(row: Mapping[str, Any], output: Any) -> Mapping[str, Any]:
 
 
 def _sequence(path: Sequence[RecordedTurn], first: int, **fields: Any) -> Trajectory:
-    """Return a path from its turn ``first`` on; earlier turns are prompt, as another sequence trains on them."""
+    """Return a path from its turn ``first`` on.
+
+    Earlier turns are prompt, as another sequence trains on them.
+    """
     turns = []
     for index in range(first, len(path)):
         turn = path[index]

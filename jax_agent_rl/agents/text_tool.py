@@ -1,4 +1,4 @@
-"""Tools by markers in the text: ``<tool>code</tool>`` runs code, ``<search>query</search>`` looks something up.
+"""Tools by markers in the text: ``<tool>code</tool>`` or ``<search>query</search>``.
 
 ::
 
@@ -140,7 +140,9 @@ class MarkerResponder(Responder):
 
 @register_agent("text_tool_agent")
 class TextToolAgent(TurnLoopAgent):
-    """Text between ``<tool>`` and ``</tool>`` is code for a tool server; settings: ``tool_config``.
+    """Text between ``<tool>`` and ``</tool>`` is code for a tool server.
+
+    Settings: ``tool_config``.
 
     Raises:
         ConfigError: ``tool_config.server_url`` is missing or wrong.
@@ -185,7 +187,9 @@ class TextToolAgent(TurnLoopAgent):
 
 @register_agent("search_agent")
 class SearchAgent(TurnLoopAgent):
-    """Text between ``<search>`` and ``</search>`` is a query for a retrieval server; settings: ``search``.
+    """Text between ``<search>`` and ``</search>`` is a query for a retrieval server.
+
+    Settings: ``search``.
 
     Raises:
         ConfigError: ``search.server_url`` is missing or wrong.
@@ -237,7 +241,7 @@ class SearchAgent(TurnLoopAgent):
 
 
 class RateLimiter:
-    """Rate limiter: at most ``max_workers`` requests at a time, and no two starts within ``interval`` seconds.
+    """Bounds concurrent requests, and keeps their starts ``interval`` seconds apart.
 
     It warns that the interval is the bottleneck once requests have waited longer to start than they
     ran.
@@ -398,12 +402,16 @@ class SearchClient:
             return contents[: self._topk]
         except (TypeError, KeyError, ValueError) as error:
             raise ToolServerError(
-                f"{self._service.url} gave a wrong answer ({type(error).__name__}: {error}): "
-                f"{answer!r:.200}; expected {{result: [[{{document: {{contents}}}}]]}}"
+                f"{self._service.url} gave a wrong answer ({type(error).__name__}: {error}):"
+                f" {answer!r:.200}; expected {{result: [[{{document: {{contents}}}}]]}}"
             ) from None
 
     async def check(self) -> None:
-        """Send a query, the only request of Search-R1's servers; raise :class:`ConfigError` if it fails."""
+        """Send a query, the only request that Search-R1's servers take.
+
+        Raises:
+            ConfigError: it fails.
+        """
         try:
             await self.search("Is anyone there?")
         except (ToolServerError, TimeoutError) as error:
@@ -416,7 +424,10 @@ class SearchClient:
 
 
 def _contents(passage: Any) -> str:
-    """Return the text of a passage: it is one, or has it as ``contents``, maybe within its ``document``."""
+    """Return the text of a passage.
+
+    A passage is text, or has it as ``contents``, which may be within its ``document``.
+    """
     if isinstance(passage, dict):
         inner = passage["document"] if "document" in passage else passage["contents"]
         return _contents(inner)

@@ -3,12 +3,14 @@
 ::
 
       ┌─► generate ──► calls? ──no──► ANSWER, or the user replies and scores the turn ──► USER_DONE
-      │      │           │              │ no turn left ───────────────────────────► MAX_ASSISTANT_TURNS, MAX_USER_TURNS
-      │      │ cut       │ yes, but a turn limit is reached ──────────────────────► MAX_ASSISTANT_TURNS, MAX_USER_TURNS
+      │      │           │              │ no turn left ──────────────────────► MAX_…_TURNS
+      │      │ cut       │ yes, but a turn limit is reached ─────────────────► MAX_…_TURNS
       │      ▼           ▼              │
       │  RESPONSE_     run them, at most max_parallel_calls at once
       │  LENGTH          │              │
-      └─────── append the results, or the reply, if they fit ──no────────────────► RESPONSE_LENGTH
+      └─────── append the results, or the reply, if they fit ──no───────────► RESPONSE_LENGTH
+
+``MAX_…_TURNS`` is ``MAX_ASSISTANT_TURNS`` or ``MAX_USER_TURNS``, whichever limit is reached.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ _TOOL_REMEDY = (
 
 @dataclass
 class ToolResponder(Responder):
-    """Runs the calls of a turn; a turn without calls goes to the simulated user, if there is one."""
+    """Runs the calls of a turn; one without calls goes to the simulated user, if there is one."""
 
     session: ToolSession
     schemas: Sequence[Mapping[str, Any]]
@@ -164,9 +166,9 @@ class ToolResponder(Responder):
         return None if fits else FinishReason.RESPONSE_LENGTH
 
     async def _run_calls(self, reply: Reply, text: str) -> list[ToolCallRecord]:
-        """Run the calls of one turn concurrently; those over the limit and malformed ones get an error.
+        """Run the calls of one turn concurrently.
 
-        ``text`` is the text of the whole turn.
+        Calls over the limit and malformed ones get an error. ``text`` is that of the whole turn.
 
         Returns:
             A record of each call, in the order in which the model wrote them.
@@ -238,7 +240,7 @@ class ToolAgent(TurnLoopAgent):
     async def _turn_grammar(
         self, schemas: Sequence[Mapping[str, Any]], codec: ChatCodec
     ) -> str | None:
-        """Return the grammar of a turn with these tools; None without ``agent.constrain_tool_calls``."""
+        """Return a turn's grammar with these tools; None without ``agent.constrain_tool_calls``."""
         limits = self.context.limits
         if not limits.constrain_tool_calls or not schemas:
             return None
@@ -255,7 +257,10 @@ class ToolAgent(TurnLoopAgent):
 
 @register_agent("interaction_agent")
 class InteractionAgent(ToolAgent):
-    """A conversation with a simulated user; ``extra_info.interaction_kwargs`` names it and says what it knows."""
+    """A conversation with a simulated user.
+
+    ``extra_info.interaction_kwargs`` names the user and says what it knows.
+    """
 
     def _user(self, row: Mapping[str, Any], trajectory_id: str) -> InteractionSession:
         users = self.context.interactions
@@ -287,9 +292,10 @@ def tool_session(
     *,
     modalities: Collection[str] = (),
 ) -> ToolSession:
-    """Return the tools of one trajectory, under the limits of the ``agent`` section and with the row's arguments.
+    """Return the tools of one trajectory, with the row's arguments.
 
-    ``modalities`` are the kinds of media that the agent can show the model.
+    The limits are the ``agent`` section's. ``modalities`` are the kinds of media that the agent can
+    show the model.
     """
     limits = context.limits
     codec = context.codec

@@ -1,4 +1,4 @@
-"""The turn loop of all agents: the policy generates a turn, a responder answers it, until a turn ends the trajectory.
+"""The turn loop of all agents: the policy generates a turn, a responder answers it.
 
 ::
 
@@ -58,7 +58,7 @@ class Responder(ABC):
         return self.context.limits
 
     def turn_limit(self, turns: int) -> FinishReason | None:
-        """Return the limit that makes the next turn the last one, after so many ``turns``; None if it is not."""
+        """Return the limit that makes the turn after so many ``turns`` the last one, or None."""
         if turns + 1 >= self.limits.max_assistant_turns:
             return FinishReason.MAX_ASSISTANT_TURNS
         if turns >= self.limits.max_user_turns:
@@ -66,7 +66,10 @@ class Responder(ABC):
         return None
 
     def generate_options(self, *, last: bool) -> Mapping[str, Any]:
-        """Return further arguments of :meth:`Episode.generate`; ``last`` if :meth:`turn_limit` allows no more turns."""
+        """Return further arguments of :meth:`Episode.generate`.
+
+        ``last``: :meth:`turn_limit` allows no more turns.
+        """
         return {}
 
     @abstractmethod
@@ -83,7 +86,9 @@ class Responder(ABC):
 
     @abstractmethod
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
-        """Answer an inherited turn again, to restore the state behind this responder; turns come in order.
+        """Answer an inherited turn again, to restore the state behind this responder.
+
+        Turns come in order.
 
         Returns:
             The number of calls made for it.
@@ -153,7 +158,7 @@ def describe_call(call: ToolCallRecord) -> str:
 
 
 def answer_or_cut(output: TokenOutput) -> FinishReason:
-    """Return how a turn without action ends the trajectory: as an answer, or cut off by the length limit."""
+    """Return how a turn without action ends the trajectory: as an answer, or cut off."""
     if output.stop_reason is StopReason.LENGTH:
         return FinishReason.RESPONSE_LENGTH
     return FinishReason.ANSWER

@@ -1,4 +1,7 @@
-"""What became of every trajectory: ``started = trained + dropped (by reason) + in flight``, at any moment."""
+"""What became of every trajectory.
+
+At any moment, ``started = trained + dropped (by reason) + in flight``.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from jax_agent_rl.types import DropReason, Group
 
 
 class Accounting:
-    """Counts trajectories from their start to the optimizer step that used them, or the reason they were dropped.
+    """Counts trajectories from their start to their end.
 
-    A trajectory is *in flight* from its start until it is trained or dropped, also while it waits
-    in a buffer. Each is resolved once, and only if it was started, so nothing is lost or counted
-    twice unnoticed.
+    The end is the optimizer step that used a trajectory, or the reason why it was dropped. It is
+    *in flight* until then, also while it waits in a buffer. Each trajectory is resolved once, and
+    only if it was started, so nothing is lost or counted twice unnoticed.
 
     Attributes:
         started: trajectories started.
@@ -36,7 +39,10 @@ class Accounting:
         return frozenset(self._in_flight)
 
     def is_open(self, group_id: str) -> bool:
-        """Return whether a trajectory of this group (its id, a hyphen, a number, perhaps a role) is in flight."""
+        """Return whether a trajectory of this group is in flight.
+
+        Such a trajectory's id is the group's, a hyphen, a number, and perhaps a role.
+        """
         return group_id in self._open_by_group
 
     def start(self, trajectory_id: str) -> None:
@@ -79,7 +85,10 @@ class Accounting:
             )
 
     def summary(self) -> dict[str, int]:
-        """Return counts for metrics: ``started``, ``trained``, ``in_flight``, ``dropped``, ``dropped/<reason>``."""
+        """Return counts for metrics.
+
+        They are ``started``, ``trained``, ``in_flight``, ``dropped`` and ``dropped/<reason>``.
+        """
         self.check()
         counts = {
             "started": self.started,
@@ -100,12 +109,17 @@ class Accounting:
         Args:
             continued: number of those, which are in flight or were cancelled just now.
         """
-        dropped = Counter(self.dropped)
-        dropped[DropReason.CANCELLED] += len(self._in_flight) - continued
+        counts = Counter(self.dropped)
+        counts[DropReason.CANCELLED] += len(self._in_flight) - continued
+        dropped = {}
+        for reason, count in counts.items():
+            if count > 0:
+                dropped[str(reason)] = count
+
         return {
             "started": self.started - continued,
             "trained": self.trained,
-            "dropped": {str(reason): count for reason, count in dropped.items() if count > 0},
+            "dropped": dropped,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""The staleness bound: how many groups may be open, and which of them the learner may still train on.
+"""The staleness bound: how many groups may be open, and which may still be trained on.
 
 ::
 
     admit ──► running ──complete──► ready ──take──► taken ──finish_step──► trained
-                 │                    │               └─ discard: a filter rejected it; its slot is free at once
+                 │                    │               └─ discard: a filter rejected it;
+                 │                    │                  its slot is free at once
                  └──── too old: dropped, with its reason
 
 The *staleness* of a token is the number of versions between the weights that sampled it and those
@@ -102,13 +103,13 @@ class RolloutBuffer:
     ) -> None:
         if batch < 1 or staleness < 0 or oversample < 0:
             raise ValueError(
-                f"batch={batch} must be >= 1, staleness={staleness} and oversample={oversample}"
-                " >= 0"
+                f"batch={batch} must be >= 1,"
+                f" staleness={staleness} and oversample={oversample} >= 0"
             )
         if oversample and stragglers == "wait":
             raise ValueError(
-                f"oversample={oversample} groups exist to be dropped; set stragglers='drop', or"
-                " oversample=0"
+                f"oversample={oversample} groups exist to be dropped;"
+                " set stragglers='drop', or oversample=0"
             )
         self.batch = batch
         self.staleness = staleness
@@ -153,7 +154,7 @@ class RolloutBuffer:
 
     @property
     def kept(self) -> Collection[int]:
-        """Numbers of the open groups, and of those that a resumed run has yet to admit and continue."""
+        """Numbers of the open groups, and of the ones that a resumed run has yet to admit."""
         return self._versions.keys()
 
     @property
@@ -181,7 +182,9 @@ class RolloutBuffer:
         return ticket
 
     def complete(self, number: int, group: Group) -> bool:
-        """Record that a running group has ended; it is handed out even if it has lost all its members.
+        """Record that a running group has ended.
+
+        It is handed out even if it has lost all its members.
 
         Returns:
             False if it is too old already and was dropped.
@@ -199,7 +202,10 @@ class RolloutBuffer:
         return True
 
     def take(self, count: int) -> dict[int, Group] | None:
-        """Return the ``count`` oldest complete groups, ordered by number; None: wait for more to complete."""
+        """Return the ``count`` oldest complete groups, ordered by number.
+
+        None: wait for more to complete.
+        """
         by_age = sorted(self._ready, key=lambda number: (self._ready[number].oldest, number))
         if len(by_age) < count or not self._leaves_time(by_age[count:]):
             return None
@@ -211,7 +217,9 @@ class RolloutBuffer:
         return groups
 
     def discard(self, numbers: Collection[int], reason: DropReason) -> None:
-        """Drop groups that were taken and will not be trained on; others may be taken in their place.
+        """Drop groups that were taken and will not be trained on.
+
+        Others may be taken in their place.
 
         Raises:
             ValueError: one of them was not taken.
@@ -273,12 +281,20 @@ class RolloutBuffer:
         return Expired(running=tuple(expired_running), ready=expired_ready)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON. A resumed run has to admit the ``open`` groups again."""
+        """Return the state for a checkpoint, as JSON.
+
+        A resumed run has to admit the ``open`` groups again.
+        """
+        dropped = {}
+        for reason, count in self.dropped.items():
+            if count:
+                dropped[str(reason)] = count
+
         return {
             "version": self.version,
             "started": self.started,
             "trained": self.trained,
-            "dropped": {str(reason): count for reason, count in self.dropped.items() if count},
+            "dropped": dropped,
             "open": list(self.open),
             "versions": {str(number): version for number, version in self._versions.items()},
         }
@@ -313,9 +329,10 @@ class RolloutBuffer:
         return oldest < self.version - self.staleness
 
     def _leaves_time(self, waiting: Collection[int]) -> bool:
-        """Return whether all running groups and the ``waiting`` ready ones can be trained in time after this step.
+        """Return whether this step leaves time for the other groups.
 
-        If nothing runs, waiting would not help.
+        It does if all running groups and the ``waiting`` ready ones can still be trained in time
+        after it. If nothing runs, waiting would not help.
         """
         if self.stragglers == "drop" or not self._running:
             return True

@@ -2,18 +2,19 @@
 
 ::
 
-    rows ──► a task per group ──► strategy.next_wave ──► a task per trajectory ──► reward ──► outcome ─┐
-                 │                        ▲                run, or branch          │                   │
-                 │                        │                waits for a slot        └─ any failure:     │
-                 │                        │                (max_in_flight)            counted by its   │
-                 │ no further wave        │                                           reason, the rest │
-                 ▼                        └───────────────── all outcomes of the wave ──── goes on ◄───┘
+    rows ─► a task per group ─► strategy.next_wave ─► a task per trajectory ─► reward ─► outcome ─┐
+                 │                      ▲              run, or branch          │                  │
+                 │                      │              waits for a slot        └─ any failure:    │
+                 │                      │              (max_in_flight)            counted by its  │
+                 │ no further wave      │                                         reason, others  │
+                 ▼                      └─────────────── all outcomes of the wave ── go on ◄──────┘
               caller
 
-    trajectory  consumes: a slot.            produces: an outcome.  waits for: the engine, tools, the reward; no longer
-                                                                               than its deadline (``groups``).
-    group       consumes: outcomes.          produces: waves.       waits for: the slowest member of the wave.
-    collect     consumes: complete groups.   produces: groups.      waits for: the next group that is complete.
+                consumes          produces     waits for
+    trajectory  a slot            an outcome   the engine, tools, the reward; no longer than its
+                                               deadline (``groups``)
+    group       outcomes          waves        the slowest member of the wave
+    collect     complete groups   groups       the next group that is complete
 """
 
 from __future__ import annotations
@@ -105,7 +106,11 @@ class RolloutCollector:
         await self._agents.preflight(rows)
 
     def require_branching(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Check that the strategy can branch what the loops of these rows make; raise ConfigError."""
+        """Check that the strategy can branch what the loops of these rows make.
+
+        Raises:
+            ConfigError: it cannot.
+        """
         if self._strategy.branches:
             self._agents.require_branching(rows)
 
@@ -136,8 +141,7 @@ class RolloutCollector:
             ValueError: ``group_size`` < 1, or trajectories of this label and step are still in
                 flight.
         """
-        # In order, so that the members of a group run together and share their prompt in the
-        # engine.
+        # In order, so that a group's members run together and share their prompt in the engine.
         tasks = []
         for index, row in enumerate(rows):
             work = self.collect_one(
@@ -171,7 +175,9 @@ class RolloutCollector:
         record: GroupRecord | None = None,
         why_stopped: Callable[[], DropReason] = lambda: DropReason.CANCELLED,
     ) -> Group:
-        """Collect one group, as :meth:`collect` does, for callers that start them one by one; all share the slots.
+        """Collect one group, as :meth:`collect` does.
+
+        This is for callers that start groups one by one; all of them share the slots.
 
         Args:
             index: takes the place of the row's index in :meth:`collect`.
@@ -312,7 +318,10 @@ class RolloutCollector:
         return Outcome(trajectory_id=trajectory_id, start=start, trajectories=(trajectory,))
 
     def _progress(self, group: OpenGroup, trajectory_id: str, number: int) -> Prefix | None:
-        """Return what a running trajectory can go on from: what it has now, or what an earlier process had."""
+        """Return what a running trajectory can go on from.
+
+        That is what it has now, or what it had in an earlier process.
+        """
         prefix = None
         episode = self._context.episodes.get(trajectory_id)
         if episode is not None and self._agents.for_row(group.row).can_resume(group.row):
@@ -338,7 +347,10 @@ class RolloutCollector:
     async def _run_or_reason(
         self, group: OpenGroup, trajectory_id: str, number: int, start: Start
     ) -> tuple[Trajectory, ...] | DropReason:
-        """Return the scored trajectories, or why there is none. Only a cancellation of the task itself propagates."""
+        """Return the scored trajectories, or why there is none.
+
+        Only a cancellation of the task itself propagates.
+        """
         start_time = time.perf_counter()
         seed = derive_seed(*group.seed_parts, number)
         try:
@@ -395,7 +407,10 @@ class RolloutCollector:
         place: str = "",
         error: BaseException | None = None,
     ) -> None:
-        """Report a lost trajectory; further ones with the same reason and place in the code are only counted."""
+        """Report a lost trajectory.
+
+        Further ones with the same reason and place in the code are only counted.
+        """
         self.latest_losses[reason] = message
         kind = f"dropped ({reason})"
         if place:
@@ -434,7 +449,7 @@ class RolloutCollector:
     async def _continue(
         self, group: OpenGroup, trajectory_id: str, number: int, sampling: SamplingParams
     ) -> Sequence[Trajectory]:
-        """Run a trajectory on from where an earlier process left it; nothing if that cannot be done."""
+        """Run a trajectory on from where an earlier process left it; return none if it cannot."""
         row = group.row
         prefix = group.record.partial.get(number)
         loop = self._agents.for_row(row)

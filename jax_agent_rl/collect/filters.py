@@ -1,10 +1,13 @@
-"""Selects the trajectories to train on (``algorithm.filters``), and penalizes their rewards (``algorithm.shaping``).
+"""Selects the trajectories to train on, and penalizes their rewards.
+
+The settings are ``algorithm.filters`` and ``algorithm.shaping``.
 
 ::
 
     groups ─► log-probs not finite: drop ─► filters: mask | drop
            ─► each role of a group by itself: too small, no baseline, equal outcomes: drop
-           ─► Selection: groups to train on, masked members (in the baseline, without a gradient), dropped ones
+           ─► Selection: groups to train on, masked members (in the baseline, without a gradient),
+                         dropped members
 """
 
 from __future__ import annotations
@@ -87,7 +90,10 @@ def by_role(group: Group) -> list[Group]:
 
 
 def _judge(trajectory: Trajectory, config: AlgorithmConfig) -> tuple[str, DropReason]:
-    """Return the strictest action of the filters that apply (``keep``, ``mask`` or ``drop``), and why."""
+    """Return the strictest action of the filters that apply, and why.
+
+    Actions are ``keep``, ``mask`` and ``drop``.
+    """
     if not all(_logprobs_are_valid(sequence) for sequence in trajectory.sequences):
         return "drop", DropReason.NAN_LOGPROBS
 
@@ -120,7 +126,7 @@ def _logprobs_are_valid(sequence: Trajectory) -> bool:
 def _no_gradient(
     group: Group, config: AlgorithmConfig, masked: Mapping[str, DropReason]
 ) -> DropReason | None:
-    """Return why all members of a role, or of a group without roles, would have no gradient, if so."""
+    """Return why no member of a role, or of a group without roles, would have a gradient, if so."""
     ids = [trajectory.trajectory_id for trajectory in group.trajectories]
     if all(trajectory_id in masked for trajectory_id in ids):
         return masked[ids[0]]
@@ -134,11 +140,11 @@ def _no_gradient(
 
 
 def has_equal_outcomes(group: Group, config: AlgorithmConfig) -> bool:
-    """Return whether all members of a role did equally well, so that comparing them teaches nothing.
+    """Return whether all members of a role did equally well.
 
-    Penalties of ``algorithm.shaping`` do not count: members that are all right, or all wrong, did
-    equally well however long they are. Nor is there anything to learn where penalties make what the
-    estimator compares equal.
+    Comparing them then teaches nothing. Penalties of ``algorithm.shaping`` do not count: members
+    that are all right, or all wrong, did equally well however long they are. Nor is there anything
+    to learn where penalties make what the estimator compares equal.
     """
     outcomes = {outcome(trajectory, config) for trajectory in group.trajectories}
     if len(outcomes) == 1:
@@ -198,7 +204,10 @@ def _calls(turn: Turn) -> bool:
 
 
 def _ends_well(trajectory: Trajectory, pattern: str | None) -> bool:
-    """Return whether the last turn is a final answer, or called a tool that a turn limit kept from running."""
+    """Return whether the last turn is a final answer.
+
+    So is a turn that called a tool which a turn limit kept from running.
+    """
     if trajectory.finish_reason is not FinishReason.ANSWER:
         return not trajectory.finish_reason.out_of_tokens
     if pattern is None:
@@ -281,7 +290,9 @@ def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float) -> 
 
 
 def repetition(ids: Sequence[int], ngram: int) -> float:
-    """Return the share of n-grams that occur earlier in the text, in [0, 1); 0 if there is only one.
+    """Return the share of n-grams that occur earlier in the text, in [0, 1).
+
+    It is 0 if there is only one n-gram.
 
     References: Yeo et al. 2025, Demystifying Long Chain-of-Thought Reasoning, arXiv 2502.03373.
     """

@@ -1,4 +1,4 @@
-"""Groups while their trajectories run: members, time limits, what a checkpoint holds, and the stream to the learner.
+"""Groups while their trajectories run: members, time limits, checkpoints, stream to the learner.
 
 A resumed run continues its trajectories instead of starting again: otherwise a kill would cost long
 trajectories more often than short ones, and what is trained on would be biased. A checkpoint holds
@@ -9,7 +9,8 @@ with the same seed.
 
 Time limits, on the event loop's clock, decide when a group is complete::
 
-    member starts ──► runs ──► ends in time                          counts for min_group_size if it survived
+    member starts ──► runs ──► ends in time                          counts for min_group_size if it
+                        │                                            survived
                         ├────► trajectory_timeout is over            dropped: trajectory_timeout
                         └────► group_timeout is over since the last  dropped: straggler
                                member started, and min_group_size
@@ -92,7 +93,10 @@ class GroupRecord:
 
 
 def continued(state: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of the members that a resumed run continues from a :meth:`GroupRecord.state`."""
+    """Return the numbers of the members that a resumed run continues.
+
+    ``state`` is a :meth:`GroupRecord.state`.
+    """
     return [int(number) for number in [*state["ended"], *state["begun"]]]
 
 
@@ -146,7 +150,10 @@ class OpenGroup:
 
 
 def trace_fields(result: Sequence[Trajectory] | DropReason) -> dict[str, Any]:
-    """Return what the trace of a trajectory shows of its end; of several roles, the first and every reward."""
+    """Return what the trace of a trajectory shows of its end.
+
+    With several roles, that is the first trajectory's end, and every reward.
+    """
     if isinstance(result, DropReason):
         return {"dropped": str(result)}
     first = result[0]
@@ -189,7 +196,6 @@ class GroupDeadlines:
     """The time limits of the trajectories of one wave of a group.
 
     Args:
-        limits: the limits.
         members: number of trajectories that will start.
     """
 
@@ -203,7 +209,10 @@ class GroupDeadlines:
         self._cut = False  # the stragglers were stopped
 
     async def limit(self, run: Coroutine[Any, Any, T | DropReason]) -> T | DropReason:
-        """Run one member, which returns a reason if it is lost, and return its result or why it was stopped."""
+        """Run one member, and return its result or why it was stopped.
+
+        A member that is lost returns the reason itself.
+        """
         deadline = asyncio.timeout(self._limits.trajectory_timeout)
         try:
             async with deadline:
@@ -237,8 +246,8 @@ class GroupDeadlines:
         if reason is DropReason.TRAJECTORY_TIMEOUT:
             return f"it ran past rollout.trajectory_timeout={self._limits.trajectory_timeout:g} s"
         return (
-            f"rollout.min_group_size={self._limits.min_group_size} others had ended after "
-            f"rollout.group_timeout={self._limits.group_timeout:g} s"
+            f"rollout.min_group_size={self._limits.min_group_size} others had ended after"
+            f" rollout.group_timeout={self._limits.group_timeout:g} s"
         )
 
     def _start(self) -> None:
@@ -280,18 +289,19 @@ Drop = Callable[[Group, DropReason], None]
 
 
 class GroupStream:
-    """Groups that run concurrently and flow to the learner as they complete: the buffer with coroutines around it.
+    """Groups that run concurrently and flow to the learner as they complete.
 
-    ::
+    It wraps the buffer in coroutines::
 
         draw ──► buffer.admit ──► a task per group ──► buffer.complete ──► take ──► learner
         (rows)        ▲             grow: engine,                                      │
                       │             tools, rewards                                     │
                       └──────────── room: finish_step, discard ◄───────────────────────┘
 
-        grow (one per group)  consumes: a ticket.         produces: a complete group.  waits for: engine, tools, reward
-        take                  consumes: complete groups.  produces: a batch.           waits for: enough of them
-        idle                  consumes, produces: nothing.                             waits for: the last task
+                              consumes          produces           waits for
+        grow (one per group)  a ticket          a complete group   engine, tools, reward
+        take                  complete groups   a batch            enough of them
+        idle                  nothing           nothing            the last task
 
     Whatever makes room starts groups at once; no coroutine polls. An error outside a trajectory
     ends the stream: every ``take`` and ``idle`` raises it. Use it from one event loop.
@@ -316,7 +326,10 @@ class GroupStream:
         self._error: Exception | None = None
 
     def want(self, count: int) -> None:
-        """Start ``count`` groups, which will be taken, and the buffer's oversampled ones, as far as there is room."""
+        """Start ``count`` groups, and the buffer's oversampled ones, as far as there is room.
+
+        The ``count`` groups will be taken.
+        """
         self._wanted = count
         self._fill()
 
@@ -348,7 +361,10 @@ class GroupStream:
         self.want(self._wanted + len(numbers))
 
     def finish_step(self, version: int, *, want: int) -> None:
-        """Finish a step (see :meth:`RolloutBuffer.finish_step`), drop what is too old, and start ``want`` groups."""
+        """Finish a step, drop what is too old, and start ``want`` groups.
+
+        See :meth:`RolloutBuffer.finish_step`.
+        """
         expired = self.buffer.finish_step(version)
         if self._closed:  # all are stopped and dropped
             return

@@ -1,7 +1,8 @@
-"""Rollout strategies (``rollout.strategy``): which trajectories of a group are started, and from where.
+"""Rollout strategies: which trajectories of a group are started, and from where.
 
-A group grows in waves. The strategy returns a wave, whose trajectories run concurrently. When all
-of them have ended, the strategy is called again with everything so far, until it returns none::
+``rollout.strategy`` chooses one. A group grows in waves. The strategy returns a wave, whose
+trajectories run concurrently. When all of them have ended, the strategy is called again with
+everything so far, until it returns none::
 
     next_wave(nothing yet)  ─► [prompt, prompt]           wave 0   t0, t1
     next_wave(t0, t1)       ─► [fork of t0, fork of t1]   wave 1   t2, t3
@@ -101,10 +102,13 @@ class Strategy(ABC):
 
     @abstractmethod
     def next_wave(self, growth: Growth) -> Sequence[Start]:
-        """Return the trajectories to start next; none ends the group. A fork names a surviving trajectory."""
+        """Return the trajectories to start next; none ends the group.
+
+        A fork names a surviving trajectory.
+        """
 
     def select(self, growth: Growth) -> list[Trajectory]:
-        """Return the trajectories to keep of a group that has ended; by default all that survived."""
+        """Return the trajectories to keep of a group that has ended; all survivors by default."""
         trajectories = []
         for tree in growth.trees.values():
             trajectories += tree
@@ -128,7 +132,7 @@ def at_prompt(tree_id: str) -> Fork:
 
 
 def at_turn(parent: Trajectory, turn: int, tokens: int = 0) -> Fork:
-    """Return the fork before turn ``turn`` of a trajectory, or after the turn's first ``tokens`` ids."""
+    """Return the fork before a trajectory's turn ``turn``, or after its first ``tokens`` ids."""
     return Fork(tree_id=parent.tree_id, parent_id=parent.trajectory_id, turns=turn, tokens=tokens)
 
 
@@ -173,7 +177,10 @@ class TreeGrpo(Strategy):
 
 
 def _inner_nodes(tree_id: str, tree: Sequence[Trajectory]) -> list[Fork]:
-    """Return the prompt and every turn that another one followed, once: inherited turns belong to the parent."""
+    """Return the prompt and every turn that another one followed, once.
+
+    Inherited turns belong to the parent.
+    """
     nodes = [at_prompt(tree_id)]
     for trajectory in tree:
         inherited = trajectory.fork.turns if trajectory.fork else 0
@@ -228,7 +235,10 @@ class TreeRL(Strategy):
 
 
 def _surprisals(trajectory: Trajectory) -> Iterator[tuple[float, Fork]]:
-    """Yield the surprisal of every id the trajectory sampled itself, and the fork that samples it again."""
+    """Yield the surprisal of every id the trajectory sampled itself.
+
+    With it comes the fork that samples the id again.
+    """
     inherited = trajectory.num_inherited
     for turn_number, turn in enumerate(trajectory.turns):
         for token, log_prob in enumerate(turn.output.log_probs):
@@ -248,14 +258,14 @@ class Arpo(Strategy):
     observation (a tool result, in the paper; here also what an environment or a simulated user
     answers), and each of ``beam_size - 1`` possible branches, a coin is tossed::
 
-        dH  = H(first ids of the turn) - H(first ids of the trajectory's first turn)          nats per id
-        branch before the turn  iff  clip(u - entropy_weight dH, 0, 1) <= branch_probability,   u uniform
+        dH  = H(first ids of the turn) - H(first ids of the trajectory's first turn)
+        branch before the turn  iff  clip(u - entropy_weight dH, 0, 1) <= branch_probability
 
-    H is the mean surprisal of the first ``entropy_tokens`` sampled ids, an unbiased estimate of
-    their entropy. (The authors sum over those ids and the ten most likely alternatives, and divide
-    by the log of the vocabulary's size.) Earlier turns take precedence if the total does not
-    suffice. Branches branch too. When nothing branches any more, new chains from the prompt make up
-    the total; nothing is ever duplicated.
+    u is uniform. H, in nats per id, is the mean surprisal of the first ``entropy_tokens`` sampled
+    ids, an unbiased estimate of their entropy. (The authors sum over those ids and the ten most
+    likely alternatives, and divide by the log of the vocabulary's size.) Earlier turns take
+    precedence if the total does not suffice. Branches may branch again. When nothing branches any
+    more, new chains from the prompt make up the total; nothing is ever duplicated.
 
     References: Dong et al. 2025, Agentic Reinforced Policy Optimization, arXiv 2507.19849, section
     3.1.

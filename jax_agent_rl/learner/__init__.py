@@ -3,14 +3,16 @@
 ::
 
     learner            the update, stage by stage; its docstring draws the pipeline
-    scoring            pack groups into mini-batches; forward passes over them, also those of teachers
-      packing          rows that share prefixes (batch, with given sequences); image_packing: their images
+    scoring            pack groups into mini-batches; forward passes over them, of teachers as well
+      packing          rows that share prefixes (batch, with given sequences)
+      image_packing    the images of rows
     experience         what each token contributes: advantages/, correction
     losses/            policy losses by name, KL, weights of tokens
     programs           everything that is compiled, from shapes alone
       objective        the losses of policy and critic; linear_logprobs: log-probs
       parameterization trained and frozen parameters, adapters, mixed precision
-    sequence_learner   training on given sequences instead of groups: one call each for forward, gradient and update
+    sequence_learner   training on given sequences instead of groups: one call each for forward,
+                       gradient and update
     optimized_params   parameters with their optimizer: gradients and updates
       optimizer        AdamW, Muon, Adafactor; learning-rate schedules; undoing an update
     cancellation       whether an interrupted step is undone or finished

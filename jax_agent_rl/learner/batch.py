@@ -329,7 +329,6 @@ def trained_lengths(
     """Count, for each optimizer update, the trained tokens of each of its sequences.
 
     Args:
-        groups: of the step.
         num_minibatches: optimizer updates of an epoch.
         masked: ids of trajectories that are not trained on.
         segment_weight: ``algorithm.segment_weight``: a sequence is a whole ``session`` or one
@@ -388,8 +387,8 @@ class TrainingSequence:
         if not np.any(self.loss_mask) or self.loss_mask[0]:
             first = "among" if self.loss_mask[0] else "not among"
             raise ValueError(
-                "a sequence needs a token to train on, and one before it: the loss mask of "
-                f"{len(self.loss_mask)} tokens has {self.num_scored}, the first {first} them"
+                "a sequence needs a token to train on, and one before it: the loss mask of"
+                f" {len(self.loss_mask)} tokens has {self.num_scored}, the first {first} them"
             )
 
         shape = self._shape
@@ -491,8 +490,8 @@ def sequence_terms(loss: str, data: Sequence[TrainingSequence]) -> dict[str, lis
     """
     if loss != "cross_entropy" and any(sequence.per_token for sequence in data):
         raise ValueError(
-            f"the loss {loss} takes one target per token; give it a sequence for each, see"
-            " `columns`"
+            f"the loss {loss} takes one target per token;"
+            " give it a sequence for each, see `columns`"
         )
 
     terms: dict[str, list[np.ndarray]] = {"scored": [], "weight": []}
@@ -517,8 +516,8 @@ def sequence_terms(loss: str, data: Sequence[TrainingSequence]) -> dict[str, lis
     for number, mask in enumerate(terms["ratio_mask"]):
         if not np.any(mask):
             raise ValueError(
-                f"the ratio mask of sequence {number} is 0 everywhere; mark the tokens that were"
-                " sampled"
+                f"the ratio mask of sequence {number} is 0 everywhere;"
+                " mark the tokens that were sampled"
             )
         terms["ratio_mask"][number] = (mask != 0).astype(np.float32)
     return terms

@@ -236,7 +236,6 @@ class Checkpointer:
 
         Args:
             step: of an existing checkpoint.
-            like: see :meth:`restore`.
             load: returns the arrays.
             is_complete: ``like`` is the complete state, not a part of it.
         """
@@ -285,8 +284,8 @@ class Checkpointer:
                 f"checkpoint {step} in {self._folder} does not fit this configuration: {name} is"
                 f" {saved.get(name, 'missing')} in it and {wanted.get(name, 'missing')} here"
                 f" ({len(differing)} arrays differ); resume with the model.path, the sections"
-                " algorithm, learner and critic, and the agent.role_adapters that the run was"
-                " started with"
+                " algorithm, learner and critic,"
+                " and the agent.role_adapters that the run was started with"
             )
 
     def _damaged(self, step: int, error: Exception) -> CheckpointError:
@@ -348,7 +347,6 @@ def read_notes(folder: Path | str, step: int | None = None) -> Notes:
     """Return what a checkpoint says about itself, without its arrays and without other processes.
 
     Args:
-        folder: of the checkpoints.
         step: None is the newest.
 
     Raises:

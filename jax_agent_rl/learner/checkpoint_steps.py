@@ -43,9 +43,9 @@ def complete_steps(folder: Path | str) -> list[int]:
         return sorted(ocp.utils.checkpoint_steps(path))
     except Exception as error:  # the client of a bucket may raise anything
         raise CheckpointError(
-            f"trainer.checkpoint_dir={path} cannot be read ({brief(error)}); check that the bucket "
-            "is there, that this machine's account may read and write it, and that the extra 'tpu' "
-            "is installed"
+            f"trainer.checkpoint_dir={path} cannot be read ({brief(error)});"
+            " check that the bucket is there, that this machine's account may read and write it,"
+            " and that the extra 'tpu' is installed"
         ) from error
 
 
@@ -60,8 +60,8 @@ def _local_steps(folder: Path) -> list[int]:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoints in {folder} cannot be read ({error.strerror or error}); put the "
-            "folder back, or name another run"
+            f"the checkpoints in {folder} cannot be read ({error.strerror or error});"
+            " put the folder back, or name another run"
         ) from error
     return sorted(int(name) for name in names if name.isdecimal())
 

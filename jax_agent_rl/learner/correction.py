@@ -191,7 +191,8 @@ def _limits(estimator: str, threshold: float | Bounds) -> tuple[float, float]:
     if isinstance(threshold, tuple):
         low, high = threshold
     else:
-        low, high = 1 / threshold, threshold
+        low = 1 / threshold
+        high = threshold
     return float(np.log(low)), float(np.log(high))
 
 

@@ -98,7 +98,6 @@ class Experience:
         """Return the ids of active trajectories without an applied update of their mini-batch.
 
         Args:
-            groups: of the step.
             updates: of the model that the trajectories were to train.
         """
         applied: set[int] = set()  # numbers of trajectories in the step
@@ -141,9 +140,7 @@ def build_experience(
     """Compute what the losses need, as far as it does not depend on the current parameters.
 
     Args:
-        groups: of the step.
         config: estimator, corrections and KL.
-        scores: of the learner's models.
         kl_coef: the controller's current coefficient, for KL in the reward and the advantage.
         masked: ids of trajectories whose rewards count in baselines, but whose tokens are not
             trained on.
@@ -282,7 +279,6 @@ def mini_batch_terms(
     """Return the terms of one optimizer update, for the policy's loss and for the critic's.
 
     Args:
-        experience: of the step.
         members: the trajectories of the update, among those of the step.
         config: its loss aggregation weighs the terms.
         kl_coef: the controller's current coefficient, for KL in the loss.

@@ -155,7 +155,6 @@ def _patch_arrays(
     """Return the patches of rows, [R, P, patch_dim], and their layout.
 
     Args:
-        vision: of the model.
         rows: the images of each row.
         size: P, to which the patches of a row are padded.
     """
@@ -181,7 +180,6 @@ class ImagePacker:
     ``ImageKeys.keys``.
 
     Args:
-        packing: the layout of images in rows.
         sequences: in order.
 
     Attributes:
@@ -223,9 +221,9 @@ class ImagePacker:
             needed = int(self._num_patches[numbers].sum())
             if needed > packing.row_patches:
                 raise ValueError(
-                    f"trajectory {sequence.trajectory_id} shows images of {needed} patches, a row "
-                    f"takes {packing.row_patches}; set learner.row_patches >= {needed}, or lower "
-                    "model.max_pixels"
+                    f"trajectory {sequence.trajectory_id} shows images of {needed} patches,"
+                    f" a row takes {packing.row_patches}; set learner.row_patches >= {needed},"
+                    " or lower model.max_pixels"
                 )
 
     def has_room(self, sequence: int, rows: int) -> np.ndarray:

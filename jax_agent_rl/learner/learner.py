@@ -314,7 +314,7 @@ class Learner:
         groups: Sequence[Group],
         *,
         masked: Collection[str] = (),
-        tick: Callable[[int, int], None] = lambda done, total: None,
+        tick: Callable[[int, int], None] = lambda completed, total: None,
         cancellation: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
@@ -446,13 +446,13 @@ class Learner:
         micro_batches = sum(math.ceil(m.batch.num_rows / self._scorer.rows) for m in minis)
         models = [trains_policy, self._critic is not None].count(True)
         total = micro_batches * epochs * models
-        done = 0
+        completed = 0
 
         def count_micro_batch() -> None:
-            nonlocal done
+            nonlocal completed
             cancellation.check()
-            done += 1
-            tick(done, total)
+            completed += 1
+            tick(completed, total)
 
         policy_updates: list[UpdateRecord] = []
         critic_updates: list[UpdateRecord] = []

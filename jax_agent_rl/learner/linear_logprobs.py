@@ -199,7 +199,7 @@ def _backward(
     d_logprob, d_entropy, *d_candidates = cotangents
 
     # d log p(id) / d score = [this id] - p, and d H / d score = -p (log p + H).
-    # The part [this id] comes first.
+    # First comes the part of [this id].
     d_own_score = jnp.where(valid, d_logprob, 0.0)[..., None] / temperature
     d_hidden = d_own_score * head[ids]
 

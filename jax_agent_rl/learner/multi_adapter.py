@@ -5,7 +5,8 @@ Each is a policy with an optimizer of its own.
 ::
 
     groups ─► by Trajectory.adapter ─┬─► Learner of adapter A: advantages, losses, optimizer ─┐
-                                     └─► Learner of adapter B                                 ┴─► UpdateResult
+                                     └─► Learner of adapter B                                 │
+                                                                             UpdateResult ◄───┘
 
 The learners share the frozen parameters and the compiled programs. A step changes all of its
 adapters or none.
@@ -106,7 +107,7 @@ class MultiAdapterLearner:
         groups: Sequence[Group],
         *,
         masked: Collection[str] = (),
-        tick: Callable[[int, int], None] = lambda done, total: None,
+        tick: Callable[[int, int], None] = lambda completed, total: None,
         cancellation: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:

@@ -39,8 +39,7 @@ class ObjectiveConfig:
     """Constants of the compiled objective.
 
     Attributes:
-        temperature: the rollout's sampling temperature; log-probs are those of
-            logits / temperature.
+        temperature: the rollout's sampling temperature; log-probs are of logits / temperature.
         remat: what the backward pass recomputes, see ``models.decoder.Decoder``.
         mesh: the devices of parameters and batch; None for a single device.
         on_policy: the old log-probs are those of this pass (one update per rollout batch).
@@ -118,7 +117,7 @@ def objective_config(
             low=algorithm.clip_ratio_low,
             high=algorithm.clip_ratio_high,
             dual=algorithm.clip_ratio_c,
-            own=algorithm.policy_loss,
+            policy_loss=algorithm.policy_loss,
         ),
         temperature=temperature,
         on_policy=not (needs_old or correction.bypass_mode),
@@ -252,7 +251,6 @@ def _at_terms(batch: Arrays, at_targets: Sequence[jax.Array]) -> tuple[jax.Array
 
     Args:
         batch: a micro-batch.
-        at_targets: see :func:`_at_targets`.
     """
     logprob, entropy, *candidate_logprobs = at_targets
     target = batch["term_target"]
@@ -270,7 +268,6 @@ def top_logprobs(
     """Return the likeliest ids in every target's context, and their log-probs.
 
     Args:
-        objective: its constants.
         vocab_size: vocabulary size of the policy. The model may have more ids; these are left out.
         model: a policy or a teacher.
         batch: a micro-batch. Targets that are not valid may get zeros.
@@ -300,7 +297,6 @@ def scored_terms(
     """Score the active terms of a micro-batch.
 
     Args:
-        objective: its constants.
         model: the policy.
         batch: a micro-batch.
         active: bool [R, K]. Other terms get 0: then their loss is finite, and its weight is 0.
@@ -367,7 +363,7 @@ def policy_loss(
     logprob, entropy, load, distance = scored_terms(objective, model, batch, active)
     terms = _terms(objective, batch, logprob, active)
 
-    policy = find_policy_loss(objective.loss.own.loss_mode)(terms, objective.loss)
+    policy = find_policy_loss(objective.loss.policy_loss.loss_mode)(terms, objective.loss)
     per_term = policy.loss * batch.get("term_importance", 1.0) - objective.entropy_coeff * entropy
     total = jnp.sum(weight * per_term)
 

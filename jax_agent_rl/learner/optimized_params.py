@@ -106,8 +106,8 @@ class UpdatePrograms:
     ) -> None:
         check_patterns(optimizer, params)
         transformation = make_optimizer(optimizer, 0.0)  # the rate is no part of its state
-        # Output shardings are those of the inputs they replace: a call never compiles for its own
-        # result.
+        # Outputs have the shardings of the inputs they replace, so that no call compiles anew for
+        # the result of another.
         self.everywhere = everywhere
         self.state_shardings = _state_shardings(transformation, params, shardings, everywhere)
         self.init = jax.jit(

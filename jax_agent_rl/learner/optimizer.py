@@ -154,7 +154,6 @@ def optimizer_bytes(config: OptimizerSection, shapes: Any) -> int:
     """Return the bytes of an optimizer's state; nothing is computed.
 
     Args:
-        config: of the optimizer.
         shapes: a tree of tuples, the shapes of the float32 parameters.
     """
     params = jax.tree.map(
@@ -234,8 +233,7 @@ def _schedule(config: OptimizerSection, total_steps: int | None) -> optax.Schedu
     if not warmup_steps:
         return after_warmup
 
-    # From peak / warmup_steps, not 0: no step is wasted, and the last one of the warm-up has the
-    # peak.
+    # From peak / warmup_steps, not 0: no step is wasted, and the warm-up's last one has the peak.
     warmup = optax.constant_schedule(peak)
     if warmup_steps > 1:
         warmup = optax.linear_schedule(peak / warmup_steps, peak, warmup_steps - 1)
@@ -278,7 +276,6 @@ def undo_update(state: TrainState, config: OptimizerSection, *, rate: float) -> 
 
     Args:
         state: after the update.
-        config: of the optimizer.
         rate: the update's learning rate.
 
     Returns:

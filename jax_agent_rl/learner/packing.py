@@ -50,8 +50,8 @@ def pack(
         length = len(sequence.prompt_ids) + len(sequence.response_ids)
         if length > pack_length:
             raise ValueError(
-                f"trajectory {sequence.trajectory_id} has {length} tokens, a row {pack_length}; "
-                f"set learner.pack_length >= {length}"
+                f"trajectory {sequence.trajectory_id} has {length} tokens, a row {pack_length};"
+                f" set learner.pack_length >= {length}"
             )
 
     packer = ImagePacker(image_packing, sequences) if image_packing else None
@@ -296,7 +296,6 @@ def _pack_routed(
     choices differ only where the engine computed a prefix more than once, and rounded differently.
 
     Args:
-        sequences: of the batch.
         paths: row, number and nodes int64 [n] of each sequence.
         rows: R rows of T nodes.
     """
@@ -411,7 +410,6 @@ def _join(row: Sequence[Member], number: int, ids: np.ndarray, common: np.ndarra
     Args:
         row: its earlier members.
         number: of the sequence in the batch.
-        ids: of the sequence.
         common: int64, lengths of the prefixes that it shares with every earlier sequence.
     """
     longest = 0

@@ -2,9 +2,10 @@
 
 ::
 
-    params ─┬─► all, or all but the vision tower ──────────────────► view: cast to the compute dtype
-            └─► adapters (float32, trained, checkpointed)  ─┬─► view: beside the frozen base
-                base (compute dtype, or 8 or 4 bits)       ─┴─► merge: one float32 model, for engines and export
+    params ─┬─► all, or all but the vision tower ──────────────► view: cast to the compute dtype
+            └─► adapters (float32, trained, checkpointed)  ─┬──► view: beside the frozen base
+                base (compute dtype, or 8 or 4 bits)       ─┴──► merge: one float32 model,
+                                                                 for engines and export
 
 Mixed precision keeps float32 master parameters and computes in another dtype (Micikevicius et al.
 2018, arXiv 1710.03740). The cast is part of the differentiated program, so gradients are float32
@@ -159,7 +160,6 @@ class Parameterization:
             model: the model's hyperparameters.
             params: initial parameters. If they are only shapes, so are the result's.
             config: says what is trained, and the compute dtype.
-            mesh: of the learner.
 
         Raises:
             ConfigError: the mesh does not divide a parameter, or the model lacks a target or a
@@ -168,8 +168,8 @@ class Parameterization:
         lora = config.lora
         if config.freeze_vision and model.vision is None:
             raise ConfigError(
-                f"learner.freeze_vision=true, but a {model.family} model has no vision tower; leave"
-                " it out"
+                f"learner.freeze_vision=true, but a {model.family} model has no vision tower;"
+                " leave it out"
             )
         shardings = parameter_shardings(mesh, model.parameter_shapes())
         if lora is None:
@@ -196,8 +196,6 @@ class Parameterization:
         Args:
             model: hyperparameters of the policy.
             params: see :func:`critic_params`; arrays or shapes.
-            config: of the learner.
-            mesh: of the learner.
         """
         shardings = parameter_shardings(mesh, critic_shapes(model))
         return cls._without_adapters(Critic, model, params, shardings, config)

@@ -68,8 +68,7 @@ class Scorer:
 
     Attributes:
         rows: rows of a micro-batch.
-        pack_one: packs trajectories into one batch, see
-            :func:`~jax_agent_rl.learner.packing.pack`.
+        pack_one: :func:`~jax_agent_rl.learner.packing.pack` for trajectories.
     """
 
     def __init__(
@@ -314,7 +313,6 @@ def teacher_programs(
         model: hyperparameters of the teacher.
         params: arrays, or only their shapes.
         algorithm: its ``kl`` says what the teacher computes.
-        config: of the learner.
         temperature: the rollout's sampling temperature.
         vocab_size: vocabulary size of the policy.
         mesh: of the learner; its devices need not be present.

@@ -341,8 +341,8 @@ class SequenceLearner:
             if smallest < 0 or largest >= vocab_size:
                 wrong_id = int(smallest if smallest < 0 else largest)
                 raise ValueError(
-                    f"sequence {number} has the id {wrong_id}; the model's are 0 to"
-                    f" {vocab_size - 1}"
+                    f"sequence {number} has the id {wrong_id};"
+                    f" the model's are 0 to {vocab_size - 1}"
                 )
 
         targets_per_token = {sequence.per_token for sequence in data}
@@ -407,10 +407,11 @@ def sequence_loss(
         chosen=jnp.zeros_like(logprob),
     )
     config = LossConfig(
-        low=1 - batch["clip_low_threshold"],  # pyright: ignore[reportArgumentType]  # traced: no clip compiles anew
+        # Traced, so that another clip range does not compile anew.
+        low=1 - batch["clip_low_threshold"],  # pyright: ignore[reportArgumentType]
         high=batch["clip_high_threshold"] - 1,  # pyright: ignore[reportArgumentType]
         dual=None,
-        own=PolicyLossConfig.model_construct(dro_beta=batch["beta"]),
+        policy_loss=PolicyLossConfig.model_construct(dro_beta=batch["beta"]),
     )
     branches = [functools.partial(POLICY_LOSSES[name], terms, config) for name in _BRANCHES]
     per_term = jax.lax.switch(batch["loss"], branches)

@@ -188,11 +188,11 @@ class AgreementWatch:
 
         if stops:
             raise DisagreementError(
-                f"{breach}\n=> {conclusion}\n"
-                "Nothing was learned from this step; "
-                f"{self._folder.disagreement} has the evidence. "
-                "Go on with --resume once it is corrected, "
-                "or with trainer.on_disagreement=warn as it is"
+                f"{breach}\n"
+                f"=> {conclusion}\n"
+                f"Nothing was learned from this step; {self._folder.disagreement} has the evidence."
+                " Go on with --resume once it is corrected,"
+                " or with trainer.on_disagreement=warn as it is"
             )
 
     def _compare_previous(self, groups: Sequence[Group], versions: ComparedVersions) -> Comparison:

@@ -73,8 +73,7 @@ class StreamTrainer(Trainer):
             oversample=config.trainer.oversample_prompts,
             version=self.record.step,
         )
-        # If it is of another step, synchronous steps were trained since: nothing is left to
-        # continue.
+        # If it is of another step, synchronous steps were trained since: nothing can continue.
         self._groups: dict[int, GroupRecord] = {}
         if self.record.buffer.get("version") == self.record.step:
             for number, state in self.record.in_flight.items():

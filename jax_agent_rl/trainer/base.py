@@ -249,8 +249,7 @@ class Trainer:
             self.checkpointer.delete_newer(record.step)
         self.reporter.write_step(line, batch.groups, result)
 
-        # Only now: a step that could not be written is not finished, and the last checkpoint
-        # stands.
+        # Only now: a step that could not be written is not finished; the last checkpoint stands.
         record.step = step.number
         record.accuracy_after = None
         record.cursor = self.runtime.cursor.state()

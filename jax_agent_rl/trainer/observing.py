@@ -321,18 +321,18 @@ class RunReporter:
                 self.progress.print_line(f"  {aggregation}")
         self._aggregation_described = True
 
-        done = 0
+        completed = 0
         total = 0  # unknown until the first call
 
-        def tick(done_now: int, total_now: int) -> None:
-            nonlocal done, total
-            done = done_now
+        def tick(completed_now: int, total_now: int) -> None:
+            nonlocal completed, total
+            completed = completed_now
             total = total_now
 
         def micro_batches() -> str:
             if total == 0:
                 return "before the first micro-batch"
-            return f"{done}/{total} micro-batches"
+            return f"{completed}/{total} micro-batches"
 
         self.progress.phase(
             f"step {self.record.step + 1}: learner",

@@ -140,8 +140,6 @@ async def gather(
         rows: one prompt each.
         group_size: trajectories of each group.
         sampling: for every turn.
-        step: see :meth:`RolloutCollector.collect`.
-        label: see :meth:`RolloutCollector.collect`.
         arrived: called with each complete group.
 
     Raises:
@@ -190,8 +188,9 @@ def shaped(group: Group, config: Config, greedy: Group | None = None) -> Group:
 
     if any(trajectory.role for trajectory in greedy.trajectories):
         raise ConfigError(
-            "algorithm.adv_estimator=remax compares with one reward per prompt, and an agent of "
-            "several roles has several; set algorithm.adv_estimator=grpo or rae"
+            "algorithm.adv_estimator=remax compares with one reward per prompt,"
+            " and an agent of several roles has several;"
+            " set algorithm.adv_estimator=grpo or rae"
         )
     greedy = shape(greedy, algorithm.shaping, max_response_length=max_response_length)
     if not greedy.trajectories:  # the greedy rollout was lost

@@ -72,7 +72,7 @@ def external_engine(request):
 
 
 def jetstream_int8(request):
-    """Of a model whose matrices int8 holds exactly: whatever else changes a log-prob is a mistake."""
+    """The matrices are such that int8 holds them exactly: any change of a log-prob is a mistake."""
     pytest.importorskip("torch")
     options, scratch = (
         request.getfixturevalue("options"),
@@ -97,7 +97,7 @@ def jetstream_int8_cache(request):
 
 
 def jetstream_speculative(request):
-    """Of an engine that verifies every draft, whether it pays or not."""
+    """The engine verifies every draft, whether it pays or not."""
     pytest.importorskip("torch")
     patch = pytest.MonkeyPatch()
     request.addfinalizer(patch.undo)

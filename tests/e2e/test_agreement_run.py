@@ -77,7 +77,7 @@ def test_a_run_stops_before_its_first_update_and_its_folder_repeats_the_diagnosi
     assert json.loads(output.splitlines()[-1])["diagnosis"]["cause"] == "rotary settings"
 
 
-def test_a_run_that_is_only_warned_goes_on_and_the_diagnosis_counts_as_no_recompilation(
+def test_a_warned_run_goes_on_and_its_diagnosis_counts_as_no_recompilation(
     tmp_path: Path, faulty: None
 ):
     recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 3})
@@ -120,17 +120,18 @@ def test_a_run_whose_tokens_are_all_one_version_old_is_compared_with_that_versio
     assert summary["recompilations_after_warmup"] == 0 and "were compared in" not in screen
 
 
-def test_an_engine_that_keeps_its_first_weights_stops_a_run_whose_tokens_are_one_version_old(
+def test_an_engine_that_keeps_its_first_weights_stops_an_asynchronous_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     update = JetStreamBackend.update_weights
 
+    first_payloads: dict[JetStreamBackend, Any] = {}
+
     async def keep_weights(self: JetStreamBackend, change: Any) -> None:
-        if not hasattr(self, "first_payload"):
-            self.first_payload = jax.tree.map(jnp.copy, change.payload)  # type: ignore[attr-defined]
-        await update(
-            self, replace(change, payload=jax.tree.map(jnp.copy, self.first_payload), probe=None)
-        )
+        if self not in first_payloads:
+            first_payloads[self] = jax.tree.map(jnp.copy, change.payload)
+        payload = jax.tree.map(jnp.copy, first_payloads[self])
+        await update(self, replace(change, payload=payload, probe=None))
 
     monkeypatch.setattr(JetStreamBackend, "update_weights", keep_weights)
     recipe = tiny_recipe(

@@ -36,7 +36,7 @@ async def compute_score(judge):
 
 
 def greedy_reply(folder: Path, count: int) -> str:
-    """By whole forward passes of the model, without an engine."""
+    """Decode greedily by whole forward passes of the model, without an engine."""
     codec = ChatCodec.from_pretrained(str(folder), tool_format="hermes", tool_prompt="none")
     model = Decoder.from_params(*load_hf(str(folder)))
     ids = list(codec.encode_prompt(QUESTION))

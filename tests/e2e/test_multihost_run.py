@@ -25,7 +25,8 @@ save, full = checkpoint.Checkpointer.save, [int(sys.argv.pop(1))]
 
 def limited(self, step, *arguments):
     if step == 3 and full and f"learner.multihost.process_id={full.pop()}" in sys.argv:
-        checkpoint.Checkpointer.wait(self)  # process 0's own would be a command to the others, within one
+        # Process 0's own wait would be a command to the others, within one.
+        checkpoint.Checkpointer.wait(self)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     save(self, step, *arguments)
 

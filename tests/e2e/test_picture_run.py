@@ -184,9 +184,7 @@ async def test_engine_learner_and_transformers_agree_before_and_after_an_update(
         assert metrics.recompilations == 0 and metrics.cached_tokens > 0
 
 
-async def test_pictures_of_prompts_and_of_tools_are_read_by_engine_learner_and_transformers_alike(
-    recipe: Path, tmp_path: Path
-):
+async def test_engine_learner_and_transformers_read_pictures_alike(recipe: Path, tmp_path: Path):
     for seed in (7, 8):
         picture(seed).save(tmp_path / f"{seed}.png")
     placeholder, parts = ({**row, "images": ["7.png"]} for row in ROWS)

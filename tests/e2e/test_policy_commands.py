@@ -50,7 +50,7 @@ def last_json(result: Result) -> dict:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    """Whose run, two steps long, is in ``run`` beside it."""
+    """A recipe; its run, two steps long, is in ``run`` beside it."""
     file = tiny_recipe(
         tmp_path_factory.mktemp("commands"), rollout={"eval_temperature": 1.0}, trainer={"steps": 2}
     )
@@ -71,7 +71,7 @@ def sampled(folder: Path, *, step: int) -> dict[str, list[int]]:
     return {r["trajectory_id"]: r["response_ids"] for r in wanted}
 
 
-def test_eval_of_a_checkpoint_begins_with_the_very_samples_of_the_runs_own_evaluation(
+def test_eval_of_a_checkpoint_begins_with_the_samples_of_the_runs_evaluation(
     run: Path, tmp_path: Path
 ):
     result = call("eval", "--run", run, "-n", 2, "--out", tmp_path / "eval", "--json")
@@ -233,9 +233,7 @@ def read_until(process: subprocess.Popen[str], word: str) -> str:
     raise AssertionError("".join(lines))
 
 
-def test_rollout_told_to_stop_leaves_at_once_and_goes_on_to_the_very_same_trajectories(
-    recipe: Path, tmp_path: Path
-):
+def test_a_stopped_rollout_goes_on_to_the_same_trajectories(recipe: Path, tmp_path: Path):
     keys = ["rollout.max_in_flight=4"]
     out = tmp_path / "out.jsonl"
     process = start("rollout", recipe, *keys, "--out", out, STALL="1")

@@ -46,8 +46,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray():
-    """With three GPUs, as far as Ray knows. Runs find it and leave it running: starting it takes
-    longer than a run.
+    """Ray with three GPUs, as far as it knows.
+
+    Runs find it and leave it running: starting it takes longer than a run.
     """
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 3}')
@@ -79,7 +80,7 @@ async def train_and(config: Config, meanwhile: Callable[[], Awaitable[None]] | N
 def run(
     recipe: Path, folder: Path, *overrides: str, meanwhile=None
 ) -> tuple[list[dict[str, Any]], list[dict]]:
-    """Trains, checks the books of every step, and returns the steps' metrics and the trajectories."""
+    """Train, check the books of every step, and return the steps' metrics and the trajectories."""
     config = load(recipe, [f"run_dir={folder / 'run'}", *overrides])
     asyncio.run(train_and(config, meanwhile))
     for pid in engines():  # Ray kills an actor's process a moment after it was told to
@@ -129,14 +130,15 @@ async def two_questions(base_url, api_key, row):
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=60) as client:
         messages = [dict(message) for message in row["prompt"]]
         for _ in range(2):
-            answer = await client.chat.completions.create(model="any", messages=messages, max_tokens=5)
-            messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "three"}]
+            answer = await client.chat.completions.create(
+                model="any", messages=messages, max_tokens=5
+            )
+            messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": "three"})
 """
 
 
-def test_a_program_with_openais_client_in_front_of_ray_actors_is_trained_as_beside_the_learner(
-    tmp_path: Path,
-):
+def test_a_program_trains_alike_with_ray_actors_and_with_a_local_engine(tmp_path: Path):
     (tmp_path / "agent.py").write_text(OPENAI_AGENT)
     agent = {
         "module": str(tmp_path / "agent.py"),
@@ -172,9 +174,7 @@ KILLED = {
 
 @pytest.mark.parametrize("case", KILLED)
 def test_an_actor_that_is_killed_costs_time_and_no_trajectory(recipe, case: str, tmp_path: Path):
-    """Where it was the only engine, the run goes on once it is rebuilt and has the weights of the
-    moment.
-    """
+    """If it was the only engine, the run goes on once it is rebuilt and has the current weights."""
     metrics = tmp_path / "run" / "metrics.jsonl"
     count, overrides = KILLED[case]
 

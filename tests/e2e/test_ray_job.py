@@ -62,9 +62,7 @@ def processes_with(*texts: str) -> list[psutil.Process]:
     ]
 
 
-def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills_and_a_killed_tool_server_costs_nothing(
-    tmp_path: Path,
-):
+def test_ctrl_c_saves_a_second_one_kills_and_a_killed_tool_server_costs_nothing(tmp_path: Path):
     port, tools = free_port(), tmp_path / "tools.yaml"
     tools.write_text(f"port: {port}")
     recipe = tiny_recipe(
@@ -163,7 +161,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator:
 
 
 def processes(node: Any) -> list[psutil.Process]:
-    """Of a node: its raylet, and what that started."""
+    """Return the processes of a node: its raylet, and what that started."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
     return [raylet, *raylet.children(recursive=True)]
 
@@ -172,7 +170,7 @@ def runs(node: Any, actor: str) -> bool:
     return any(actor in " ".join(p.cmdline()) for p in processes(node))
 
 
-def test_nodes_that_stall_die_and_come_late_cost_a_learner_on_two_nodes_no_trajectory(
+def test_nodes_that_stall_die_or_come_late_cost_no_trajectory(
     cluster, recipe: Path, tmp_path: Path
 ):
     own = [

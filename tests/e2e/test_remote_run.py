@@ -152,7 +152,7 @@ def test_a_run_trains_with_a_rollout_server_and_the_server_passes_conformance(
 
 
 def test_a_server_added_by_command_takes_over_from_the_one_that_is_removed(tmp_path: Path):
-    """Both leave the run, one by command and one at its end, and serve on; no trajectory is lost."""
+    """Both servers leave the run, one at its end, and serve on; no trajectory is lost."""
     gate, folder = tmp_path / "gate", tmp_path / "run"
     recipe = tiny_recipe(tmp_path, rollout=ROLLOUT, trainer={"steps": 2})
     (tmp_path / "reward.py").write_text(GATED_REWARD.format(gate=str(gate)))

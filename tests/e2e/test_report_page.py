@@ -339,7 +339,7 @@ def test_list_and_trajectory_have_room_and_no_label_is_cut_at_any_width(page):
             assert page.tab.evaluate(f"{CHECKS}; cutTexts()") == [], (width, key)
 
 
-def test_on_a_phone_a_touched_trajectory_comes_into_sight_and_the_list_is_a_button_away(page):
+def test_on_a_phone_a_touched_trajectory_comes_into_view(page):
     page.tab.set_viewport_size({"width": 390, "height": 844})
     page.press("3")
     page.tab.locator(".row .id", has_text="train-1-0-2").click()
@@ -395,10 +395,10 @@ def test_arrow_keys_home_and_end_move_between_tabs_of_which_one_is_in_the_tab_or
     tabs = page.tab.get_by_role("tab")
 
     def state() -> list[tuple]:
-        """Of each tab: selected, reached by the Tab key, focused, its panel is seen."""
+        """Return, by tab: selected, reached by the Tab key, focused, its panel is seen."""
         return tabs.evaluate_all(
-            "tabs => tabs.map((tab) => [tab.ariaSelected === 'true', tab.tabIndex === 0, tab ==="
-            " document.activeElement,"
+            "tabs => tabs.map((tab) => [tab.ariaSelected === 'true', tab.tabIndex === 0,"
+            " tab === document.activeElement,"
             " !document.getElementById(tab.getAttribute('aria-controls')).hidden])"
         )
 

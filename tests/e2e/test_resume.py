@@ -89,9 +89,7 @@ def test_twenty_steps_are_ten_a_kill_and_ten_more(tmp_path: Path, algorithm: str
     )
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_in_its_folder(
-    tmp_path: Path,
-):
+def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_folder(tmp_path: Path):
     recipe = tiny_recipe(tmp_path, trainer={"steps": 400, "checkpoint_every": 400})
     process = subprocess.Popen(
         [*python(), *COMMAND, str(recipe), "--auto-resume"],

@@ -186,8 +186,7 @@ def test_a_row_of_an_unknown_agent_is_found_before_anything_runs(recipe: Path, t
 def test_prompts_over_the_budget_are_dropped_with_their_reason_and_the_run_ends_well(
     recipe: Path, tmp_path: Path
 ):
-    # Three batches are lost: the held-out one before the step, the step's, the held-out one after
-    # it.
+    # Three batches are lost: the step's, and the held-out ones before and after it.
     settings = ("agent.max_prompt_length=20", "trainer.max_failed_batches=4")
     result = run("train", recipe, *settings, "trainer.steps=1", "trainer.checkpoint_every=0")
     assert result.returncode == 0, result.stderr

@@ -14,7 +14,8 @@ from tests.tiny_run import tiny_recipe
 from tests.warm import python
 
 PATIENCE = 60.0  # seconds; ten are promised on a machine with nothing else to do
-PHASES = {  # the how-manieth call to stop in, and the step that must be saved; None: nothing to save yet
+# The number of the call to stop in, and the step that must be saved; None: nothing to save yet.
+PHASES = {
     "compile the engine": (3, None),
     "compile the learner": (1, 0),
     "rollout": (8 * 2 + 3, 2),

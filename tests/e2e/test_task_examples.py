@@ -23,7 +23,8 @@ SMALL = [
     "rollout.max_in_flight=4",
     "rollout.jetstream.max_concurrent_decodes=4",
     "rollout.jetstream.prefill_buckets=[64, 256]",
-    "algorithm.filter_zero_variance=false",  # a random model earns nothing: without the filter the learner still runs
+    # A random model earns nothing: without the filter the learner still runs.
+    "algorithm.filter_zero_variance=false",
     "trainer.steps=2",
 ]
 EXAMPLES = {

@@ -26,7 +26,7 @@ async def train(recipe: Path, *overrides: str) -> tuple[int, str]:
 
 
 def without_agent_names(recipe: Path) -> None:
-    """The rows of the recipe, for the default agent; and no keys of the agent that they were for."""
+    """Leave the recipe's rows to the default agent, without the keys of the agent they named."""
     tree = yaml.safe_load(recipe.read_text()) | {"tools": {}}
     kept = ("tool_prompt", "max_prompt_length", "max_response_length")
     tree["agent"] = {key: tree["agent"][key] for key in kept}

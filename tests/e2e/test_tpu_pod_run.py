@@ -20,8 +20,8 @@ from tests.launching import ROOT, read_until
 from tests.ports import free_port
 from tests.tiny_run import SMALL, tiny_recipe
 
-# The third step's rollouts wait until the test lets them go. Several processes score: a file counts
-# their calls.
+# The third step's rollouts wait until the test lets them go. Several processes score, so a file
+# counts their calls.
 _PATIENT_REWARD = """
 import pathlib, time
 from jax_agent_rl.rewards import register_reward
@@ -179,7 +179,9 @@ _SRUN = """\
 import os, signal, subprocess, sys
 place = next(number for number, word in enumerate(sys.argv) if number and not word.startswith("--"))
 options = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[1:place])
-slurm = {{"SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0", "SLURM_NTASKS": options["ntasks"]}}
+slurm = {{
+    "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0", "SLURM_NTASKS": options["ntasks"]
+}}
 tasks = [
     subprocess.Popen(sys.argv[place:], env=os.environ | slurm | {{"SLURM_PROCID": str(number)}})
     for number in range(int(options["ntasks"]))
@@ -233,6 +235,6 @@ def test_hosts_that_learn_and_one_that_samples_are_one_run(cloud: Cloud, tmp_pat
 
 
 def steps(kept: Path) -> list[int]:
-    """Those that the bucket's metrics tell of."""
+    """Return the steps that the bucket's metrics tell of."""
     file = kept / "run" / "metrics.jsonl"
     return [r["step"] for r in read_records(file) if r["kind"] == "step"] if file.exists() else []

@@ -116,7 +116,7 @@ AGENTS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
 def write_run(
     folder: Path, agent: str, word: str, sections: dict[str, Any], extra: dict[str, Any], url: str
 ) -> Path:
-    """Write the recipe of a run; ``word`` makes the tokens that the vocabulary still has room for."""
+    """Write the recipe of a run; ``word`` makes the tokens that the vocabulary has room for."""
     sections = json.loads(json.dumps(sections).replace("URL", url))
     limits = {"max_prompt_length": 64, "max_response_length": 96}
     if agent != "server_tool_agent":

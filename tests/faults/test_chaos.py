@@ -26,7 +26,7 @@ async def chaos(*options: str) -> tuple[int | None, dict, str]:
     return process.returncode, json.loads(last), "\n".join(lines)
 
 
-async def test_everything_holds_while_engines_tools_network_and_weights_change_under_the_run():
+async def test_a_run_survives_changes_of_engines_tools_network_and_weights():
     status, report, shown = await chaos("--seconds", "20", "--seed", "1")
     assert (status, report["failures"]) == (0, []), shown
     names = ("lost", "duplicated", "inexact", "stale_served", "unbalanced_steps", "orphans")

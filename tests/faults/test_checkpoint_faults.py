@@ -70,7 +70,7 @@ def damages(folder: Path) -> dict[str, tuple[Path, bytes | None]]:
     return made
 
 
-def test_whatever_is_damaged_either_does_not_matter_or_is_said_with_the_checkpoint_before(
+def test_damage_does_not_matter_or_is_reported_with_the_previous_checkpoint(
     folder: Path, tmp_path: Path
 ):
     """Never a silently wrong state."""
@@ -148,7 +148,8 @@ checkpointer = Checkpointer(folder, keep=1)
 checkpointer.save(1, state(1), {"step": 1})
 checkpointer.wait()
 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))  # no file can grow beyond: like a full disk
+# No file can grow beyond this: like a full disk.
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
 for finish in (check_later, Checkpointer.wait, Checkpointer.close):
     try:
         checkpointer.save(2, state(2), {"step": 2})

@@ -104,7 +104,7 @@ def train(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "trajectories.jsonl"])
-def test_a_run_that_cannot_write_a_step_ends_with_a_message_and_resumes_as_if_nothing_had_been(
+def test_a_run_that_cannot_write_a_step_ends_with_a_message_and_can_resume(
     tmp_path: Path, file: str, undisturbed: Path
 ):
     """The third piece of that file does not fit."""

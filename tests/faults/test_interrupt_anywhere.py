@@ -122,10 +122,8 @@ def test_an_interrupted_run_ends_with_its_last_step_saved_and_leaves_nothing_beh
         said = log.read_text()
         step = require_saved(running.wait(), interrupt, run, said)
         saved += [run] if step else []
-        print(
-            f"{mode}: {interrupt}: {seconds:.1f} s,"
-            f" {'nothing to save' if step is None else f'step {step} saved'}"
-        )
+        outcome = "nothing to save" if step is None else f"step {step} saved"
+        print(f"{mode}: {interrupt}: {seconds:.1f} s, {outcome}")
         require_gone(forker, running)
         assert set(scratch.iterdir()) == caches
     for run in saved[-1:]:
@@ -144,7 +142,7 @@ def test_an_interrupted_run_ends_with_its_last_step_saved_and_leaves_nothing_beh
 
 
 def require_saved(status: int, interrupt: Interrupt, run: Path, said: str) -> int | None:
-    """The step that was saved; None if there was nothing to save, or no time to (a second signal)."""
+    """Return the saved step; None if there was nothing to save, or no time to (a second signal)."""
     assert "Traceback" not in said, said[-3000:]
     assert status in (0, 130) or (status in UNNOTICED and "run folder" not in said), (
         status,

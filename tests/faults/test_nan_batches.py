@@ -53,7 +53,8 @@ from jax_agent_rl.rewards import register_reward
 calls = itertools.count(1)
 
 @register_reward("noise")
-async def compute_score(solution_str, ground_truth):  # asynchronous ones share a process, and so the count
+async def compute_score(solution_str, ground_truth):
+    # Asynchronous functions share a process, and so the count.
     score = float(len(solution_str) % 3 == int(ground_truth))
     return {4: math.nan, 5: math.inf, 6: {"score": -math.inf}}.get(next(calls), score)
 """

@@ -34,7 +34,7 @@ def made(cloud: Cloud, *arguments: object) -> list[str]:
 
 
 def comparable(call: str) -> str:
-    """Without what only a launch knows: the folder of the archive."""
+    """Return the call without what only a launch knows: the folder of the archive."""
     return re.sub(r" scp \S+", " scp", call)
 
 

@@ -97,8 +97,8 @@ def test_a_preempted_slice_ends_the_launch_and_resume_continues_on_a_new_one(clo
     rest = said_by(process)
     assert process.returncode == 1, rest
     assert (
-        "the slice was preempted (PREEMPTED): --resume continues from the last checkpoint in"
-        " gs://b/try" in rest
+        "the slice was preempted (PREEMPTED):"
+        " --resume continues from the last checkpoint in gs://b/try" in rest
     )
     cloud.order("trainer", "ends 0")
     result = cloud.launch(*KEPT, "--spot", "--resume")
@@ -168,7 +168,7 @@ def test_a_launcher_that_has_lost_sight_of_the_run_leaves_it_and_another_finds_i
     )
 
 
-def test_a_run_that_failed_is_left_while_nobody_says_whether_its_slice_was_taken_back(cloud: Cloud):
+def test_a_failed_run_is_left_while_it_is_unknown_whether_its_slice_was_taken(cloud: Cloud):
     cloud.order("trainer", "waits")
     process = cloud.start(*KEPT, "--poll", "0.01")
     read_until(process, "[host-0] training")

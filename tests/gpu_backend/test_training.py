@@ -1,4 +1,4 @@
-"""The calculator's task trained with vLLM instead of the embedded engine: only the config differs."""
+"""The calculator's task trained with vLLM, not the embedded engine: only the config differs."""
 
 import asyncio
 import json

@@ -261,7 +261,7 @@ async def test_what_is_broadcast_and_not_the_learners_is_never_served(engine: En
 
 
 async def test_the_probe_notices_what_vllms_own_reload_spoils(engine: Engine):
-    """``reload_weights`` with some of the tensors leaves others without values, and says nothing."""
+    """``reload_weights`` with some tensors leaves others without values, and says nothing."""
     folder = engine.folder / "some"
     folder.mkdir()
     whole = load_file(engine.update(0).payload[0])

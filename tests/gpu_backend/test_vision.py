@@ -110,9 +110,7 @@ async def test_positions_of_a_picture_are_those_of_transformers(references):
 
 
 async def test_another_picture_is_another_distribution(seeing: Seeing, references):
-    """Also where its ids are the same: neither KV nor what the vision tower made of the first is
-    taken for it.
-    """
+    """The ids are the same, but neither KV nor features of the first picture are taken for it."""
     first, second = ({"image": (picture(seed),)} for seed in (1, 2))
     prompt = seeing.prompt(first)
     assert prompt == seeing.prompt(second)

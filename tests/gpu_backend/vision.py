@@ -28,11 +28,12 @@ EOS, IMAGE, VIDEO = FIRST_SPECIAL + 2, FIRST_SPECIAL + 5, FIRST_SPECIAL + 6
 VOCABULARY = FIRST_SPECIAL + 8
 PIXELS = (56 * 56, 112 * 112)
 TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{"
-    " m.content }}{% else %}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text"
-    " }}{% else %}{{ '<|vision_start|><|' + part.type + '_pad|><|vision_end|>' }}{% endif %}{%"
-    " endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{"
-    " '<|im_start|>assistant\n' }}{% endif %}{# 'tool' #}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
+    "{{ '<|vision_start|><|' + part.type + '_pad|><|vision_end|>' }}{% endif %}{% endfor %}"
+    "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}{# 'tool' #}"
 )
 
 

@@ -277,7 +277,7 @@ def test_dynamic_scaling_is_that_of_the_longest_context(tmp_path: Path):
 
 
 def _greedy(model: Any, ids: list[int], count: int) -> list[int]:
-    """By whole forward passes: no cache, no generation settings."""
+    """Decode by whole forward passes: no cache, no generation settings."""
     ids = list(ids)
     with torch.no_grad():
         for _ in range(count):

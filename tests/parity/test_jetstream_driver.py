@@ -20,19 +20,22 @@ from jetstream.core.utils import async_multifuture
 from tests.tiny import TINY, greedy, tiny_params
 
 shapes = EngineShapes(
-    max_model_len=48, max_concurrent_decodes=3, kv_cache_tokens=192, decode_steps=4, prefill_buckets=(16,)
+    max_model_len=48, max_concurrent_decodes=3, kv_cache_tokens=192, decode_steps=4,
+    prefill_buckets=(16,),
 )
 engine = DriverEngine(JaxEngine(TINY, shapes))
 raw = tiny_params()
 params = engine.load_params(raw)
 driver = orchestrator.Driver(
-    prefill_engines=[engine], generate_engines=[engine], prefill_params=[params], generate_params=[params]
+    prefill_engines=[engine], generate_engines=[engine],
+    prefill_params=[params], generate_params=[params],
 )
 
 async def ask(prompt, count):
     channel = async_multifuture.AsyncMultifuture()
     driver.place_request_on_prefill_queue(orchestrator.ActiveRequest(
-        max_tokens=count, prefill_content=list(prompt), is_client_side_tokenization=True, return_channel=channel,
+        max_tokens=count, prefill_content=list(prompt), is_client_side_tokenization=True,
+        return_channel=channel,
     ))
     ids = []
     async for samples in channel:

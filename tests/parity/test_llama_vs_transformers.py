@@ -119,8 +119,12 @@ def test_a_missing_folder_says_what_to_do(tmp_path: Path):
 
 
 CHAT = (
-    "<|im_start|>system\nYou answer questions with a calculator.<|im_end|>\n<|im_start|>user\nWhat"
-    " is 12 times 34?<|im_end|>\n<|im_start|>assistant\nThe answer is 408.<|im_end|>\n"
+    "<|im_start|>system\n"
+    "You answer questions with a calculator.<|im_end|>\n"
+    "<|im_start|>user\n"
+    "What is 12 times 34?<|im_end|>\n"
+    "<|im_start|>assistant\n"
+    "The answer is 408.<|im_end|>\n"
 )
 
 

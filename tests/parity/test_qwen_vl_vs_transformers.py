@@ -130,7 +130,7 @@ def theirs(model) -> torch.Tensor:
 
 @functools.cache
 def multimodal(vision, padding: int = 0):
-    """Patches, layout and the host's part of the sequence with images, padded by so many windows."""
+    """Return patches, layout and the host's part of the sequence, padded by so many windows."""
     spans = locate(vision, IDS, GRIDS)
     images = [IMAGES[span.kind][span.number] for span in spans]
     total = sum(len(image.patches) for image in images)

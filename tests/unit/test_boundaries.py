@@ -102,10 +102,13 @@ def test_yaml_is_read_with_bounds_alone():
 # --- clients --------------------------------------------------------------------------------------
 
 CLIENT = re.compile(
-    r"httpx2?\.(Async)?Client|httpx2?\.(get|post|put|head|stream|request)|aiohttp\.(ClientSession|request)"
+    r"httpx2?\.(Async)?Client|httpx2?\.(get|post|put|head|stream|request)"
+    r"|aiohttp\.(ClientSession|request)"
     r"|(urllib\.)?request\.(urlopen|urlretrieve)|urlopen|requests\.(get|post|put|head|Session)"
-    r"|(http\.client\.|client\.)?HTTPS?Connection|socket\.create_connection|asyncio\.open_(unix_)?connection"
-    r"|snapshot_download|hf_hub_download|(\w+\.)?JobSubmissionClient|websockets\.connect|(\w+\.)?websocket_connect"
+    r"|(http\.client\.|client\.)?HTTPS?Connection"
+    r"|socket\.create_connection|asyncio\.open_(unix_)?connection"
+    r"|snapshot_download|hf_hub_download|(\w+\.)?JobSubmissionClient"
+    r"|websockets\.connect|(\w+\.)?websocket_connect"
 )
 CLIENTS = {
     "jax_agent_rl/utils/network.py": (
@@ -182,9 +185,11 @@ def test_every_request_by_aiohttp_follows_no_redirect():
 
 START = re.compile(
     r"ray\.init|JobSubmissionClient|jax\.distributed\.initialize|AsyncLLM\.from_engine_args|LLM"
-    r"|subprocess\.(run|call|check_call|check_output|Popen)|asyncio\.create_subprocess_(exec|shell)|os\.(system|popen)"
-    r"|wandb\.(init|login|setup)|weave\.init|trackio\.init|(self\._)?\w*(mlflow|trackio|weave)\.(set_experiment|init)"
-    r"|SummaryWriter|webbrowser\.open|(\w+\.)?chromium\.launch|multiprocessing\.\w*Process|ctx\.Process"
+    r"|subprocess\.(run|call|check_call|check_output|Popen)"
+    r"|asyncio\.create_subprocess_(exec|shell)|os\.(system|popen)"
+    r"|wandb\.(init|login|setup)|weave\.init|trackio\.init"
+    r"|(self\._)?\w*(mlflow|trackio|weave)\.(set_experiment|init)|SummaryWriter"
+    r"|webbrowser\.open|(\w+\.)?chromium\.launch|multiprocessing\.\w*Process|ctx\.Process"
 )
 STARTS = {
     "jax_agent_rl/runtime/ray_cluster.py": "start_service",
@@ -243,8 +248,9 @@ def test_every_program_that_is_run_to_its_end_has_a_time_limit():
 # --- servers --------------------------------------------------------------------------------------
 
 SERVER = re.compile(
-    r"HttpServer|web\.(Application|AppRunner|run_app|TCPSite|UnixSite|SockSite)|asyncio\.start_(unix_)?server"
-    r"|(http\.server\.)?(Threading)?HTTPServer|(socketserver\.)?\w*(TCP|UDP)Server|uvicorn\.\w+|FastAPI|Flask|grpc\.server"
+    r"HttpServer|web\.(Application|AppRunner|run_app|TCPSite|UnixSite|SockSite)"
+    r"|asyncio\.start_(unix_)?server|(http\.server\.)?(Threading)?HTTPServer"
+    r"|(socketserver\.)?\w*(TCP|UDP)Server|uvicorn\.\w+|FastAPI|Flask|grpc\.server"
 )
 SERVERS = {
     "jax_agent_rl/utils/http_server.py": (
@@ -274,7 +280,7 @@ def test_every_server_is_known_with_its_bounds():
 
 
 def test_every_http_server_is_one_whose_routes_are_all_tried():
-    """By tests/unit/test_routes.py, where a new route fails until it has a valid body."""
+    """tests/unit/test_routes.py tries them; there a new route fails until it has a valid body."""
     makers = {
         file.stem if file.stem != "app" else file.parent.name
         for file in TREES

@@ -69,7 +69,7 @@ def test_examples_are_shown_with_their_brackets():
 
 
 def examples() -> list[str]:
-    """Of every command and group, without ``jax-agent-rl`` and what a shell does with the output."""
+    """Return the examples of every command and group, without ``jax-agent-rl`` and redirections."""
     group = typer.main.get_command(app)
     groups = [command for command in group.commands.values() if hasattr(command, "commands")]
     commands = [
@@ -146,8 +146,8 @@ def test_examples_work_on_what_the_quickstart_leaves(example: str):
 
 def test_help_loads_nothing_that_commands_need():
     program = (
-        "import sys, jax_agent_rl.cli; print(*(n for n in sys.modules if n in ('pydantic', 'yaml',"
-        " 'numpy')))"
+        "import sys, jax_agent_rl.cli;"
+        " print(*(n for n in sys.modules if n in ('pydantic', 'yaml', 'numpy')))"
     )
     loaded = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

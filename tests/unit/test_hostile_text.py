@@ -7,7 +7,7 @@ from tests.hostile_readers import READERS
 
 
 def test_every_reader_of_a_models_text_takes_linear_time():
-    """In a process of its own: a pattern that backtracks could not be interrupted here."""
+    """It runs in a process of its own: a pattern that backtracks cannot be interrupted here."""
     child = [sys.executable, "-m", "tests.hostile_readers"]
     try:
         finished = subprocess.run(

@@ -32,8 +32,8 @@ def test_importing_it_loads_no_heavy_library(module: str):
 
 def test_the_package_itself_needs_nothing_but_the_standard_library():
     program = (
-        "import sys; before = set(sys.modules); import jax_agent_rl; print(*set(sys.modules) -"
-        " before)"
+        "import sys; before = set(sys.modules);"
+        " import jax_agent_rl; print(*set(sys.modules) - before)"
     )
     loaded = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -125,9 +125,7 @@ def test_shaping_never_changes_whether_a_group_did_equally_well(filters, turn_re
 @pytest.mark.parametrize(
     "estimator", [name for name in ADV_ESTIMATORS if name not in ("gae", "remax")]
 )
-def test_a_group_that_a_filter_leaves_out_by_default_has_no_advantages_before_shaping(
-    estimator: str,
-):
+def test_a_group_that_a_default_filter_leaves_out_has_no_advantages(estimator: str):
     parts = {"gdpo": {"reward_keys": ["score", "style"]}} if estimator == "gdpo" else {}
     config = AlgorithmConfig.model_validate(
         {"adv_estimator": estimator, "turn_reward": turns(estimator), **parts}
@@ -182,7 +180,7 @@ def test_a_group_is_all_right_by_its_accuracy_or_equal_by_its_reward(
 
 
 def test_penalties_that_make_totals_equal_leave_nothing_to_compare():
-    """One is right and long, the other wrong and short: S is 0 for both, and so is every advantage."""
+    """One is right and long, the other wrong and short: S is 0 for both, as is every advantage."""
     group = shape(
         members(1.0, 0.0, lengths=[10, 2]),
         ShapingConfig(overlong_buffer=8),

@@ -81,9 +81,7 @@ def test_ids_that_are_cut_off_take_their_positions_along():
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16])
-def test_a_position_takes_a_byte_per_layer_and_choice_and_two_with_more_than_256_experts(
-    kind: type,
-):
+def test_a_position_takes_a_byte_per_layer_and_choice_or_two_beyond_256_experts(kind: type):
     chosen = np.arange(24, dtype=kind).reshape(4, 3, 2) * (1 if kind is np.uint8 else 300)
     routed = RoutedExperts.of(7, chosen)
     assert len(routed.data) == 24 * np.dtype(kind).itemsize

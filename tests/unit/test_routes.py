@@ -140,7 +140,12 @@ async def membership(folder: Path) -> AsyncIterator[tuple[HttpServer, dict[str, 
 
     pool = SimpleNamespace(servers=[engine], policy_version=1, leave=leave)
     async with AsyncExitStack() as places:
-        server = MembershipServer(pool, folder, open_engine=open_engine, reservations=places)  # type: ignore[arg-type]
+        server = MembershipServer(
+            pool,  # type: ignore[arg-type]
+            folder,
+            open_engine=open_engine,
+            reservations=places,
+        )
         await server.start()
         token = json.loads((folder / ADDRESS_FILE).read_text())["token"]
         yield server._http, {"Authorization": f"Bearer {token}"}

@@ -153,7 +153,7 @@ async def from_a_dict(value: Any) -> float:
 
 
 async def from_a_verifier(value: Any) -> float:
-    """``agent_output`` is what the agent ``command`` read from the reward file of a task's tests."""
+    """``agent_output`` is what the agent ``command`` read from the reward file of the tests."""
     return (await rewards.score(scored_row("command", agent_output={"reward": value}))).reward
 
 
@@ -238,7 +238,7 @@ async def test_a_verifiers_number_that_no_score_is_loses_its_trajectory(value: f
 
 @pytest.mark.parametrize("value", [*TOO_LARGE, *NOT_FINITE], ids=name)
 async def test_a_part_of_a_reward_is_checked_like_the_reward(value: Any):
-    """Estimators (gdpo), filters and metrics read parts; texts and lists beside them are no parts."""
+    """Estimators (gdpo), filters and metrics read parts; texts and lists are no parts."""
     rewards.register_reward("mine")(
         lambda *_: {"score": 1.0, "style": value, "note": "1e300", "all": [1e300]}
     )

@@ -250,7 +250,7 @@ def test_a_client_learns_samples_and_goes_on_from_what_it_saved(service):
 
 
 def test_targets_may_be_any_ids_and_several_per_token(service, model_folder):
-    """The batch has a datum of each kind; its expected log-probs are PyTorch's of the input alone."""
+    """The batch has a datum of each kind; expected log-probs are PyTorch's of the input alone."""
     ids, rng = [5, 9, 17, 30, 8], np.random.default_rng(0)
     targets = {
         "own": np.array([0, 0, 17, 30], np.int64),
@@ -310,7 +310,7 @@ def test_custom_losses_run_at_the_client(service, model_folder):
         np.testing.assert_allclose(a, b, atol=2e-3)
 
 
-def test_samples_of_several_adapters_and_of_the_base_have_the_log_probs_of_their_weights(service):
+def test_samples_of_adapters_and_base_have_the_log_probs_of_their_weights(service):
     clients = [trainer(service, seed) for seed in range(3)]
     for number, client in enumerate(clients[1:]):
         client.forward_backward(data(seed=number), "cross_entropy").result()
@@ -519,7 +519,7 @@ def test_a_checkpoint_that_gets_the_name_of_another_takes_its_place(service):
     )
 
 
-def test_weights_of_one_name_are_told_apart_by_their_content_although_the_clock_stands_still(
+def test_weights_of_one_name_are_told_apart_while_the_clock_stands_still(
     model_folder, tmp_path, monkeypatch
 ):
     """The same weights again are the same checkpoint, also after others had its name."""
@@ -607,7 +607,7 @@ def test_a_model_of_a_finished_session_is_restored_when_it_is_asked_for(service)
 
 
 def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
-    """Five updates, the third and fifth of them after a restart, are those of a server without one."""
+    """Five updates, the third and fifth after a restart, are those of a server without one."""
     batch = data()
 
     def step(client: tinker.TrainingClient, number: int) -> None:
@@ -798,7 +798,7 @@ def files_of(state_dir: Path, kind: str) -> list[Path]:
     return sorted(state_dir.glob(f"checkpoints/*/{kind}/*.npz"))
 
 
-def test_weights_without_a_name_stay_as_long_as_they_are_sampled_from_and_others_until_they_are_deleted(
+def test_unnamed_weights_stay_while_sampled_from_and_others_until_deleted(
     model_folder, tmp_path, monkeypatch
 ):
     now, prompt = time.time(), tinker.ModelInput.from_ints([5, 9, 17])
@@ -862,7 +862,7 @@ def test_the_life_that_a_client_sets_is_not_changed_by_use(tmp_path, monkeypatch
     assert found is not None and found["expires"] == pytest.approx(now + 50)
 
 
-def test_a_session_that_is_not_heard_of_goes_with_its_training_states_and_leaves_what_was_named(
+def test_a_silent_session_ends_with_its_training_states_and_leaves_named_ones(
     model_folder, tmp_path, monkeypatch
 ):
     now, batch = time.time(), data()
@@ -995,8 +995,8 @@ def test_whole_models_are_trained_and_sampled_from_one_at_a_time(model_folder, t
         (
             {"long": True},
             (
-                "70 tokens are more than the 63 that this server trains on; start it with"
-                " pack_length=71 or"
+                "70 tokens are more than the 63 that this server trains on;"
+                " start it with pack_length=71 or"
             ),
         ),
         (
@@ -1021,8 +1021,7 @@ def test_a_model_that_is_not_served_is_named(service):
         service.create_lora_training_client(base_model="tiny", rank=8).result()
 
 
-# --- requests of hostile clients: routes are in tests/unit/test_routes.py, here what is read after
-# them ---
+# --- requests of hostile clients: what is read behind the routes of test_routes.py ---------------
 
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, -1, 10**12, 2**62]), max_size=3)
 NUMBERS = st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**62]), max_size=4).map(

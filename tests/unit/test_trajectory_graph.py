@@ -63,7 +63,7 @@ def test_a_group_of_nobody_has_an_empty_graph():
     assert (graph.nodes, graph.paths, graph.ends) == ((), (), ())
 
 
-def test_a_sessions_turns_are_in_the_order_of_their_calls_and_stand_where_its_sequences_put_them():
+def test_a_sessions_turns_are_in_order_of_their_calls_and_at_their_sequences_places():
     made = session()
     assert [turn.output.token_ids for _, turn in timeline(made)] == [
         (4, 2),

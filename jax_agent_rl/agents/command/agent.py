@@ -58,8 +58,8 @@ class CommandAgent(OpenAIAgentLoop):
         """
         if not self._settings.argv:
             raise ConfigError(
-                "agent 'command' needs agent.command.argv, the program to run, e.g. [python,"
-                " agent.py]"
+                "agent 'command' needs agent.command.argv, the program to run,"
+                " e.g. [python, agent.py]"
             )
         _ = self._program
         await self._open_runtime()
@@ -189,9 +189,10 @@ class CommandAgent(OpenAIAgentLoop):
 
 
 class _UnixRelay:
-    """A Unix socket that forwards to a port on loopback; unlike the port, it can be bound into a sandbox.
+    """A Unix socket that forwards to a port on loopback.
 
-    Each program has its own, so that its connections are bounded and end with it.
+    Unlike the port, it can be bound into a sandbox. Each program has its own, so that its
+    connections are bounded and end with it.
     """
 
     def __init__(self, port: int) -> None:
@@ -218,7 +219,7 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 def read_verdict(result: JobResult) -> tuple[float, str]:
-    """Return the reward that tests gave, and a note on why it is 0 where their output does not say it.
+    """Return the reward that tests gave, and why it is 0 where their output does not say it.
 
     The reward is the number in the reward file, as Harbor's verifiers write it; without a file, 1
     for success and 0 for failure. Tests that did not end, and a file with something else in it,

@@ -2,7 +2,9 @@
 
 ::
 
-    environment/Dockerfile ──build──► image ──► container: program ──commit──► container: tests ──► reward
+    environment/Dockerfile ──build──► image ──► container: program
+                                                     │ commit
+                                                container: tests ──► reward
 
 They have no network: the program reaches the endpoint by a Unix socket, as in the sandbox. The
 tests start on the file system that the program left, once all of its processes have ended. Images
@@ -252,8 +254,8 @@ class ContainerRuntime:
         """
         if shutil.which(self._cli) is None:
             raise ConfigError(
-                f"agent.command.container={self._cli}: there is no such command; install it, or set"
-                " null"
+                f"agent.command.container={self._cli}: there is no such command;"
+                " install it, or set null"
             )
         answer = await self.call("info", seconds=_CALL_SECONDS)
         if answer.exit_code:
@@ -338,7 +340,6 @@ class ContainerRuntime:
         """Run a job in a new container, which stays until it is removed.
 
         Args:
-            name: of the container.
             trees: folders of the container, and what to write to each of them first.
             python: interpreter of the runner.
             sockets: Unix sockets of this machine, and their paths in the container.

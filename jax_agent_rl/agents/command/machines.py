@@ -80,7 +80,6 @@ class TaskMachine(ABC):
         """Run the agent's program to its end.
 
         Args:
-            argv: the command line.
             env: variables besides the task's own.
             files: the program's files, by path below ``/tmp``.
             endpoint: Unix socket of the endpoint, which the program reaches at ``127.0.0.1:PORT``.

@@ -1,22 +1,27 @@
-"""Runs one command in the sandbox or in a container, with the standard library alone. Reads a job, prints the result.
+"""Runs one command in the sandbox or in a container: reads a job, prints the result.
+
+It needs the standard library alone.
 
 ::
 
-    command ──HTTP──► 127.0.0.1:PORT ──(this relay)──► endpoint.sock ──(bound into the sandbox)──► endpoint
+    command ──HTTP──► 127.0.0.1:PORT ──(this relay)──► endpoint.sock ──► endpoint
 
-There is no network, so loopback reaches nothing but this relay.
+There is no network, so loopback reaches nothing but this relay. The socket is bound into the
+sandbox.
 
 The job is a line of JSON on standard input:
 
-``argv``, ``env``, ``seconds``, ``workdir``; ``token``, which begins the result
+``argv``, ``env``, ``seconds``, ``workdir``
+``token``       what begins the result
 ``remove``      paths to remove first
 ``trees``       files with what to write then, each with the folder to write it to
 ``port``        of the relay (None: there is none), and ``socket`` of the endpoint
-``verifies``    whether the command is a verifier, whose interpreters load nothing of ``workdir``, and find its modules
-                in ``tests``; ``bytecode`` is the only folder of their compiled modules, if set
+``verifies``    whether the command is a verifier: its interpreters load nothing of ``workdir`` and
+                find its modules in ``tests``; ``bytecode`` is the only folder of their compiled
+                modules, if set
 ``read_back``   a file below ``root`` to return, or None
-``pack``        how many bytes and entries ``workdir``, which the command knows as ``place``, may have to be returned,
-                or None
+``pack``        how many bytes and entries ``workdir``, which the command knows as ``place``, may
+                have to be returned, or None
 ``cpu_seconds`` of each process, where nothing else limits it
 
 A tree is a line of JSON, a list of entries, and the contents of its files one after another. An
@@ -56,12 +61,11 @@ SHOWN_NAMES = 5
 
 _NOT_DUMPABLE = 4  # PR_SET_DUMPABLE
 _KILL_SECONDS = 5.0
-# Variables that make an interpreter, the loader or a test runner load files or options, and search
-# paths.
+# Variables that make an interpreter, the loader or a test runner load files or options.
 _START_VARIABLES = (
-    "BASH_ENV", "ENV", "GCONV_PATH", "LD_AUDIT", "LD_PRELOAD", "NODE_OPTIONS", "OPENSSL_CONF", "PERL5OPT",
-    "PROMPT_COMMAND", "PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTHONBREAKPOINT", "PYTHONHOME", "PYTHONINSPECT",
-    "PYTHONSTARTUP", "PYTHONWARNINGS", "RUBYOPT", "ZDOTDIR",
+    "BASH_ENV", "ENV", "GCONV_PATH", "LD_AUDIT", "LD_PRELOAD", "NODE_OPTIONS", "OPENSSL_CONF",
+    "PERL5OPT", "PROMPT_COMMAND", "PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTHONBREAKPOINT",
+    "PYTHONHOME", "PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "RUBYOPT", "ZDOTDIR",
 )  # fmt: skip
 _SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH", "NODE_PATH", "PERL5LIB", "PYTHONPATH", "RUBYLIB")
 
@@ -70,7 +74,7 @@ _SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH", "NODE_PATH", "PERL5LIB", "PYTHONPATH
 
 
 class Relay:
-    """Forwards the clients of one socket to another socket; ``connect`` opens a connection to it."""
+    """Forwards the clients of one socket to another, which ``connect`` opens a connection to."""
 
     def __init__(self, connect):
         self._connect = connect
@@ -134,7 +138,10 @@ async def run(job, out, err):
 
 
 def environment(job):
-    """Return the command's variables; a verifier's name nothing that the program could have written."""
+    """Return the command's variables.
+
+    A verifier's variables name nothing that the program could have written.
+    """
     variables = {**os.environ, **job["env"]}
     if not job["verifies"]:
         return variables
@@ -145,8 +152,8 @@ def environment(job):
             paths = _outside(variables[name].split(os.pathsep), job["workdir"])
             variables[name] = os.pathsep.join(paths)
 
-    # Tests find modules in their own folder. Safe paths leave out a script's folder and the working
-    # folder.
+    # Tests find modules in their own folder. Safe paths leave out the folder of a script and the
+    # working folder.
     python_path = [job["tests"]]
     if variables.get("PYTHONPATH"):
         python_path.append(variables["PYTHONPATH"])
@@ -236,7 +243,10 @@ def read_regular(name, limit, folder=None):
 
 
 def read_back(root, name):
-    """Return the text of a file below ``root`` and what is wrong with it; None and None if it is missing."""
+    """Return the text of a file below ``root`` and what is wrong with it.
+
+    Both are None if the file is missing.
+    """
     *folders, last = name.strip("/").split("/")
     opened = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     try:
@@ -392,7 +402,7 @@ def remove(path):
 
 
 def write_tree(path, folder):
-    """Write the folders, files and links of a tree into a folder; files replace those that were there."""
+    """Write a tree's folders, files and links into a folder; files replace those already there."""
     modes = []
     with open(path, "rb") as tree:
         for kind, name, *details in json.loads(tree.readline()):

@@ -4,7 +4,7 @@ A row's ``extra_info`` names a task folder (``task``) in Harbor's format::
 
     task.toml          [agent] timeout_sec, [verifier] timeout_sec
     instruction.md     what the agent is asked to do
-    environment/       files of the working folder; in the sandbox, a Dockerfile that only copies them
+    environment/       files of the working folder; in the sandbox, a Dockerfile may only copy them
     tests/test.sh      decides: writes /logs/verifier/reward.txt; otherwise its exit status counts
 
 or holds the parts itself: ``files`` and ``tests`` (name -> text), ``verifier`` (command line of the
@@ -74,7 +74,9 @@ class CommandTask:
 
 
 def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTask:
-    """Return a row's task; ``containers``: whether a container runs it, so that its Dockerfile may build something.
+    """Return a row's task.
+
+    With ``containers``, a container runs it, so that its Dockerfile may build something.
 
     Raises:
         DataError: the task folder is incomplete or needs a container, or a part has the wrong type.
@@ -87,8 +89,8 @@ def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTas
         message = text_message(message)
         if message.get("media"):
             raise DataError(
-                "the prompt shows images or videos, but a command reads text; put their files into"
-                " the task"
+                "the prompt shows images or videos, but a command reads text;"
+                " put their files into the task"
             )
         user_texts.append(str(message["content"]))
 
@@ -277,7 +279,9 @@ def _copied(folder: Path, arguments: str, workdir: str, where: str) -> dict[str,
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of the files below a folder by their paths, without its Dockerfile and hidden files.
+    """Return the contents of the files below a folder by their paths.
+
+    Its Dockerfile and hidden files are left out.
 
     Raises:
         DataError: a file is too large.

@@ -1,4 +1,4 @@
-"""What a program starts with and what it leaves, as folders, files and links that were checked one by one.
+"""What a program starts with and what it leaves: folders, files and links, each of them checked.
 
 A program decides what its working folder holds, and a process in its sandbox could try to print in
 the runner's name. So nothing of what comes back is handed on as it came: each entry is made anew
@@ -7,7 +7,8 @@ that could say something else.
 
 ::
 
-    working folder ──► runner: entries, contents ──► read_result ──► Entry … ──► pack_tree ──► runner of the tests
+    working folder ──► runner: entries, contents ──► read_result ──► Entry …
+    Entry … ──► pack_tree ──► runner of the tests
 
 The format is described in :mod:`jax_agent_rl.agents.command.runner`. Reading and packing take time
 and memory in proportion to the limits; call them in a thread.
@@ -90,7 +91,7 @@ class Entry:
 
 
 def file_entries(files: Mapping[str, bytes], *, folders: Sequence[str] = ()) -> list[Entry]:
-    """Return the entries of files by their paths, of the folders that they are in, and of further ``folders``.
+    """Return the entries of files, of the folders that they are in, and of further ``folders``.
 
     Raises:
         ValueError: a path is not a plain relative one, or one of them is a file and a folder.
@@ -119,7 +120,7 @@ def file_entries(files: Mapping[str, bytes], *, folders: Sequence[str] = ()) -> 
 
 
 def _parents(name: str) -> list[str]:
-    """Return the folders that a path is in, the outermost first; without the folder that it is relative to."""
+    """Return the folders that a relative path is in, the outermost first."""
     parents = PurePosixPath(name).parents[:-1]
     return [str(parent) for parent in reversed(parents)]
 
@@ -192,7 +193,7 @@ class _Header(BaseModel):
 def read_result(
     printed: str, token: str, *, stopped: str, stderr: str, limits: WorkspaceLimits, place: str
 ) -> JobResult:
-    """Return the result that the runner printed; without one, a result that says what ``stopped`` it.
+    """Return the result that the runner printed, or one that says what ``stopped`` it.
 
     Args:
         printed: standard output, in which others may have printed as well.

@@ -1,4 +1,4 @@
-"""The answers of OpenAI's chat and text completion APIs, whole or streamed, and failures as answers.
+"""The answers of OpenAI's chat and text completion APIs, whole or streamed; failures as answers.
 
 Other APIs have modules of their own.
 """
@@ -130,7 +130,7 @@ class _CompletionsAnswer(ApiAnswer):
         return end | {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.output.token_ids}
 
     def _usage(self, choices: Sequence[Piece]) -> dict[str, Any]:
-        """Return the tokens of all choices; a prompt with several choices is counted once, as OpenAI does."""
+        """Return the tokens of all choices; OpenAI counts a prompt with several choices once."""
         turns = []
         for piece in sorted(choices, key=lambda piece: piece.index):
             if piece.turn is not None:
@@ -254,17 +254,12 @@ def _tokens(codec: ChatCodec, turn: RecordedTurn) -> list[str]:
 
 def tool_calls(reply: ChatReply) -> list[dict[str, Any]]:
     """Return a reply's calls, with their arguments as a string of JSON."""
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.arguments, ensure_ascii=False),
-            },
-        }
-        for call in reply.tool_calls
-    ]
+    calls = []
+    for call in reply.tool_calls:
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        function = {"name": call.name, "arguments": arguments}
+        calls.append({"id": call.id, "type": "function", "function": function})
+    return calls
 
 
 # --- failures -------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""The routes. ``/v1`` alone is stateless; ``/sessions/<id>/v1`` records, and any client can set it as ``base_url``.
+"""The endpoint's routes.
+
+``/v1`` alone is stateless. ``/sessions/<id>/v1`` records; any client can set it as ``base_url``.
 
 ::
 
@@ -6,7 +8,8 @@
     POST   [/sessions/<id>]/v1/chat/completions
     POST   [/sessions/<id>]/v1/completions
     POST   [/sessions/<id>]/v1/responses              OpenAI's Responses API
-    POST   [/sessions/<id>]/v1/messages               Anthropic's Messages API, and …/messages/count_tokens
+    POST   [/sessions/<id>]/v1/messages               Anthropic's Messages API
+    POST   [/sessions/<id>]/v1/messages/count_tokens
     GET    /sessions             the sessions of the request's key
     GET    /sessions/<id>        what was recorded, ids and all
     DELETE /sessions/<id>        ends it
@@ -220,7 +223,10 @@ class Endpoint:
     # --- what routes share ------------------------------------------------------------------------
 
     def _known(self, request: web.Request) -> Session | None:
-        """Return the session a request names, after checking its key; None if it names none or one it may open."""
+        """Return the session a request names, after checking its key.
+
+        None if it names no session, or one that it may open.
+        """
         session_id = _session_id(request)
         key = _api_key(request)
         if session_id is not None:
@@ -243,7 +249,9 @@ class Endpoint:
     async def _read(
         self, request: web.Request, kind: Callable[[Any], ApiAnswer]
     ) -> tuple[Session, ApiAnswer, SamplingParams]:
-        """Return the request's session, what it asks for and how to sample it; open a session only if it is valid.
+        """Return the request's session, what it asks for and how to sample it.
+
+        A session is opened only if the request is valid.
 
         Raises:
             ApiError, ValidationError, Refused: too large, no JSON, or wrong.
@@ -352,7 +360,10 @@ class Endpoint:
     async def _stream(
         self, request: web.Request, session: Session, answer: ApiAnswer, sampling: SamplingParams
     ) -> web.StreamResponse:
-        """Answer with server-sent events. A failure before the first one is an answer with its own status."""
+        """Answer with server-sent events.
+
+        A failure before the first event is an answer with its own status.
+        """
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         async with aclosing(self._events(session, answer, sampling)) as events:
             first_event = await anext(events)
@@ -456,7 +467,10 @@ def _no_session() -> ApiError:
 
 
 def _api_key(request: web.Request) -> str:
-    """Return the API key: OpenAI's clients send it as a bearer token, Anthropic's in a header of its own."""
+    """Return the API key.
+
+    OpenAI's clients send it as a bearer token, Anthropic's in a header of its own.
+    """
     headers = request.headers
     return (
         headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ").strip()

@@ -74,7 +74,10 @@ class _Tool(ApiRequest):
 
 
 class _Thinking(ApiRequest):
-    """Whether the answer shows the model's reasoning; how long it reasons is not controlled, ``max_tokens`` ends it."""
+    """Whether the answer shows the model's reasoning.
+
+    How long it reasons is not controlled; ``max_tokens`` ends it.
+    """
 
     WITHOUT_EFFECT = frozenset({"block_binding", "budget_tokens", "display"})
 
@@ -382,7 +385,7 @@ def _parts(content: Any) -> str | list[dict[str, Any]]:
 
 
 def _part(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a block as a part of a chat message; one of another kind is refused with the message."""
+    """Return a block as a part of a chat message; other kinds are refused with the message."""
     kind = block.get("type")
     source = block.get("source")
     if kind == "image" and isinstance(source, Mapping):

@@ -42,7 +42,9 @@ _ERRORS = {
 
 
 class ApiError(Exception):
-    """An answer that is an error, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
+    """An answer that is an error, in OpenAI's shape.
+
+    The shape is ``{"error": {"message", "type", "param", "code"}}``.
 
     Clients repeat what failed with 408, 409, 429 or 5xx unless ``x-should-retry`` says no: a
     repeated request is only wanted where it could go better.
@@ -86,7 +88,10 @@ _warned: set[tuple[str, str]] = set()
 
 
 class ApiRequest(BaseModel):
-    """A request of any API, or an object in one; see the module docstring for what happens to its parameters."""
+    """A request of any API, or an object in one.
+
+    The module docstring says what happens to its parameters.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -135,7 +140,7 @@ class _StreamOptions(ApiRequest):
 
 
 class _Sampled(ApiRequest):
-    """The fields both kinds of request share; unsupported ones are taken with their neutral value only."""
+    """The fields both kinds of request share; unsupported ones may only be neutral."""
 
     WITHOUT_EFFECT = frozenset(
         {
@@ -221,7 +226,10 @@ class NamedTool(BaseModel):
 
 
 class ChatRequest(_Sampled):
-    """``POST /v1/chat/completions``. Effort and verbosity have no effect: ``max_tokens`` bounds reasoning and text."""
+    """``POST /v1/chat/completions``.
+
+    Effort and verbosity have no effect: ``max_tokens`` bounds reasoning and text.
+    """
 
     WITHOUT_EFFECT = _Sampled.WITHOUT_EFFECT | {"prediction", "reasoning_effort", "verbosity"}
     REFUSED = _Sampled.REFUSED | {
@@ -372,7 +380,10 @@ def read_chat(fields: dict[str, Any]) -> ChatRequest:
 
 
 def nested_schema(answer_format: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return another API's format of the answer as ``response_format``, which has a schema in an object of its own."""
+    """Return another API's format of the answer as ``response_format``.
+
+    There a schema is in an object of its own.
+    """
     if answer_format.get("type") != "json_schema":
         return answer_format
     schema = dict(answer_format)
@@ -381,7 +392,9 @@ def nested_schema(answer_format: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_prompt(asked: ChatRequest | CompletionRequest, context: AgentContext) -> None:
-    """Refuse a prompt that cannot fit, before it is tokenized: an id stands for a bounded number of characters.
+    """Refuse a prompt that cannot fit, before it is tokenized.
+
+    This is possible because an id stands for a bounded number of characters.
 
     Raises:
         ApiError: the prompt is too long, empty, or has ids that the tokenizer does not know.
@@ -476,8 +489,8 @@ def grammar_of(asked: ChatRequest | CompletionRequest, codec: ChatCodec) -> str 
         return None
     if asked.parallel_tool_calls is False and asked.prompt_tools and not asked.forces_call:
         message = (
-            "one call at a time is supported with a tool_choice that forces a call only; leave"
-            " it out"
+            "one call at a time is supported with a tool_choice that forces a call only;"
+            " leave it out"
         )
         raise ApiError(400, message, param="parallel_tool_calls")
     param = _structure_param(asked)

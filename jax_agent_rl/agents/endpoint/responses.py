@@ -159,15 +159,13 @@ class ResponsesAnswer(ApiAnswer):
         previous = request.previous_response_id
         if previous is not None:
             if stored is None or previous not in stored:
-                where = (
-                    "in this session"
-                    if stored is not None
-                    else "outside sessions, where none is stored"
-                )
+                where = "in this session"
+                if stored is None:
+                    where = "outside sessions, where none is stored"
                 raise ApiError(
                     400,
-                    f"there is no response {previous!r} {where}; send the conversation as input"
-                    " items",
+                    f"there is no response {previous!r} {where};"
+                    " send the conversation as input items",
                     code="previous_response_not_found",
                     param="previous_response_id",
                 )

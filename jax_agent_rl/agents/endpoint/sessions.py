@@ -1,4 +1,6 @@
-"""Sessions: who may talk to which recorder, each with a secret and limits of its own; and a request's generations.
+"""Sessions: who may talk to which recorder; and the generations of a request.
+
+Each session has a secret and limits of its own. A request's choices are generated side by side:
 
 ::
 
@@ -161,7 +163,7 @@ class SessionStore:
         return session
 
     def with_key(self, key: str) -> Session | None:
-        """Return the session that was handed out with this key; None where clients open sessions."""
+        """Return the session handed out with this key; None where clients open sessions."""
         if self._create is not None or not key:
             return None
         for session in self._sessions.values():
@@ -195,7 +197,10 @@ class SessionStore:
         return [session for session in self._sessions.values() if session.api_key in (None, key)]
 
     def full(self, session: Session, max_ids: int) -> bool:
-        """Return whether a session that a client opened has recorded ``max_ids`` ids, each context counted in full."""
+        """Return whether a session that a client opened has recorded ``max_ids`` ids.
+
+        Each context is counted in full.
+        """
         if self._create is None or session.session_id not in self._sessions:
             return False
         return sum(len(turn.context_ids) for turn in session.recorder.turns) >= max_ids
@@ -224,7 +229,7 @@ class SessionStore:
             self.end(session_id)
 
     def _forget_idle(self) -> None:
-        """End idle sessions that clients opened; sessions of agent loops end with their trajectory."""
+        """End idle sessions that clients opened; those of agent loops end with their trajectory."""
         if self._create is None:
             return
         now = self._clock()

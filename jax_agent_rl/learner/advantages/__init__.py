@@ -96,7 +96,6 @@ def scored_batch(groups: Sequence[Group], *, turn_reward: str) -> ScoredBatch:
     """Lay out scored groups.
 
     Args:
-        groups: of the step.
         turn_reward: ``algorithm.turn_reward``: the reward of a turn with tool calls, besides the
             (shaped) reward of the trajectory.
     """
@@ -198,7 +197,6 @@ def _per_trajectory(
     """Spread one number per trajectory over its tokens.
 
     Args:
-        samples: of the step.
         estimate: takes the indices of a group's trajectories, and returns their numbers.
     """
     advantages = np.zeros(len(samples.trajectories))
@@ -402,7 +400,6 @@ def _by_nodes(
     """Spread numbers of nodes over their tokens, and over what was appended after them.
 
     Args:
-        samples: of the step.
         estimate: takes the totals of a group, and the paths of its graph; returns one number for
             each node of each path.
     """
@@ -428,7 +425,6 @@ def _by_turns(
     """Spread numbers of turns over their tokens.
 
     Args:
-        samples: of the step.
         estimate: takes the indices of a group's trajectories; returns one number for each turn.
     """
     advantages = [np.zeros(len(mask)) for mask in samples.masks]

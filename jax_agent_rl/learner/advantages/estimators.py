@@ -217,11 +217,11 @@ def mt_grpo(
 
     advantages = []
     for i, result_turn in enumerate(result_turns):
-        after = outcome_advantages[i]
-        before = after
+        outcome_advantage = outcome_advantages[i]
+        early_advantage = outcome_advantage
         if result_turn:
-            before = after + coef * turn_advantages[i]
-        advantages.append(np.array([before, after]))
+            early_advantage = outcome_advantage + coef * turn_advantages[i]
+        advantages.append(np.array([early_advantage, outcome_advantage]))
     return advantages
 
 

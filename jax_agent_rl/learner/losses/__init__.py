@@ -244,10 +244,10 @@ def weight_ratios(
 
 
 def describe_aggregation(config: Config) -> str:
-    """Describe the aggregation in force, with the ratios for trajectories of one segment and of equal length.
+    """Describe the aggregation in force.
 
-    Empty where every token weighs what it does in the other frameworks' defaults: there is nothing
-    to say.
+    The ratios are for trajectories of one segment and of equal length. The text is empty where
+    every token weighs what it does in the other frameworks' defaults: there is nothing to say.
     """
     algorithm = config.algorithm
     length = config.agent.max_response_length
@@ -273,15 +273,18 @@ def describe_aggregation(config: Config) -> str:
 
 
 def describe_batch(algorithm: AlgorithmConfig, updates: Sequence[Sequence[int]]) -> str:
-    """Describe the ratios for the lengths of a batch, see :func:`weight_ratios`; empty where all are 1."""
+    """Describe the ratios for the lengths of a batch; empty where all are 1.
+
+    See :func:`weight_ratios`.
+    """
     lengths = [length for update in updates for length in update]
     units = _UNITS[algorithm.segment_weight]
     ratios = _describe_ratios(algorithm, updates)
     if not ratios:
         return ""
     return (
-        f"loss aggregation: {algorithm.loss_agg_mode}, over this batch's {len(lengths)} {units} "
-        f"of {min(lengths)} to {max(lengths)} trained tokens: {ratios}"
+        f"loss aggregation: {algorithm.loss_agg_mode}, over this batch's {len(lengths)} {units}"
+        f" of {min(lengths)} to {max(lengths)} trained tokens: {ratios}"
     )
 
 

@@ -29,13 +29,13 @@ class LossConfig:
         high: clip range above 1.
         dual: dual clip: for a negative advantage, the loss is at most ``-advantage * dual``. None
             without one.
-        own: the name of the loss, and keys that single losses read.
+        policy_loss: the name of the loss, and keys that single losses read.
     """
 
     low: float
     high: float
     dual: float | None
-    own: PolicyLossConfig
+    policy_loss: PolicyLossConfig
 
 
 @jax.tree_util.register_dataclass
@@ -106,7 +106,6 @@ def where_it_matters(terms: Terms, clipped: jax.Array) -> jax.Array:
     """Return 1.0 for clipped terms whose loss the clip changes: not for those whose advantage is 0.
 
     Args:
-        terms: of the loss.
         clipped: bool or 0 and 1, [R, K]: clipped, or left out.
     """
     return jnp.where((clipped > 0) & (terms.advantage != 0), 1.0, 0.0)
@@ -150,7 +149,7 @@ def decoupled(terms: Terms, config: LossConfig) -> TermLoss:
     surrogate = vanilla(terms, config)
     behaviour_log_ratio = terms.old_logprob - terms.rollout_logprob
     behaviour_ratio = jnp.exp(jnp.clip(behaviour_log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    is_below_cap = behaviour_ratio <= config.own.behav_imp_weight_cap
+    is_below_cap = behaviour_ratio <= config.policy_loss.behav_imp_weight_cap
     loss = jnp.where(is_below_cap, surrogate.loss * behaviour_ratio, 0.0)
     clipped = jnp.maximum(surrogate.clipped, where_it_matters(terms, ~is_below_cap))
     return TermLoss(loss, surrogate.ratio, clipped)
@@ -184,7 +183,7 @@ def sapo(terms: Terms, config: LossConfig) -> TermLoss:
     References: Gao et al. 2025, Soft Adaptive Policy Optimization, arXiv 2511.20347.
     """
     ratio = jnp.exp(log_ratio(terms))
-    tau = jnp.where(terms.advantage > 0, config.own.tau_pos, config.own.tau_neg)
+    tau = jnp.where(terms.advantage > 0, config.policy_loss.tau_pos, config.policy_loss.tau_neg)
     gate = jax.nn.sigmoid(tau * (ratio - 1)) * 4 / tau
     return TermLoss(-terms.advantage * gate, ratio, jnp.zeros_like(ratio))
 
@@ -231,7 +230,7 @@ def dppo_kl(terms: Terms, config: LossConfig) -> TermLoss:
 
 def _trust_region_loss(terms: Terms, config: LossConfig, is_trusted: jax.Array) -> TermLoss:
     ratio = jnp.exp(log_ratio(terms))
-    weight = sg(jnp.minimum(ratio, config.own.dppo_ratio_cap) * is_trusted)
+    weight = sg(jnp.minimum(ratio, config.policy_loss.dppo_ratio_cap) * is_trusted)
     loss = -weight * terms.advantage * terms.logprob
     return TermLoss(loss, ratio, where_it_matters(terms, ~is_trusted))
 
@@ -242,7 +241,7 @@ def dro(terms: Terms, config: LossConfig) -> TermLoss:
     References: Richemond et al. 2024, Offline Regularised RL for LLM alignment, arXiv 2405.19107.
     """
     delta = log_ratio(terms)
-    loss = -(terms.logprob * terms.advantage - config.own.dro_beta / 2 * jnp.square(delta))
+    loss = -(terms.logprob * terms.advantage - config.policy_loss.dro_beta / 2 * jnp.square(delta))
     return TermLoss(loss, jnp.exp(delta), jnp.zeros_like(delta))
 
 
@@ -301,7 +300,7 @@ def kl_cov(terms: Terms, config: LossConfig) -> TermLoss:
     """Return ``-A r``, plus ``ppo_kl_coef |log r|`` for the chosen tokens."""
     delta = log_ratio(terms)
     ratio = jnp.exp(delta)
-    penalty = config.own.ppo_kl_coef * jnp.abs(delta) * terms.chosen
+    penalty = config.policy_loss.ppo_kl_coef * jnp.abs(delta) * terms.chosen
     return TermLoss(-terms.advantage * ratio + penalty, ratio, terms.chosen)
 
 
@@ -323,7 +322,8 @@ def choose_clip_cov(
     anyway are not chosen.
     """
     covariance = covariances(logprobs_T, advantages_T)
-    is_within = (covariance > config.own.clip_cov_lb) & (covariance < config.own.clip_cov_ub)
+    is_above = covariance > config.policy_loss.clip_cov_lb
+    is_within = is_above & (covariance < config.policy_loss.clip_cov_ub)
 
     ratio = np.exp(np.clip(logprobs_T - old_T, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     unclipped_loss = -advantages_T * ratio
@@ -331,7 +331,7 @@ def choose_clip_cov(
     is_unclipped = clipped_loss <= unclipped_loss
 
     eligible = np.flatnonzero(is_within & is_unclipped)
-    wanted = max(1, int(config.own.clip_cov_ratio * len(covariance)))
+    wanted = max(1, int(config.policy_loss.clip_cov_ratio * len(covariance)))
     count = min(len(eligible), wanted)
     if not count:
         return np.zeros(len(covariance), bool)
@@ -350,7 +350,7 @@ def choose_kl_cov(
     Their number is ``kl_cov_ratio`` of all tokens, at least one.
     """
     covariance = covariances(logprobs_T, advantages_T)
-    count = max(1, int(config.own.kl_cov_ratio * len(covariance)))
+    count = max(1, int(config.policy_loss.kl_cov_ratio * len(covariance)))
     largest_first = np.argsort(-covariance, kind="stable")
     return _mask(largest_first[:count], len(covariance))
 
@@ -379,7 +379,6 @@ def select_terms(
         terms: the policy's terms by name; ``old_logprob`` defaults to ``current``.
         active: per trajectory bool [S].
         config: the name of its loss selects the rule.
-        seed: of the random choice.
 
     Returns:
         per trajectory float64 [S], 1 where chosen.
@@ -393,7 +392,7 @@ def select_terms(
     if not len(logprob):
         return chosen
 
-    is_chosen = SELECTORS[config.own.loss_mode](
+    is_chosen = SELECTORS[config.policy_loss.loss_mode](
         logprob,
         active_values(terms.get("old_logprob", current)),
         active_values(terms["advantage"]),

@@ -99,9 +99,8 @@ async def pydantic_ai_over_anthropic(base_url, key):
 
 
 async def litellm_format(base_url, key):
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = (
-        "True"  # else it asks the network for prices when it is imported
-    )
+    # Otherwise it asks the network for prices when it is imported.
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     module = pytest.importorskip("litellm")
     answer = await module.acompletion(
         model="openai/m", api_base=base_url, api_key=key, messages=ASK, response_format=Plan
@@ -213,7 +212,7 @@ async def test_what_a_framework_streams_is_what_was_recorded(ask):
 
 
 @pytest.mark.parametrize("api", ["responses", "chat_completions"])
-async def test_an_agent_of_openais_sdk_without_a_model_of_its_own_runs_with_the_sdks_defaults(api):
+async def test_an_openai_sdk_agent_without_a_model_runs_with_the_sdks_defaults(api):
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
     defaults = agents.Agent(name="a").model_settings

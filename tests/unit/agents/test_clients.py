@@ -178,9 +178,8 @@ async def pydantic_ai(base_url, api_key):
 
 async def litellm(base_url, api_key):
     """LiteLLM's completion function."""
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = (
-        "True"  # else it asks the network for prices when it is imported
-    )
+    # Otherwise it asks the network for prices when it is imported.
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     module = pytest.importorskip("litellm")
     messages = [dict(message) for message in ROW["prompt"]]
     tool = {

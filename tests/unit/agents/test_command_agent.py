@@ -26,7 +26,8 @@ client = openai.OpenAI()
 messages = [{"role": "user", "content": os.environ["TASK_INSTRUCTION"]}]
 for _ in range(3):
     answer = client.chat.completions.create(model="m", messages=messages)
-    messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
+    messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+    messages.append({"role": "user", "content": "more"})
 open("answer.txt", "w").write(open("number.txt").read() * 2)
 print("done")
 """
@@ -36,7 +37,10 @@ def ask(messages):
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         json.dumps({"model": "m", "messages": messages}).encode(),
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+        {
+            "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+            "Content-Type": "application/json",
+        },
     )
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
 """
@@ -81,7 +85,7 @@ async def test_a_program_is_one_exact_trajectory_whose_tests_give_its_reward(tmp
 
 
 @needs_bwrap
-async def test_a_wrong_answer_a_failing_program_and_one_that_hangs_are_scored_by_their_files(
+async def test_wrong_answers_and_failing_or_hanging_programs_are_scored_by_their_files(
     tmp_path: Path,
 ):
     for end, exit_code, seconds in (
@@ -271,8 +275,8 @@ except OSError:
 """
     folder = harbor(tmp_path / "task", DOCKERFILE)
     check = (
-        "import os; assert os.listdir('/tests') and 'sitecustomize.py' not in"
-        " os.listdir('/tests')\n"
+        "import os;"
+        " assert os.listdir('/tests') and 'sitecustomize.py' not in os.listdir('/tests')\n"
     )
     check += (
         "assert open('/etc/left').read() == 'left' and open('/work/answer.txt').read() == '77'\n"

@@ -52,10 +52,10 @@ SPECIAL = [
     "<|seen|>",
 ]  # 2 is the model's EOS
 TEMPLATE = (
-    "{% for m in messages %}<|start|>{{ m.role[0] }}{% if m.content is string %}{{ m.content }}{%"
-    " else %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}{{"
-    " '<|vision|><|' + p.type + '|><|seen|>' }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor"
-    " %}{% if add_generation_prompt %}<|start|>a{% endif %}{# 'tool' #}"
+    "{% for m in messages %}<|start|>{{ m.role[0] }}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}"
+    "{{ '<|vision|><|' + p.type + '|><|seen|>' }}{% endif %}{% endfor %}{% endif %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>a{% endif %}{# 'tool' #}"
 )
 VISION = replace(
     TINY_VISION, image_token_id=3, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6

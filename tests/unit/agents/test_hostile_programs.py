@@ -89,11 +89,12 @@ def script(text):
 PLANTS = """
 import os, pathlib
 PASS = "import os; os.write(2, b'PLANTED'); os._exit(0)"
-os.makedirs("_pytest"); os.makedirs("pytest_plugins"); os.makedirs("__pycache__"); os.makedirs("encodings")
+for name in ("_pytest", "pytest_plugins", "__pycache__", "encodings"):
+    os.makedirs(name)
 for name in (
-    "pytest.py sitecustomize.py usercustomize.py conftest.py json.py pathlib.py os.py ast.py types.py random.py "
-    "_pytest/__init__.py encodings/__init__.py pluggy.py py.py test_state.py __main__.py pytest/__main__.py "
-    "iniconfig.py string.py setup.py"
+    "pytest.py sitecustomize.py usercustomize.py conftest.py json.py pathlib.py os.py ast.py "
+    "types.py random.py _pytest/__init__.py encodings/__init__.py pluggy.py py.py test_state.py "
+    "__main__.py pytest/__main__.py iniconfig.py string.py setup.py"
 ).split():
     path = pathlib.Path(name)
     if path.parent.name == "pytest" and not path.parent.exists():
@@ -102,10 +103,15 @@ for name in (
 for name in ("pytest.ini", ".pytest.ini", "tox.ini"):
     pathlib.Path(name).write_text("[pytest]\\naddopts = --collect-only\\n")
 pathlib.Path("setup.cfg").write_text("[tool:pytest]\\naddopts = --collect-only\\n")
-pathlib.Path("pyproject.toml").write_text("[tool.pytest.ini_options]\\naddopts = '--collect-only'\\n")
+pathlib.Path("pyproject.toml").write_text(
+    "[tool.pytest.ini_options]\\naddopts = '--collect-only'\\n"
+)
 pathlib.Path("x.pth").write_text(PASS)
 pathlib.Path("pyvenv.cfg").write_text("home = /app\\n")
-for name in ("python3", "python", "bash", "sh", "pytest", "echo", "env", ".bashrc", ".profile", ".bash_profile"):
+for name in (
+    "python3", "python", "bash", "sh", "pytest", "echo", "env",
+    ".bashrc", ".profile", ".bash_profile",
+):
     path = pathlib.Path(name)
     if not path.exists():
         path.write_text("#!/bin/sh\\necho PLANTED >&2; exit 0\\n")
@@ -161,7 +167,8 @@ async def test_the_runner_loads_nothing_that_lies_beside_it(tmp_path):
     """
     program = """
         import os
-        for name in ("json", "base64", "shutil", "stat", "encodings", "codecs", "_strptime", "selectors"):
+        names = "json base64 shutil stat encodings codecs _strptime selectors"
+        for name in names.split():
             open(f"/tmp/{name}.py", "w").write("import os; os._exit(3)")
     """
     reward, done, verdict = await scored(tmp_path, program, script("exit 0"))
@@ -225,9 +232,14 @@ async def test_an_honest_working_folder_reaches_the_tests_unchanged(tmp_path):
 async def test_what_could_lead_the_tests_elsewhere_is_left_out_and_named(tmp_path):
     program = """
         import os, socket
-        os.mkfifo("pipe"); socket.socket(socket.AF_UNIX).bind("socket")
-        os.symlink("/tests/secret", "out"); os.symlink("../tests", "up"); os.symlink("app/../../tests", "around")
-        os.symlink(".", "here"); os.symlink("here/../tests", "through"); open("\\x1b[31mred", "w").close()
+        os.mkfifo("pipe")
+        socket.socket(socket.AF_UNIX).bind("socket")
+        os.symlink("/tests/secret", "out")
+        os.symlink("../tests", "up")
+        os.symlink("app/../../tests", "around")
+        os.symlink(".", "here")
+        os.symlink("here/../tests", "through")
+        open("\\x1b[31mred", "w").close()
         os.link("/tmp/runner.py", "hard") if os.access("/tmp/runner.py", os.W_OK) else None
     """
     reward, done, verdict = await scored(
@@ -248,8 +260,9 @@ async def test_what_could_lead_the_tests_elsewhere_is_left_out_and_named(tmp_pat
         ("open('a', 'wb').truncate(32 << 20)", "too large"),
         (
             (
-                "import os\nopen('a', 'w').write('x' * 9000)\nfor i in range(150): os.link('a',"
-                " f'l{i}')"
+                "import os\n"
+                "open('a', 'w').write('x' * 9000)\n"
+                "for i in range(150): os.link('a', f'l{i}')"
             ),
             "too large",
         ),

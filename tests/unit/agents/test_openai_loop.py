@@ -111,7 +111,7 @@ async def test_many_turns_of_a_tool_calling_client_are_one_exact_trajectory():
     assert any(drifts), "the test would not notice re-tokenization"
 
 
-async def test_an_agent_in_front_of_a_rollout_server_is_the_trajectory_it_is_in_front_of_the_engine():
+async def test_an_agent_makes_the_same_trajectory_with_a_rollout_server_as_with_an_engine():
     async with tiny_context() as context:
         backend = context.client.servers[0].backend
         here = await trajectory_of(tool_agent, context)

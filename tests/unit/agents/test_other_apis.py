@@ -251,7 +251,7 @@ async def test_counting_tokens_opens_no_session_and_counts_in_one_that_is_open()
         assert len(stage.store.known("s", "any").recorder.turns) == 1
 
 
-async def test_responses_are_stored_for_a_key_that_was_handed_out_though_the_path_names_no_session():
+async def test_responses_are_stored_for_a_sessions_key_without_its_path():
     async with serving(["one", "two"]) as stage:
         stage.store._create = None
         stage.store.add(stage.session("s", "handed-out"))
@@ -262,7 +262,7 @@ async def test_responses_are_stored_for_a_key_that_was_handed_out_though_the_pat
     assert two.parent is one
 
 
-async def test_requests_that_open_a_session_at_once_store_their_responses_in_the_same_place():
+async def test_requests_that_open_one_session_at_once_share_its_stored_responses():
     async with (
         serving(["one", "two", "three", "four"]) as stage,
         stage.client("/sessions/s/v1") as client,

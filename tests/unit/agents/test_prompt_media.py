@@ -50,7 +50,7 @@ def sizes(media) -> list:
     return [image.size for image in media["image"]]
 
 
-async def test_a_prompts_images_stand_between_its_words_and_go_to_the_engine_and_the_learner():
+async def test_a_prompts_images_stand_between_its_words_for_engine_and_learner():
     it = harness()
     trajectory = await it.run(row())
     (request,) = it.backend.requests

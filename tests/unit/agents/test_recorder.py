@@ -77,9 +77,7 @@ def sent_back(turn, **extra) -> dict:
     ],
     ids=["reasoning_content", "reasoning", "a part"],
 )
-async def test_of_samples_that_differ_in_their_reasoning_the_one_whose_reasoning_comes_back_goes_on(
-    chosen, form
-):
+async def test_the_sample_whose_reasoning_comes_back_goes_on(chosen, form):
     thoughts = ["first thought", "second thought"]
     said = [f"<think>{text}</think>same<|im_end|>" for text in thoughts]
     recorder = recorder_of(smollm(), [*said, "end<|im_end|>", "last<|im_end|>"])
@@ -162,7 +160,7 @@ async def test_a_history_that_is_rendered_again_makes_no_control_token():
     assert codec.decode(made.inserted_ids, skip_special_tokens=False).count(forged) == 2
 
 
-async def test_a_stop_token_that_opens_another_message_is_left_out_of_the_path_that_replaces_it_alone():
+async def test_only_the_path_that_replaces_a_stop_token_leaves_it_out():
     codec = codec_of("glm4")
     observation, user = (codec._control.ids[token] for token in ("<|observation|>", "<|user|>"))
     recorder = recorder_of(codec, ["ab<|observation|>", "cd<|user|>", "ef<|user|>"])
@@ -183,7 +181,7 @@ async def test_a_stop_token_that_opens_another_message_is_left_out_of_the_path_t
         assert trajectory.prompt_ids + trajectory.response_ids == turn.context_ids
 
 
-async def test_a_conversation_continues_the_longest_beginning_that_is_on_record_and_says_what_is_not():
+async def test_a_conversation_continues_its_longest_recorded_beginning():
     recorder = recorder_of(
         smollm(), ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>", "four<|im_end|>"]
     )
@@ -224,7 +222,7 @@ async def test_a_conversation_continues_the_longest_beginning_that_is_on_record_
     assert notes == {turn.number: turn.note for turn in recorder.turns}  # the trajectory keeps them
 
 
-async def test_what_a_call_says_of_its_difference_is_an_excerpt_around_it_and_knows_calls_and_tools():
+async def test_a_calls_difference_is_an_excerpt_that_knows_calls_and_tools():
     recorder = recorder_of(smollm(), [f"{CALL}<|im_end|>", *["x<|im_end|>"] * 4])
     system = "a long policy " * 9
     asked = [{"role": "system", "content": system + "one"}, QUESTION]
@@ -249,10 +247,13 @@ async def test_what_a_call_says_of_its_difference_is_an_excerpt_around_it_and_kn
     )
     assert [turn.note for turn in recorder.turns[1:4]] == [
         (
-            "message 1 of 2 (system) has '…olicy a long policy two' "
-            "where the recorded one (system) has '…olicy a long policy one'"
+            "message 1 of 2 (system) has '…olicy a long policy two'"
+            " where the recorded one (system) has '…olicy a long policy one'"
         ),
-        """message 3 of 4 (assistant) has 'f({"a": 2})' where the recorded one (assistant) has 'f({})'""",
+        (
+            "message 3 of 4 (assistant) has 'f({\"a\": 2})'"
+            " where the recorded one (assistant) has 'f({})'"
+        ),
         "asks again for what is on record",
     ]
     assert recorder.turns[4].parent is first and not recorder.turns[4].note

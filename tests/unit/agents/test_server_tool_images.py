@@ -42,9 +42,7 @@ async def test_images_stand_in_the_next_prompt_and_go_to_the_engine():
 
 
 @pytest.mark.parametrize("settings", [{"enable_mtrl": False}, {"mtrl_sep": "<o>{obs}</o>"}])
-async def test_where_no_template_writes_the_observation_images_are_an_error_the_model_reads(
-    settings, caplog
-):
+async def test_images_are_an_error_the_model_reads_where_no_template_writes_them(settings, caplog):
     async with ToolServer(picture_of) as server:
         it = seeing(server, **settings)
         trajectory = await it.run()

@@ -228,7 +228,7 @@ async def test_call_tool_first_puts_an_observation_into_the_prompt():
     assert server.actions == ["", ""] and server.closed == {"t": 2}
 
 
-async def test_call_tool_first_may_fill_the_prompt_or_end_it_and_that_is_a_reason_to_drop_it():
+async def test_a_first_observation_that_fills_the_prompt_or_ends_it_is_a_reason_to_drop():
     async with ToolServer(lambda action: " w" * 40) as server:
         with pytest.raises(PromptTooLongError, match="agent.max_prompt_length=20"):
             await stage(server, ["so 3"], call_tool_first=True, max_prompt_length=20).run()

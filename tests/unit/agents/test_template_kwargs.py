@@ -33,11 +33,14 @@ anthropic = pytest.importorskip("anthropic")
 
 SMOLLM2 = cache_root() / "models" / "smollm2-135m-instruct"
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{"
-    " m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if"
-    " add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and"
-    " enable_thinking %}<think>\n{% elif enable_thinking is defined %}<think>\n\n</think>\n\n{%"
-    " endif %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n"
+    "{% elif enable_thinking is defined %}<think>\n\n"
+    "</think>\n\n"
+    "{% endif %}{% endif %}"
 )
 """Without the argument, a turn begins without a block."""
 ASK = [{"role": "user", "content": "q"}]

@@ -61,7 +61,7 @@ async def test_request_interval_separates_starts():
 async def test_an_interval_that_bounds_the_rollout_is_warned_about_once(
     caplog, seconds, interval, warned
 ):
-    """Four trajectories call a tool that takes so long, on a clock that moves only while they wait."""
+    """Four trajectories call a tool that takes so long; the clock moves only while they wait."""
     now = 0.0
 
     async def sleep(pause):

@@ -232,8 +232,10 @@ def test_a_tree_is_written_as_it_was_packed(tmp_path_factory, files):
     (folder / "packed").write_bytes(pack_tree(entries))
     (folder / "out").mkdir()
     write_tree(folder / "packed", folder / "out")
-    found = {str(path.relative_to(folder / "out")): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-             and path.name != "packed"}  # fmt: skip
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "packed":
+            found[str(path.relative_to(folder / "out"))] = path.read_bytes()
     assert found == files and (folder / "out" / "empty" / "inside").is_dir()
 
 

@@ -54,6 +54,11 @@ def with_layers(params: Params, **changed: Any) -> Params:
     return {**params, "layers": {**params["layers"], **changed}}
 
 
+def with_reversed_experts(stack: Any) -> Any:
+    """Reverse the order of layer 1's experts."""
+    return stack.at[1].set(stack[1][::-1])
+
+
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA computes decode steps, so that they can be patched."""
     monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)
@@ -76,19 +81,21 @@ def check(made: Diagnosis, cause: Cause, *said: str) -> None:
         (LLAMA, {"rope": Rope(theta=27_000.0)}, Cause.ROTARY, "theta=2.69"),
         (LLAMA, {"rope": Rope(interleaved=True)}, Cause.ROTARY, "neighbouring numbers"),
         (HALF, {"rope": Rope()}, Cause.ROTARY, "partial_rotary=1, not 0.5"),
-        (YARN, {"rope": replace(YARN.rope, scaling=replace(YARN.rope.scaling, attention_factor=1.0))}, Cause.ROTARY,
-         "attention_factor=1"),
+        (YARN,
+         {"rope": replace(YARN.rope, scaling=replace(YARN.rope.scaling, attention_factor=1.0))},
+         Cause.ROTARY, "attention_factor=1"),
         (GEMMA, {"embed_scale": 1.0}, Cause.SETTING, "embed_scale=1, not 5.66"),
         (GEMMA, {"sliding_window": 17}, Cause.WINDOW, "a window of 17, not 16"),
-        (GEMMA, {"windowed_layers": (True, False, True)}, Cause.WINDOW, "the window in other layers"),
+        (GEMMA, {"windowed_layers": (True, False, True)}, Cause.WINDOW,
+         "the window in other layers"),
         (GEMMA, {"sandwich_norms": False}, Cause.SETTING, "sandwich_norms=False, not True"),
         (GEMMA, {"norm_offset": 0.0}, Cause.SETTING, "norm_offset=0, not 1"),
         (GEMMA, {"qk_norm": False}, Cause.SETTING, "qk_norm=False, not True"),
         (BIASED, {"qkv_bias": False}, Cause.SETTING, "qkv_bias=False, not True"),
     ],
-    ids=["eps", "unusual eps", "attention scale", "activation", "unusual theta", "pairs", "partial rotary",
-         "attention factor", "embed scale", "window", "windowed layers", "sandwich norms", "norm offset", "qk norm",
-         "biases"],
+    ids=["eps", "unusual eps", "attention scale", "activation", "unusual theta", "pairs",
+         "partial rotary", "attention factor", "embed scale", "window", "windowed layers",
+         "sandwich norms", "norm offset", "qk norm", "biases"],
 )  # fmt: skip
 async def test_a_number_of_the_config_that_differs_is_named(
     model: DecoderConfig, served: dict[str, Any], cause: Cause, said: str
@@ -164,7 +171,7 @@ async def test_positions_that_are_shifted_from_a_later_turn_on_are_named(
     check(made, Cause.POSITION, said)
 
 
-async def test_sampled_tokens_at_other_positions_between_inserted_ones_at_the_right_ones_are_named(
+async def test_sampled_tokens_at_wrong_positions_between_right_inserted_ones_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ):
     decode_step = forward.decode_step
@@ -221,10 +228,12 @@ def chunk_with_mask(
 @pytest.mark.parametrize(
     ("visible", "number", "said"),
     [
-        (lambda at, key: (key < at) | ((key == 0) & (at == 0)), 3, "sampled tokens do not attend to themselves"),
+        (lambda at, key: (key < at) | ((key == 0) & (at == 0)), 3,
+         "sampled tokens do not attend to themselves"),
         (lambda at, key: (key <= at) & ((key != SECOND - 6) | (at < SECOND - 5)), 4,
          "the last id of turn 1 is not attended to"),
-        (lambda at, key: (key <= at) & ((key >= SECOND) | (at < SECOND)), 5, "nothing before turn 2 is attended to"),
+        (lambda at, key: (key <= at) & ((key >= SECOND) | (at < SECOND)), 5,
+         "nothing before turn 2 is attended to"),
     ],
     ids=["not themselves", "a lost id", "a lost context"],
 )  # fmt: skip
@@ -315,18 +324,21 @@ def of_later_turns(change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Betw
          "saw the id before what follows turn 1 twice"),
         (lambda ids: (*ids[: SECOND - 5], 1, *ids[SECOND - 5 :]), Cause.TOKEN_DRIFT,
          "saw BOS (id 1) before what follows turn 1"),
-        (lambda ids: (*ids[:SECOND], 0, 0, *ids[SECOND:]), Cause.PADDING, "2 padding ids (0) before turn 2"),
+        (lambda ids: (*ids[:SECOND], 0, 0, *ids[SECOND:]), Cause.PADDING,
+         "2 padding ids (0) before turn 2"),
         (lambda ids: (*ids[: SECOND - 5], *ids[SECOND - 4 :]), Cause.TOKEN_DRIFT,
          "saw what follows turn 1 without its id 1"),
         (lambda ids: (*ids[: SECOND - 3], *ids[SECOND - 2 :]), Cause.TOKEN_DRIFT,
          "saw what follows turn 1 without its id 3"),
         (lambda ids: (*ids[: SECOND - 3], *ids[SECOND:]), Cause.TOKEN_DRIFT,
          "saw what follows turn 1 without its last 3 ids"),
-        (lambda ids: (*ids[: SECOND - 5], *ids[SECOND:]), Cause.TOKEN_DRIFT, "did not see what follows turn 1"),
+        (lambda ids: (*ids[: SECOND - 5], *ids[SECOND:]), Cause.TOKEN_DRIFT,
+         "did not see what follows turn 1"),
         (lambda ids: (*ids[: SECOND - 2], *ids[SECOND - 3 :]), Cause.TOKEN_DRIFT,
          "saw what follows turn 1 with its id 3 twice"),
     ],
-    ids=["dropped", "twice", "BOS", "padding", "first inserted", "one inserted", "cut", "all inserted", "one twice"],
+    ids=["dropped", "twice", "BOS", "padding", "first inserted", "one inserted", "cut",
+         "all inserted", "one twice"],
 )  # fmt: skip
 async def test_other_ids_from_a_later_turn_on_are_named(
     change: Callable[[tuple[int, ...]], tuple[int, ...]], cause: Cause, said: str
@@ -350,7 +362,10 @@ async def test_a_head_that_is_read_from_the_embeddings_of_an_untied_model_is_nam
     else:
         without_kernels(monkeypatch)
         logits = forward.next_logits
-        headless = lambda config, params, *rest: logits(config, replace(params, head=None), *rest)  # noqa: E731
+
+        def headless(config: DecoderConfig, params: Any, *rest: Any) -> Any:
+            return logits(config, replace(params, head=None), *rest)
+
         monkeypatch.setattr(forward, "next_logits", headless)
     made = await diagnosed_engine(
         UNTIED, served, params=params, served_params=served_params, inspected=inspected
@@ -362,23 +377,32 @@ async def test_a_head_that_is_read_from_the_embeddings_of_an_untied_model_is_nam
 @pytest.mark.parametrize(
     ("model", "change", "cause", "said"),
     [
-        (LLAMA, lambda p: with_layers(p, gate=p["layers"]["up"], up=p["layers"]["gate"]), Cause.MISNAMED_TENSOR,
+        (LLAMA, lambda p: with_layers(p, gate=p["layers"]["up"], up=p["layers"]["gate"]),
+         Cause.MISNAMED_TENSOR,
          "mlp.gate_proj.weight and mlp.up_proj.weight in each other's place in every layer"),
-        (LLAMA, lambda p: with_layers(p, k=p["layers"]["v"], v=p["layers"]["k"]), Cause.MISNAMED_TENSOR,
-         "self_attn.k_proj.weight and self_attn.v_proj.weight in each other's place in every layer"),
-        (LLAMA, lambda p: with_layers(p, q=p["layers"]["q"].swapaxes(1, 2)), Cause.TRANSPOSED_TENSOR,
-         "self_attn.q_proj.weight transposed in every layer"),
-        (LLAMA, lambda p: {**p, "final_norm": p["final_norm"] * 0 + 1}, Cause.MISSING_TENSOR, "model.norm.weight"),
-        (LLAMA, lambda p: with_layers(p, o=p["layers"]["o"].at[1].set(0), down=p["layers"]["down"].at[1].set(0)),
+        (LLAMA, lambda p: with_layers(p, k=p["layers"]["v"], v=p["layers"]["k"]),
+         Cause.MISNAMED_TENSOR,
+         "self_attn.k_proj.weight and self_attn.v_proj.weight in each other's place"
+         " in every layer"),
+        (LLAMA, lambda p: with_layers(p, q=p["layers"]["q"].swapaxes(1, 2)),
+         Cause.TRANSPOSED_TENSOR, "self_attn.q_proj.weight transposed in every layer"),
+        (LLAMA, lambda p: {**p, "final_norm": p["final_norm"] * 0 + 1}, Cause.MISSING_TENSOR,
+         "model.norm.weight"),
+        (LLAMA,
+         lambda p: with_layers(p, o=p["layers"]["o"].at[1].set(0),
+                               down=p["layers"]["down"].at[1].set(0)),
          Cause.MISSING_TENSOR, "leaves out layer 1"),
         (BIASED, lambda p: with_layers(p, q_bias=p["layers"]["q_bias"] * 0), Cause.MISSING_TENSOR,
          "self_attn.q_proj.bias"),
-        (MOE, lambda p: with_layers(p, expert_up=p["layers"]["expert_up"].at[1].set(p["layers"]["expert_up"][1][::-1])),
+        (MOE,
+         lambda p: with_layers(p, expert_up=with_reversed_experts(p["layers"]["expert_up"])),
          Cause.MISNAMED_TENSOR, "experts of model.layers.1.mlp.experts.0.up_proj.weight"),
-        (LLAMA, lambda p: with_layers(p, **{name: jnp.roll(x, 1, 0) for name, x in p["layers"].items()}),
+        (LLAMA,
+         lambda p: with_layers(p, **{name: jnp.roll(x, 1, 0) for name, x in p["layers"].items()}),
          Cause.MISNAMED_TENSOR, "each layer holds the one before it"),
     ],
-    ids=["gate and up", "k and v", "transposed", "final norm", "a layer", "a bias", "experts", "order of layers"],
+    ids=["gate and up", "k and v", "transposed", "final norm", "a layer", "a bias", "experts",
+         "order of layers"],
 )  # fmt: skip
 async def test_a_tensor_that_is_used_wrongly_is_named_by_log_probs_alone(
     model: DecoderConfig, change: Callable[[Params], Params], cause: Cause, said: str

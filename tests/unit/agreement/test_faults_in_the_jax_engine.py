@@ -46,7 +46,7 @@ BEFORE = {
 
 
 def with_layer(params: Params, **changed: Any) -> Params:
-    """With other arrays of layers."""
+    """Return the parameters with other arrays of layers."""
     return {**params, "layers": {**params["layers"], **changed}}
 
 
@@ -83,7 +83,7 @@ class Stage:
 
 
 async def look_into(backend: JetStreamBackend) -> EngineView:
-    """As the trainer does, from a thread beside the loop."""
+    """Look into the engine as the trainer does, from a thread beside the loop."""
     loop = asyncio.get_running_loop()
     tensors = await backend.tensor_samples()
 
@@ -104,7 +104,7 @@ async def stage() -> AsyncIterator[Stage]:
 async def of_engine(
     model: DecoderConfig, served: DecoderConfig, *, inspected: bool = False, **options: Any
 ) -> Diagnosis:
-    """Of an engine that runs ``served`` where the learner has ``model``."""
+    """Diagnose an engine that runs ``served`` where the learner has ``model``."""
     params = tiny_params(1, model)
     backend = jax_engine(served, params, **options)
     await backend.start()
@@ -339,7 +339,7 @@ async def test_a_setting_that_differs_is_named(
     assert made.cause is cause and said in made.line, made.line
 
 
-async def test_rotary_settings_show_in_the_first_layer_as_keys_that_differ_while_values_do_not():
+async def test_rotary_settings_change_the_first_layers_keys_and_not_its_values():
     made = await of_engine(LLAMA, replace(LLAMA, rope=Rope(theta=5e5)), inspected=True)
     assert "the embeddings agree; layer 0 is the first" in found("layers", made)
     assert "rotary settings" in found("layers", made) and made.cause is Cause.ROTARY

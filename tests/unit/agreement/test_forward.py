@@ -80,7 +80,7 @@ def test_other_numbers_of_the_config_compile_nothing():
 
 
 def test_a_hidden_id_is_as_if_it_had_never_been_there():
-    """With the positions that are left: hidden from later ids, id 25 has no effect on them."""
+    """The others keep their positions: hidden from later ids, id 25 has no effect on them."""
     tested = subject()
     row = tested.rows[0]
     until = row.visible_until.copy()

@@ -66,7 +66,7 @@ def test_a_head_that_the_engine_lacks_is_named_unless_the_model_is_tied():
     ) and "reads logits from its embeddings" in detail
 
 
-def test_a_head_of_its_own_that_a_tied_model_should_not_have_is_compared_with_the_embeddings():
+def test_a_tied_models_separate_head_is_compared_with_the_embeddings():
     params, before = tiny_params(1, LLAMA), tiny_params(2, LLAMA)
     learner = sample_tensors(LLAMA, params)
     stale = dict(learner) | {HEAD: sample_tensors(LLAMA, before)[EMBED]}
@@ -187,7 +187,7 @@ def test_a_difference_is_measured_at_each_position_by_its_size():
     assert found is not None and found.difference == pytest.approx(0.5)
 
 
-def test_a_position_may_differ_by_a_few_times_what_its_precision_was_measured_to_cost_there():
+def test_a_position_may_differ_by_a_few_times_the_measured_cost_of_its_precision():
     """Attention that nearly cancels at one position of a real model costs 8 % there in bfloat16, 1
     % elsewhere.
     """

@@ -76,7 +76,7 @@ def endless() -> TimeLimit:
     return TimeLimit(45.0, clock=lambda: 0.0)
 
 
-def test_contexts_are_examined_until_enough_disagree_and_those_that_agree_are_left_out():
+def test_contexts_are_examined_until_enough_of_them_disagree():
     healthy = [context(seed, wrong_from=None) for seed in range(3)]
     wrong = [context(seed) for seed in range(3, 9)]
     examined = examine(subject(*healthy, *wrong), TOLERANCE, endless())

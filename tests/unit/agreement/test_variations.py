@@ -49,7 +49,7 @@ def owners(config: Any) -> Iterator[Any]:
 
 
 def varied_keys(model: DecoderConfig) -> set[str]:
-    """By class and field, what is tried with another value in a model."""
+    """Return, by class and field, what is tried with another value in a model."""
     own = {id(owner): type(owner).__name__ for owner in owners(model)}
     keys = set()
     for tried in config_fields(model):
@@ -103,7 +103,7 @@ def test_a_new_field_is_tried_without_being_named(hint: Any, default: Any, expec
     assert all(tried.config_with(value).residual_multiplier == value for value in expected)
 
 
-def test_weights_of_another_config_are_those_that_exist_and_what_an_engine_makes_of_the_rest():
+def test_weights_of_another_config_exist_or_are_what_an_engine_derives():
     params = tiny_params(1, GEMMA)
     without = fitted_params(GEMMA, params, replace(GEMMA, qk_norm=False))
     assert without is not None and without["layers"].keys() == params["layers"].keys() - {

@@ -62,7 +62,7 @@ def conversation(user: str, said: str, result: str, name: str, system: str) -> l
 
 
 def folded(name: str, messages: list[dict]) -> list[dict]:
-    """For families without a system role (Gemma), its text goes to the user."""
+    """Leave out the system message where its text goes to the user (families without the role)."""
     return messages[1:] if name in ("gemma", "mistral") else messages
 
 
@@ -264,7 +264,7 @@ TEMPLATE = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor 
 
 
 def bpe_that_merges_its_control_token() -> Tokenizer:
-    """As Llama 2's: the vocabulary has ``</s>``, and merges that lead to it."""
+    """A tokenizer like Llama 2's: the vocabulary has ``</s>``, and merges that lead to it."""
     pieces = ["<", "/", "s", ">", "a", "▁", "</", "s>", "</s>", "<s>", "<unk>"]
     merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("<", "s>")]
     letters = [c for c in "uer:bcdxyz" if c not in pieces]

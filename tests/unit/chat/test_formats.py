@@ -75,15 +75,15 @@ def kimi(name, arguments):
 
 def deepseek_v3(name, arguments):
     return (
-        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"
-        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n"
+        f"```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     )
 
 
 def deepseek_v31(name, arguments):
     return (
-        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
-        "<｜tool▁calls▁end｜>"
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>"
+        f"{json.dumps(arguments)}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     )
 
 
@@ -366,8 +366,8 @@ PIECES = sorted(
     {piece for name, write in WRITERS.items() for piece in (write("f", {"x": "1"}), CLOSING[name])}
     | {tag for pair in THINK.values() for tag in pair}
     | set(
-        "<think> </think> <tool_call> <function=f> <parameter=x> </parameter> { } [ ] ( ) \" ' , :"
-        " = \\ ```json".split()
+        "<think> </think> <tool_call> <function=f> <parameter=x> </parameter> { } [ ] ( ) \" ' ,"
+        " : = \\ ```json".split()
     )
     | {
         "<｜tool▁call▁begin｜>",

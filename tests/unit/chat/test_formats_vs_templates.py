@@ -48,8 +48,7 @@ PARAMETERS = {
         "options": {"type": "object", "additionalProperties": {"type": "integer"}},
     },
 }
-# Characters that neither a template escapes differently nor an unquoted format reads as a tag of
-# its own.
+# Characters that no template escapes differently, and that no unquoted format reads as a tag.
 words = st.text(
     st.characters(
         whitelist_categories=("L", "N", "Zs"), whitelist_characters="\n.,;:!?()[]{}'\"/\\"

@@ -47,7 +47,7 @@ def as_openai(messages):
 
 
 def with_nulls(messages):
-    """As an OpenAI client's model_dump: every field that it knows, null if it is not set."""
+    """Dump like an OpenAI client's model: every field that it knows, null if it is not set."""
     fields = (
         "content",
         "refusal",
@@ -72,7 +72,7 @@ def with_parts(messages):
 
 
 def flat_calls(messages):
-    """As some data sets have calls: without the object around name and arguments."""
+    """Write calls as some data sets do: without the object around name and arguments."""
     flat = []
     for message in messages:
         if message.get("tool_calls"):
@@ -95,7 +95,7 @@ def under_another_name(field):
 
 
 def as_thinking_part(messages):
-    """As Anthropic's blocks inside a chat message."""
+    """Write thinking as Anthropic's blocks inside a chat message."""
     parts = []
     for message in messages:
         message = dict(message)
@@ -111,7 +111,7 @@ def as_thinking_part(messages):
 
 
 def through_messages_api(messages):
-    """As Anthropic's client sends it, translated by the endpoint."""
+    """Send messages as Anthropic's client does; the endpoint translates them."""
     sent = []
     for message in messages:
         if message["role"] == "assistant":
@@ -144,7 +144,7 @@ def through_messages_api(messages):
 
 
 def through_responses_api(messages):
-    """As OpenAI's client sends input items, translated by the endpoint."""
+    """Send input items as OpenAI's client does; the endpoint translates them."""
     items = []
     for message in messages:
         if message["role"] == "assistant":

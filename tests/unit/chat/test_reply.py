@@ -160,7 +160,7 @@ def test_a_section_with_nothing_in_it_is_a_call_without_arguments():
 
 
 def written_by_the_model(name):
-    """A call whose values need the schema in formats of bare text, and quotes taken off in others."""
+    """A call whose values need the schema in formats of bare text, and lose quotes in others."""
     return WRITERS[name]("set", {"on": "false", "n": "3"})
 
 
@@ -205,10 +205,11 @@ def test_after_a_tool_result_a_template_may_open_no_block():
     assert codec.parse_reply(codec.encode_text("it is 3"), context_ids=context).content == "it is 3"
 
 
-def test_reasoning_stands_between_tags_in_the_text_of_a_turn_however_the_model_marks_it():
+def test_reasoning_stands_between_tags_however_the_model_marks_it():
     cases = {
         "gpt-oss": (
-            "<|channel|>analysis<|message|>plan<|end|><|start|>assistant<|channel|>final<|message|>so"
+            "<|channel|>analysis<|message|>plan<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>so"
         ),
         "qwen3": "<think>plan</think>so",
     }

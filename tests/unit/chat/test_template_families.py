@@ -27,9 +27,7 @@ CONVERSATIONS = 150  # per family and kind of turn
 
 @dataclass(frozen=True)
 class Family:
-    """Where a template comes from, its special tokens, the first stop token, further ones, and
-    added tokens that are not special.
-    """
+    """A template: its source, special tokens, stop tokens, and added tokens of no special kind."""
 
     package: str
     file: str

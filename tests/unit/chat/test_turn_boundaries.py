@@ -28,8 +28,9 @@ STOPS = [(name, stop) for name, family in FAMILIES.items() for stop in (family.e
 
 
 def written_after_turn(codec: ChatCodec, role: str) -> str:
-    """By the template, in a conversation rendered as a whole; from the end of the turn's text or of
-    its call.
+    """Return what the template writes after a turn, in a conversation rendered as a whole.
+
+    It begins at the end of the turn's text or of its call.
     """
     said: dict = {"role": "assistant", "content": WORD}
     if calls := codec._boundary._known_anchors.get((role,)) == 1:

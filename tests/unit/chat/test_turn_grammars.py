@@ -165,8 +165,9 @@ def test_with_tools_and_a_schema_a_turn_may_be_either():
 def thinking_codec(prompt: str) -> ChatCodec:
     wrapped = tokenizer_with(("<|im_start|>", "<|im_end|>"), "<|im_end|>", ("<think>", "</think>"))
     wrapped.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1]"
-        " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
         + prompt
         + "{% endif %}{# <think> #}"
     )

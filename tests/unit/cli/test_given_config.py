@@ -40,7 +40,7 @@ WITHOUT_CONFIG = {"quickstart"}  # the recipe is its subject
 
 
 def said(*words: str) -> tuple[int, str]:
-    """Run a command here; return its status and all that it said, a ConfigError's message included."""
+    """Run a command here; return its status and all that it said, including a ConfigError."""
     result = CliRunner().invoke(app, list(words))
     return result.exit_code, result.output + (str(result.exception) if result.exception else "")
 
@@ -109,7 +109,7 @@ def test_a_file_with_an_equals_sign_in_its_name_is_a_file(tmp_path: Path):
 
 
 def kind_of(recipe: str) -> str:
-    """By its place in the folder of recipes."""
+    """Return a recipe's kind, by its place in the folder of recipes."""
     return {"supervised/sft": "sft", "supervised/dpo": "dpo", "tool_server": "tool-server"}.get(
         recipe, "train"
     )

@@ -149,11 +149,15 @@ def test_a_number_that_is_no_port_is_named(name: str, folder: Path):
 def test_nothing_that_computes_is_imported_for_it(folder: Path):
     """All in one process of its own: here, other tests have imported it."""
     program = (
-        "import json, sys\nfrom typer.testing import CliRunner\nfrom jax_agent_rl.cli import"
-        " app\nfor words in json.load(sys.stdin):\n    result = CliRunner().invoke(app, words)\n   "
-        " heavy = sorted({'jax', 'flax', 'orbax', 'transformers', 'torch', 'aiohttp'} &"
-        " sys.modules.keys())\n    if heavy or not result.exception:\n        sys.exit(f'{words}"
-        " imported {heavy}: {result.output}')\n"
+        "import json, sys\n"
+        "from typer.testing import CliRunner\n"
+        "from jax_agent_rl.cli import app\n"
+        "for words in json.load(sys.stdin):\n"
+        "    result = CliRunner().invoke(app, words)\n"
+        "    heavy = sorted({'jax', 'flax', 'orbax', 'transformers', 'torch',"
+        " 'aiohttp'} & sys.modules.keys())\n"
+        "    if heavy or not result.exception:\n"
+        "        sys.exit(f'{words} imported {heavy}: {result.output}')\n"
     )
     given = json.dumps([words for _, words, _ in CASES])
     ended = subprocess.run(

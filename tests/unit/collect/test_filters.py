@@ -192,7 +192,7 @@ def test_everything_is_trained_masked_or_dropped_exactly_once(groups, filters):
         assert any(t.trajectory_id not in selection.masked for t in group.trajectories)
 
 
-def test_a_trajectory_that_its_agent_keeps_out_of_the_loss_counts_in_the_baseline_alone():
+def test_a_trajectory_kept_out_of_the_loss_counts_in_the_baseline_alone():
     members = [trajectory([3], [4], reward=float(i % 2), index=i) for i in range(3)]
     members[1] = replace(members[1], no_loss=DropReason.OVERLONG)
     selection = select([Group(group_id="g", trajectories=tuple(members))], AlgorithmConfig())

@@ -44,7 +44,7 @@ def of_turns(number: int, *logprobs: list[float], fork: Fork | None = None) -> T
 
 
 def grow(strategy: Strategy, make, *, group_size: int = 8, seed: int = 0) -> Growth:
-    """Asks for waves until there are no more; ``make(number, start)`` plays a start, None loses it."""
+    """Ask for waves until none is left; ``make(number, start)`` plays a start, None loses it."""
     growth = Growth(group_size=group_size, seed=seed)
     while starts := strategy.next_wave(growth):
         wave = []
@@ -100,7 +100,7 @@ def test_tree_grpo_grows_m_trees_of_one_and_n_leaves_per_round_and_keeps_k(
 
 
 def test_tree_grpo_draws_each_inner_node_and_the_prompt_alike():
-    """Of a chain of three turns those are three: each third, within four standard deviations."""
+    """A chain of three turns has three: each gets a third, within four standard deviations."""
     drawn = [
         start.fork.turns
         for seed in range(300)
@@ -146,7 +146,7 @@ def test_treerl_forks_the_least_likely_tokens_of_each_tree():
     )
 
 
-def test_treerl_looks_at_what_branches_sampled_themselves_and_never_forks_a_place_twice():
+def test_treerl_forks_where_branches_sampled_themselves_and_never_twice():
     def make(number, start):
         if number == 0:
             return of_turns(0, [-0.1, -3.0, -0.2, -0.3])

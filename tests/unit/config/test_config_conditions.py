@@ -52,9 +52,7 @@ def about(path: str, config, facts: Facts) -> list[str]:
 
 
 @pytest.mark.parametrize(("path", "field"), CONDITIONAL)
-def test_each_conditional_key_is_refused_where_a_condition_does_not_hold_and_taken_where_all_do(
-    path: str, field
-):
+def test_a_conditional_key_is_taken_only_where_all_its_conditions_hold(path: str, field):
     config = replaced(build(MINIMAL), path, other_value(field))
     nobody, everybody = (
         Facts(agents=frozenset(), has_vision=False),
@@ -124,9 +122,7 @@ def test_keys_of_agents_that_no_row_selects_are_refused_once_rows_are_known(
         (["agent.tool_timeout=3", "interactions.timeout=3"], [row("interaction_agent")]),
     ],
 )
-def test_a_key_of_an_agent_is_taken_where_some_row_selects_it_or_one_that_derives_from_it(
-    overrides, rows
-):
+def test_an_agents_key_is_taken_where_a_row_selects_it_or_a_derived_one(overrides, rows):
     require_used(build(MINIMAL, overrides), rows)
 
 
@@ -155,7 +151,7 @@ def test_keys_of_another_engine_are_refused_with_a_way_to_reset_them(
     assert message in str(caught.value) and "rollout.jetstream=null" in str(caught.value)
 
 
-def test_an_agent_of_the_users_own_may_read_any_key_and_one_of_an_openai_client_only_its_own():
+def test_a_users_agent_may_read_any_key_and_an_openai_client_only_its_own():
     @register_agent("conditions_own")
     class Own(AgentLoop):
         async def run(self, row, *, trajectory_id, group_id, sampling):

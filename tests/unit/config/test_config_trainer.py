@@ -35,8 +35,8 @@ def test_each_mode_has_its_staleness(trainer: dict, bound: int):
         (
             {"stragglers": "drop"},
             (
-                "trainer.stragglers=drop is used only with trainer.mode=fully_async; trainer.mode"
-                " is sync"
+                "trainer.stragglers=drop is used only with trainer.mode=fully_async;"
+                " trainer.mode is sync"
             ),
         ),
         (

@@ -182,9 +182,12 @@ def test_a_metric_of_verls_filter_that_is_unknown_is_left_to_a_person(tmp_path: 
 
 def test_verl_tool_keys_and_what_only_a_shell_knows(tmp_path: Path):
     text = (
-        "host=$(hostname -i)\nurl=http://$host:5000/get_observation\npython -m"
-        " verl_tool.trainer.main_ppo \\\n  actor_rollout_ref.agent.max_turns=10"
-        " actor_rollout_ref.agent.tool_server_url=$url \\\n  " + MODEL_AND_ROWS
+        "host=$(hostname -i)\n"
+        "url=http://$host:5000/get_observation\n"
+        "python -m verl_tool.trainer.main_ppo \\\n"
+        "  actor_rollout_ref.agent.max_turns=10"
+        " actor_rollout_ref.agent.tool_server_url=$url \\\n"
+        "  " + MODEL_AND_ROWS
     )
     made = import_verl(overrides(tmp_path, text))
     assert made.values["agent.max_turns"] == 10 and "agent.tool_server_url" not in made.values

@@ -1,4 +1,4 @@
-"""Every key defines what is trained, names something that does, or may change when a run resumes."""
+"""Every key defines what is trained, names what does, or may change when a run resumes."""
 
 import itertools
 from typing import Any
@@ -32,7 +32,10 @@ ALLOWED = frozenset[str]().union(*MAY_CHANGE.values())
 
 @pytest.mark.parametrize("name", TREES)
 def test_every_key_is_in_one_set(name: str):
-    """A new key is added to ``config/resume.py``: does it define what is trained, or may it change?"""
+    """A new key is added to ``config/resume.py``.
+
+    Does it define what is trained, or may it change?
+    """
     assert list(unclassified(TREES[name][0])) == []
 
 

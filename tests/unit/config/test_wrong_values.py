@@ -26,9 +26,8 @@ from jax_agent_rl.utils.http_server import Refused, check_body
 from jax_agent_rl.utils.wrong_values import describe_value
 
 FOREIGN = re.compile(
-    r"Input should|Extra inputs|Field required|Value error|Assertion failed|should be|a valid"
-    r" |unable to parse|"
-    r"unable to interpret|validation error|pydantic|instance of"
+    r"Input should|Extra inputs|Field required|Value error|Assertion failed|should be|a valid "
+    r"|unable to parse|unable to interpret|validation error|pydantic|instance of"
 )
 """Wording of pydantic's, which knows Python's types and not the keys of a YAML file."""
 

@@ -88,8 +88,9 @@ def test_every_1024_draws_hold_each_sources_share_up_to_one():
 
 
 def test_a_share_too_small_for_a_row_in_1024_is_exact_on_average():
-    """Of 200 blocks, each holds the rare row with probability 0.256 (51.2 expected, standard
-    deviation 6.2).
+    """Each of 200 blocks holds the rare row with probability 0.256.
+
+    51.2 are expected, with a standard deviation of 6.2.
     """
     cursor = DataCursor(mixture((2, 2), (1.0, 3999.0)), seed=0)
     rare = sum(source == 0 for source, _ in cursor.next_rows(200 * 1024))

@@ -113,7 +113,7 @@ def test_a_data_url_that_is_no_base64_is_named_before_the_run(tmp_path: Path):
 
 
 def test_bytes_as_hugging_face_stores_them_in_parquet_are_read(tmp_path: Path):
-    """With nulls where a field of the struct is absent, and the name an image once had as its path."""
+    """Absent fields of the struct are null, and an image's path is the name that it once had."""
     first = row("<image>?", images=[{"bytes": png(RED), "path": "gone.png"}])
     second = row(
         "<image><image>",

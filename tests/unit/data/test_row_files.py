@@ -136,7 +136,8 @@ NOON = datetime.datetime(2026, 2, 3, 12, 0, 0, 250)
         (pa.array([[("a", 1), ("b", None)]], pa.map_(pa.string(), pa.int64())), {"a": 1}),
         (pa.array([[(7, "x")]], pa.map_(pa.int32(), pa.string())), {"7": "x"}),
         (pa.array([[]], pa.map_(pa.string(), pa.int64())), {}),
-        (pa.array([[[("a", Decimal("2.00"))]]], pa.list_(pa.map_(pa.string(), pa.decimal128(9, 2)))), [{"a": 2}]),
+        (pa.array([[[("a", Decimal("2.00"))]]],
+                  pa.list_(pa.map_(pa.string(), pa.decimal128(9, 2)))), [{"a": 2}]),
         (pa.array([Decimal("0.10")]), 0.1),
         (pa.array([Decimal(10**30)]), 10**30),
         (pa.array([NOON.date()]), "2026-02-03"),
@@ -293,9 +294,7 @@ def test_row_groups_without_rows_change_nothing(tmp_path: Path):
     assert list(rows) == full and [row["n"] for row in RowsWithoutPrompts(rows)] == list(range(5))
 
 
-def test_a_message_that_only_calls_a_tool_says_nothing_whether_its_content_is_null_or_absent(
-    tmp_path: Path,
-):
+def test_a_message_that_only_calls_a_tool_is_the_same_with_null_and_absent_content(tmp_path: Path):
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     said = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -461,10 +460,11 @@ def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
             "release_kwargs": st.none(),
         },
     )
+    tool_call = call.map(lambda arguments: {"function": {"name": "f", "arguments": arguments}})
     said = st.fixed_dictionaries(
         {"role": st.just("assistant"), "content": text},
-        optional={"tool_calls": st.lists(call.map(lambda a: {"function": {"name": "f", "arguments": a}}), max_size=1)},
-    )  # fmt: skip
+        optional={"tool_calls": st.lists(tool_call, max_size=1)},
+    )
     silent = call.map(
         lambda a: {
             "role": "assistant",
@@ -672,9 +672,7 @@ def encoded(kind: type[ConversationsConfig], file: Path) -> list[list[list[int]]
     return [[s.token_ids.tolist() + s.loss_mask.tolist() for s in example] for example in examples]
 
 
-def test_a_picture_or_a_video_that_is_replaced_makes_other_rows_and_one_that_is_moved_does_not(
-    tmp_path: Path,
-):
+def test_replaced_pictures_and_videos_make_other_rows_and_moved_ones_do_not(tmp_path: Path):
     def fingerprint(name: str, **changed: bytes) -> str:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)

@@ -49,9 +49,7 @@ def test_answers_are_right_and_no_prompt_gives_them_away(files: list[list[dict]]
         assert find_reward(row["data_source"]) is not None
 
 
-def test_heldout_questions_ask_about_items_that_no_training_question_and_no_prompt_names(
-    files: list[list[dict]],
-):
+def test_heldout_questions_ask_about_items_that_training_never_names(files: list[list[dict]]):
     train, heldout = map(items, files)
     assert train and heldout and not train & heldout and not (train | heldout) & set(EXAMPLE_ITEMS)
     assert len({question(row) for row in files[0] + files[1]}) == 360
@@ -99,9 +97,7 @@ def test_the_same_seed_writes_the_same_rows_and_another_one_others(tmp_path: Pat
     assert json.loads(text("a", 0)[0].splitlines()[0])["agent_name"] == "tool_agent"
 
 
-async def test_demonstrations_answer_the_training_questions_with_calls_that_give_their_results(
-    tmp_path: Path,
-):
+async def test_demonstrations_answer_training_questions_with_calls_that_work(tmp_path: Path):
     from jax_agent_rl.tools import shop
 
     train, _, demonstrations = prepare_shop(tmp_path, train=40, heldout=4)

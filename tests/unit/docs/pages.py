@@ -38,7 +38,7 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """In the order of the page."""
+    """Return the page's blocks, in order."""
     pattern = r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$'
     for language, title, text in re.findall(pattern, page.read_text(), re.S | re.M):
         yield Block(language=language, title=title, text=text)

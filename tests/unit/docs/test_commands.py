@@ -1,4 +1,4 @@
-"""Commands that pages name exist, take the options they are given, and are given those they need."""
+"""Commands that pages name exist, take the given options, and are given those they need."""
 
 from __future__ import annotations
 

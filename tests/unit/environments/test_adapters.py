@@ -223,7 +223,8 @@ class GuessConfig(vf.TasksetConfig):
 class Guess(vf.Taskset[GuessTask, GuessConfig]):
     def load(self):
         for word in self.config.words.split():
-            data = Data(prompt=f"A fruit of {len(word)} letters?", system_prompt="Guess.", answer=word)
+            question = f"A fruit of {len(word)} letters?"
+            data = Data(prompt=question, system_prompt="Guess.", answer=word)
             yield GuessTask(data, self.config.task)
 
 __all__ = ["Guess"]

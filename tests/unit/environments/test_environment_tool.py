@@ -86,9 +86,7 @@ async def say(opened, line):
     return (await opened.call("write", {"line": line})).observation
 
 
-async def test_a_trajectory_has_one_environment_for_all_its_calls_and_the_next_one_gets_it_reset(
-    made,
-):
+async def test_a_trajectory_has_one_environment_and_the_next_one_gets_it_reset(made):
     tools = tools_of(env_kwargs={"title": "lines"})
     async with session(tools, write={"create_kwargs": {"lines": ["x"]}}) as opened:
         assert made == [], "leased by the first call"
@@ -113,7 +111,7 @@ async def test_the_model_does_not_see_the_environment():
         )
 
 
-async def test_tools_of_one_decorator_share_the_environment_and_blocking_ones_run_in_a_thread(made):
+async def test_tools_of_a_decorator_share_an_environment_and_blocking_ones_run_in_a_thread(made):
     tools = tools_of(write, read)
     async with session(tools, read={"create_kwargs": {"lines": ["x"]}}) as opened:
         calls = [
@@ -343,7 +341,9 @@ LIVES = st.tuples(
 )
 
 
-@example(  # the trajectory is cancelled, its call is not to be stopped, and another one waits for the environment
+# The trajectory is cancelled, its call is not to be stopped, and another one waits for the
+# environment.
+@example(
     lives=[(0, [[("stubborn", 9)]], 5), (1, [[("ok", 9)]], None)],
     pool_size=1,
     scope="trajectory",
@@ -355,7 +355,7 @@ LIVES = st.tuples(
     scope=st.sampled_from(["trajectory", "global"]),
     resets=st.lists(ACTS, max_size=4),
 )
-def test_in_any_order_of_calls_failures_and_cancellations_a_lease_has_one_holder_and_ends_once(
+def test_in_any_order_of_events_a_lease_has_one_holder_and_ends_once(
     lives, pool_size, scope, resets
 ):
     async def run():

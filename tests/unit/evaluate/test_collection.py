@@ -166,7 +166,7 @@ def _ids(records):
 def test_a_collection_goes_on_with_what_defines_its_trajectories(
     tmp_path, override: str, continues: bool
 ):
-    """As a resumed run does: one list says which keys may change."""
+    """It goes on as a resumed run does: one list says which keys may change."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": str(tmp_path / "rows.jsonl")}}
 

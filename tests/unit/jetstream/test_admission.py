@@ -73,7 +73,7 @@ def submit(on: Scheduler, session: str, prompt: list[int], *, count: int) -> Non
     )
 
 
-def test_a_session_that_returns_soon_keeps_its_kv_and_overtakes_who_waits_for_its_pages():
+def test_a_session_that_returns_soon_keeps_its_kv_and_overtakes_waiting_ones():
     on, _, context = crowded()
     assert set(on.running) == {"runs"} and on.waiting == 1
     submit(on, "waits", [*context, 5], count=2)

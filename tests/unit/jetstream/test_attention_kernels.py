@@ -31,7 +31,7 @@ def drawn(seed: int, *shape: int) -> jax.Array:
 
 
 def kept(kind: str, seed: int, length: int, rows: int = 3) -> LayerKV:
-    """Of rows (or pages) of two heads, as a cache of that type keeps it."""
+    """Random rows (or pages) of two heads, as a cache of that type keeps them."""
     keys, values = drawn(seed, rows, 2, 8, length), drawn(seed + 1, rows, 2, length, 8)
     return to_cache(keys, values, DTYPES.get(kind, jnp.float32))
 
@@ -128,7 +128,7 @@ def test_what_a_slot_does_not_see_is_not_read(kind):
     seen = PAGES[:, 2:4].reshape(-1)  # the window begins in the third page, and ends in the fourth
 
     def lost(axis: int, x: jax.Array) -> jax.Array:
-        """Without what no slot sees."""
+        """Replace what no slot sees."""
         nothing = jnp.full_like(x, jnp.nan if x.dtype != jnp.int8 else 99)
         lost = nothing.at[seen].set(x[seen])
         within = jnp.arange(PAGE).reshape([-1 if i == axis else 1 for i in range(4)])

@@ -67,7 +67,7 @@ def test_a_request_waits_while_those_that_run_may_need_what_is_left():
     assert blocks.allocate([8, 9], None) is not None
 
 
-def test_ended_sessions_give_up_their_pages_before_waiting_ones_and_ends_before_beginnings():
+def test_ended_sessions_give_up_pages_before_waiting_ones_and_from_their_end():
     blocks = make_blocks(4, max_context_pages=2)
     waiting, ended = held(blocks, [1] * 7, "waiting"), held(blocks, [2] * 7, "ended")
     own = blocks.pages(ended)

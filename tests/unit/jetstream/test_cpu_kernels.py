@@ -151,8 +151,8 @@ def test_attention_reads_what_each_slot_sees_in_its_own_pages(
 ):
     """Positions at both ends of pages, pages in no order; what no slot sees is NaN."""
     config = dataclasses.replace(
-        TINY, num_kv_heads=kv_heads, num_heads=kv_heads * group, head_dim=size, rope=Rope(interleaved=interleaved),
-        sliding_window=window,
+        TINY, num_kv_heads=kv_heads, num_heads=kv_heads * group, head_dim=size,
+        rope=Rope(interleaved=interleaved), sliding_window=window,
     )  # fmt: skip
     positions = np.array([0, 31, 32, 77, 95], np.int32)
     pages = 1 + np.random.default_rng(5).permutation(15).astype(np.int32).reshape(5, 3)

@@ -25,13 +25,16 @@ from tests.tiny import TINY, tiny_params
 
 model = replace(TINY, vocab_size=96, num_layers=2, num_heads=8, num_kv_heads=2)
 shapes = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=2, kv_cache_tokens=256, decode_steps=4, prefill_buckets=(8,)
+    max_model_len=60, max_concurrent_decodes=2, kv_cache_tokens=256, decode_steps=4,
+    prefill_buckets=(8,),
 )
 PROMPTS = [np.random.default_rng(i).integers(3, 96, 5 + i).tolist() for i in range(8)]
 
 def request(name, prompt, *, count=8, session=None, **sampling):
     sampling = SamplingParams(max_tokens=count, ignore_eos=True, **{"temperature": 0.0} | sampling)
-    return GenerateRequest(request_id=name, prompt_ids=tuple(prompt), sampling=sampling, session_id=session)
+    return GenerateRequest(
+        request_id=name, prompt_ids=tuple(prompt), sampling=sampling, session_id=session
+    )
 
 def engines_of(backend):
     return getattr(backend, "engines", (backend,))
@@ -60,7 +63,9 @@ async def outputs(mesh):
         backend.generate(request(f"g{i}", p, session=f"s{i}")) for i, p in enumerate(PROMPTS)))
     counts = [(await engine.metrics()).requests_finished for engine in engines_of(backend)]
     turn = [*PROMPTS[0], *first[0].token_ids, 7, 8]
-    second = await backend.generate(request("turn", turn, session="s0", temperature=0.8, top_p=0.9, seed=5))
+    second = await backend.generate(
+        request("turn", turn, session="s0", temperature=0.8, top_p=0.9, seed=5)
+    )
     assert second.cached_tokens == len(turn) - 3, second
     old = parts(backend)
     await backend.update_weights(WeightUpdate(version=1, kind="arrays", payload=published(1)))
@@ -70,13 +75,20 @@ async def outputs(mesh):
     await backend.sleep()
     hosts = {id(scheduler(engine).params.embed) for engine in engines_of(backend)}
     await backend.wake()
-    woken = await asyncio.gather(*(backend.generate(request(f"w{i}", p)) for i, p in enumerate(PROMPTS)))
+    woken = await asyncio.gather(*(
+        backend.generate(request(f"w{i}", p)) for i, p in enumerate(PROMPTS)))
     metrics = await backend.metrics()
     assert metrics.recompilations == 0 and metrics.requests_finished == 8 + 1 + 8 + 8
-    own, others = await backend.tensor_samples(), await backend.replica_samples()
-    assert all(np.array_equal(own[name].values, other[name].values) for other in others for name in own)
+    first_replica = await backend.tensor_samples()
+    replicas = await backend.replica_samples()
+    for replica in replicas:
+        for name, sample in first_replica.items():
+            assert np.array_equal(sample.values, replica[name].values)
     await backend.close()
-    facts = {"counts": counts, "in place": in_place, "host copies": len(hosts), "replicas": 1 + len(others)}
+    facts = {
+        "counts": counts, "in place": in_place, "host copies": len(hosts),
+        "replicas": 1 + len(replicas),
+    }
     return [*first, second, *changed, *woken], facts
 
 expected, _ = asyncio.run(outputs(make_engine_mesh(EngineMeshConfig())))
@@ -109,13 +121,16 @@ speculation.LOSS_SECONDS = float("inf")
 Speculation._best_columns = lambda on, plain, chances: on.most_columns if len(chances) else None
 
 async def outputs(mesh, most):
-    backend = make_backend(model, published(0), replace(shapes, num_speculative_tokens=most), mesh=mesh, seed=3)
+    speculative = replace(shapes, num_speculative_tokens=most)
+    backend = make_backend(model, published(0), speculative, mesh=mesh, seed=3)
     await backend.start()
 
     async def every(name):
         "Each prompt in a session of its own, so that an engine sees what it has sampled before."
         return await asyncio.gather(*(
-            backend.generate(request(f"{name}{i}", p, count=20, session=f"s{i}", temperature=0.7, seed=i))
+            backend.generate(
+                request(f"{name}{i}", p, count=20, session=f"s{i}", temperature=0.7, seed=i)
+            )
             for i, p in enumerate(PROMPTS)))
 
     first, second = await every("a"), await every("b")
@@ -158,24 +173,29 @@ async def raised(what, awaitable):
     raise AssertionError(what)
 
 async def main():
-    backend = make_backend(model, tiny_params(config=model), shapes, mesh=make_engine_mesh(EngineMeshConfig(data=4)))
+    mesh = make_engine_mesh(EngineMeshConfig(data=4))
+    backend = make_backend(model, tiny_params(config=model), shapes, mesh=mesh)
     await backend.start()
     assert backend.capabilities.max_concurrent == 8
     # A wrong update: all refuse it, and all go on with the weights they have.
     wrong = tiny_params(1, replace(model, num_layers=1))
-    print(await raised("wrong", backend.update_weights(WeightUpdate(version=1, kind="arrays", payload=wrong))))
+    print(await raised("wrong", backend.update_weights(
+        WeightUpdate(version=1, kind="arrays", payload=wrong))))
     # One that fails in the middle of loading, on whichever engine loads for all.
     for engine in backend.engines:
         scheduler(engine).engine._load.args[0]._arrange = None
     print(await raised("fails", backend.update_weights(
         WeightUpdate(version=1, kind="arrays", payload=tiny_params(1, model)))))
-    assert {engine.policy_version for engine in backend.engines} == {0} and (await backend.health()).ok
+    assert {engine.policy_version for engine in backend.engines} == {0}
+    assert (await backend.health()).ok
     # Sampling without seeds differs between engines.
     random = [backend.generate(request(f"r{i}", PROMPTS[0], temperature=1.0)) for i in range(4)]
     print(len({output.token_ids for output in await asyncio.gather(*random)}))
     # Aborts and pauses reach the engine that has the request.
     await backend.pause(PauseMode.KEEP)
-    frozen = [asyncio.ensure_future(backend.generate(request(f"f{i}", p))) for i, p in enumerate(PROMPTS)]
+    frozen = []
+    for i, prompt in enumerate(PROMPTS):
+        frozen.append(asyncio.ensure_future(backend.generate(request(f"f{i}", prompt))))
     await asyncio.sleep(0)
     print(await raised("twice", backend.generate(request("f5", PROMPTS[5]))))
     assert await backend.abort("f5") and not await backend.abort("unknown")
@@ -237,7 +257,8 @@ def failing_warm_up(self, *args):
 kind.__init__, kind.warm_up = failing_init, failing_warm_up
 
 async def main():
-    backend = make_backend(model, tiny_params(config=model), shapes, mesh=make_engine_mesh(EngineMeshConfig(data=4)))
+    mesh = make_engine_mesh(EngineMeshConfig(data=4))
+    backend = make_backend(model, tiny_params(config=model), shapes, mesh=mesh)
     try:
         await backend.start()
     except RuntimeError as error:

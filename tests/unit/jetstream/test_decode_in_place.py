@@ -88,14 +88,14 @@ def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache(kernels:
 
 @pytest.mark.parametrize("kernels", ALL_KERNELS)
 def test_pages_that_held_nans_serve_like_empty_ones(kernels: Kernels):
-    """Those of weights that went wrong, when right ones have come."""
+    """Pages of weights that went wrong are used again when right ones have come."""
     engine, slots = JaxEngine(TINY, SHAPES), make_decode_batch(2, SHAPES.context_pages)
     prompt, params = np.arange(3, 44, dtype=np.int32), engine.load_params(tiny_params())
     slots.pages[0], slots.tokens[0] = (4, 2, 9), prompt[-1]
     slots.positions[0], slots.remaining[0] = len(prompt) - 1, STEPS
 
     def served(cache: KVCache) -> jax.Array:
-        """Of two chunks, of which the second begins within a page, and what is sampled behind."""
+        """Serve two chunks, the second of which begins within a page, and sample after them."""
         for part in (slice(0, 20), slice(20, -1)):
             cache = engine.extend(params, cache, [Extension((4, 2), part.start, prompt[part])])
         return decoded(kernels, cache, slots)[1]

@@ -124,7 +124,7 @@ def fixed_talks() -> Talks:
 
 
 def test_the_fast_engine_is_not_equal_to_the_bit():
-    """So the test above could fail."""
+    """This shows that the test above could fail."""
     assert (
         differences(asyncio.run(converse(fixed_talks(), deterministic=False)), list(range(9))) > 0
     )

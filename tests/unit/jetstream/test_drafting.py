@@ -96,7 +96,7 @@ def test_the_chance_of_a_prediction(draws: list[Draw], number: float, wanted: tu
     assert (token, pytest.approx(chance, abs=1e-9)) == wanted
 
 
-def test_the_engines_own_draws_are_predicted_where_the_most_frequent_id_would_be_wrong():
+def test_the_engines_draws_are_predicted_where_the_most_frequent_id_is_wrong():
     count, position = 400, 17
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=300) * 2, jnp.float32)

@@ -108,7 +108,7 @@ def test_attention_is_that_over_what_the_cache_restores(kind):
 
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.1), ("fp8", 0.4)])
 def test_log_probs_over_a_cache_stay_near_those_of_floats(kind, bound):
-    """Of a model whose distributions are far from uniform, as trained ones are not."""
+    """The model's distributions are far from uniform, as a trained model's are."""
     params = tiny_params()
     assert 1e-4 < np.abs(scored(TINY, params, kv=kind) - in_floats(TINY, params)).mean() < bound
 

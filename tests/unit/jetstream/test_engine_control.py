@@ -39,7 +39,7 @@ class Gate:
         self._open = False
 
     def passed(self) -> None:
-        """For the thread."""
+        """Pass the gate, or wait until it opens; called by the thread."""
         self._arrivals.release()
         if not self._open:
             self._passes.acquire()
@@ -391,7 +391,7 @@ async def test_an_id_used_again_gets_its_own_output():
         assert (await soon(again)).token_ids == (10, 11, 12, 13)
 
 
-async def test_an_update_that_fails_before_the_old_weights_are_given_up_leaves_them_serving():
+async def test_an_update_that_fails_early_leaves_the_old_weights_serving():
     async with running() as (backend, engine):
         engine.gate.open()
         engine.gives_up_old_weights, engine.refusal = False, RuntimeError("out of memory")

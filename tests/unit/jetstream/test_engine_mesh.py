@@ -28,49 +28,66 @@ from tests.tiny import TINY, tiny_adapter, tiny_params
 base = replace(TINY, vocab_size=96, num_layers=2, num_heads=8, num_kv_heads=8)
 MODELS = {
     "dense": replace(base, qkv_bias=True, tie_word_embeddings=False),
-    "few KV heads": replace(base, num_kv_heads=2, qk_norm=True, sandwich_norms=True, sliding_window=4,
-                            windowed_layers=(True, False), local_rope=Rope(theta=100.0)),
-    "experts": replace(base, num_kv_heads=4, attention_sinks=True, o_bias=True, activation="clamped_swiglu",
-                       rope=Rope(partial_rotary=0.5, interleaved=True),
-                       experts=Experts(count=8, per_token=2, intermediate_size=16, normalize=True, bias=True)),
+    "few KV heads": replace(
+        base, num_kv_heads=2, qk_norm=True, sandwich_norms=True, sliding_window=4,
+        windowed_layers=(True, False), local_rope=Rope(theta=100.0),
+    ),
+    "experts": replace(
+        base, num_kv_heads=4, attention_sinks=True, o_bias=True, activation="clamped_swiglu",
+        rope=Rope(partial_rotary=0.5, interleaved=True),
+        experts=Experts(count=8, per_token=2, intermediate_size=16, normalize=True, bias=True),
+    ),
 }
-model, mesh, options = MODELS[sys.argv[1]], EngineMeshConfig(**json.loads(sys.argv[2])), json.loads(sys.argv[3])
+model = MODELS[sys.argv[1]]
+mesh = EngineMeshConfig(**json.loads(sys.argv[2]))
+options = json.loads(sys.argv[3])
 shapes = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=3, kv_cache_tokens=256, decode_steps=4, prefill_buckets=(8,)
+    max_model_len=60, max_concurrent_decodes=3, kv_cache_tokens=256, decode_steps=4,
+    prefill_buckets=(8,),
 )
 
 def request(name, prompt, *, count=12, session=None, lora=None, **sampling):
     sampling = SamplingParams(max_tokens=count, ignore_eos=True, **{"temperature": 0.0} | sampling)
-    return GenerateRequest(request_id=name, prompt_ids=tuple(prompt), sampling=sampling, session_id=session,
-                           lora=lora)
+    return GenerateRequest(
+        request_id=name, prompt_ids=tuple(prompt), sampling=sampling, session_id=session,
+        lora=lora,
+    )
 
 async def outputs(mesh):
     backend = JetStreamBackend(model, tiny_params(config=model), shapes, mesh=mesh, **options,
                                adapters={"a": tiny_adapter(model)})
     await backend.start()
     try:
-        prompts = [np.random.default_rng(i).integers(3, 96, n).tolist() for i, n in enumerate((4, 11, 23))]
+        prompts = []
+        for seed, length in enumerate((4, 11, 23)):
+            prompts.append(np.random.default_rng(seed).integers(3, 96, length).tolist())
         first = await asyncio.gather(*(backend.generate(request(f"g{i}", p, session=f"s{i}"))
                                        for i, p in enumerate(prompts)))
         prompt = [*prompts[0], *first[0].token_ids, 7, 8]
-        second = await backend.generate(request("next turn", prompt, session="s0", temperature=0.8, top_p=0.9, seed=5))
+        second = await backend.generate(
+            request("next turn", prompt, session="s0", temperature=0.8, top_p=0.9, seed=5)
+        )
         assert second.cached_tokens == len(prompt) - 3, second
         adapted = await backend.generate(request("adapted", prompts[2], lora="a"))
         assert adapted.log_probs != first[2].log_probs
-        await backend.update_weights(WeightUpdate(version=1, kind="arrays", payload=tiny_params(1, model)))
+        update = WeightUpdate(version=1, kind="arrays", payload=tiny_params(1, model))
+        await backend.update_weights(update)
         changed = await backend.generate(request("changed", prompts[2]))
         assert changed.cached_tokens == 0 and changed.policy_versions == (1,) * 12
         assert (await backend.metrics()).recompilations == 0
         params, cache = backend._core.scheduler.params, backend._core.scheduler.cache
-        part = {k: x.addressable_shards[0].data.size / x.size
-                for k, x in {"embed": params.embed, "keys": cache.layers[0].keys, **params.layers[0]}.items()
-                for x in jax.tree.leaves(x)[:1] if x.ndim > 1}
+        stored = {"embed": params.embed, "keys": cache.layers[0].keys, **params.layers[0]}
+        part = {}
+        for name, tree in stored.items():
+            for x in jax.tree.leaves(tree)[:1]:
+                if x.ndim > 1:
+                    part[name] = x.addressable_shards[0].data.size / x.size
     finally:
         await backend.close()
     return [*first, second, adapted, changed, in_flight(backend._core.scheduler, prompts[1])], part
 
 def in_flight(scheduler, prompt):
-    "A generation under whose middle the weights change: by hand, for the engine's thread does not wait."
+    "Change weights in the middle of a generation, by hand: the engine's thread does not wait."
     scheduler.submit(request("in flight", prompt, count=20))
     scheduler.step()
     scheduler.set_weights(scheduler.engine.load_params(tiny_params(2, model), scheduler.params), 2)
@@ -86,7 +103,8 @@ found, part = asyncio.run(outputs(make_engine_mesh(mesh)))
 for a, b in zip(expected, found, strict=True):
     assert a.token_ids == b.token_ids, (a, b)
     np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
-    assert (a.routed_experts is None) == (model.experts is None) and a.routed_experts == b.routed_experts
+    assert (a.routed_experts is None) == (model.experts is None)
+    assert a.routed_experts == b.routed_experts
 print(json.dumps(part))
 """
 
@@ -123,13 +141,25 @@ from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from tests.tiny import TINY, tiny_params
 
-model = replace(TINY, vocab_size=96, num_layers=2, num_heads=8, num_kv_heads=2, tie_word_embeddings=False)
+model = replace(
+    TINY, vocab_size=96, num_layers=2, num_heads=8, num_kv_heads=2, tie_word_embeddings=False
+)
 shapes = EngineShapes(
-    max_model_len=48, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=2, prefill_buckets=(8,)
+    max_model_len=48, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=2,
+    prefill_buckets=(8,),
 )
 
 def bytes_on(device, tree):
-    return sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device)
+    total = 0
+    for x in jax.tree.leaves(tree):
+        total += sum(s.data.nbytes for s in x.addressable_shards if s.device == device)
+    return total
+
+def pointer_of(params):
+    return params.layers[0]["down"].addressable_shards[0].data.unsafe_buffer_pointer()
+
+def require_equal(left, right):
+    np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 CASES = [  # learner's mesh, engine's mesh, its first device
     ({"fsdp": 4, "tensor": 2}, {"tensor": 8}, 0),
@@ -146,7 +176,7 @@ for learner, mesh, first in CASES:
     engine_mesh = make_engine_mesh(EngineMeshConfig(**mesh), device_offset=first)
     engine = JaxEngine(model, shapes, dtype=jnp.bfloat16, mesh=engine_mesh)
     old = engine.load_params(theirs[0])
-    at = old.layers[0]["down"].addressable_shards[0].data.unsafe_buffer_pointer()
+    at = pointer_of(old)
     engine.table.end_warm_up()
     params = engine.load_params(theirs[1], old)
     assert all(x.is_deleted() for x in jax.tree.leaves(old)), "two sets of weights"
@@ -155,17 +185,22 @@ for learner, mesh, first in CASES:
     del theirs, x
     gc.collect()
     assert not any(reference() for reference in references), "the learner's arrays are kept"
-    expected = jax.jit(functools.partial(engine_params, engine.config, dtype=jnp.bfloat16))(tiny_params(config=model))
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), params, expected)
+    convert = jax.jit(functools.partial(engine_params, engine.config, dtype=jnp.bfloat16))
+    expected = convert(tiny_params(config=model))
+    jax.tree.map(require_equal, params, expected)
     programs = {key[0]: program for key, program in engine.table._programs.items()}
     programs.pop("no weights", None)  # it makes the room that the first weights take
     ((name, program),) = programs.items()
     whole = sum(x.nbytes for x in jax.tree.leaves(params))
+    expected_bytes = sum(x.nbytes for x in jax.tree.leaves(expected))
     print(json.dumps({
-        "learner": learner, "devices": engine_mesh.size, "program": name, "recompilations": engine.table.recompilations,
+        "learner": learner,
+        "devices": engine_mesh.size,
+        "program": name,
+        "recompilations": engine.table.recompilations,
         "largest part": max(bytes_on(d, params) for d in engine_mesh.devices.flat) / whole,
-        "in place": at == params.layers[0]["down"].addressable_shards[0].data.unsafe_buffer_pointer(),
-        "scratch": program.memory_analysis().temp_size_in_bytes / sum(x.nbytes for x in jax.tree.leaves(expected)),
+        "in place": at == pointer_of(params),
+        "scratch": program.memory_analysis().temp_size_in_bytes / expected_bytes,
     }), flush=True)
 """
 
@@ -194,8 +229,8 @@ class Mesh:
         (
             {"expert": 2},
             (
-                "mesh.expert=2, but a llama model has no experts; set rollout.jetstream.mesh.tensor"
-                " instead"
+                "mesh.expert=2, but a llama model has no experts;"
+                " set rollout.jetstream.mesh.tensor instead"
             ),
         ),
         (

@@ -55,8 +55,9 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def exact_logprobs_of(prompt, sampled):
-    """As ``logprobs_of``, with layers in float64: the rounding of a pass in float32 is as large as
-    the engine's.
+    """Compute ``logprobs_of`` with layers in float64.
+
+    The rounding of a pass in float32 is as large as the engine's.
     """
     with jax.enable_x64(True):
         return logprobs_of(
@@ -153,8 +154,8 @@ async def test_sampled_ids_follow_the_models_distribution():
     logits = full_logits(PARAMS, prompt)[-1].astype(np.float64)
     expected = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     seen = np.bincount([o.token_ids[0] for o in outputs], minlength=TINY.vocab_size) / count
-    # Total variation of an empirical distribution: E <= sum(sqrt(p(1-p)/n))/2; 2 of it is far
-    # outside.
+    # The total variation of an empirical distribution: E <= sum(sqrt(p(1-p)/n))/2. Twice that is
+    # far outside.
     assert np.abs(seen - expected).sum() / 2 < np.sqrt(expected * (1 - expected) / count).sum()
 
 

@@ -69,7 +69,7 @@ def asking(
 def assert_right(
     prompt: Sequence[int], media: Mapping[str, Sequence[Any]], output: TokenOutput, seed: int = 0
 ) -> None:
-    """Greedy ids, their log-probs and the digest are those of a full pass over prompt and output."""
+    """Require the greedy ids, log-probs and digest of a full pass over prompt and output."""
     ids = [*prompt, *output.token_ids]
     scores = seen_logprobs(
         tiny_params(seed, TINY_VL),
@@ -87,8 +87,8 @@ async def test_images_of_every_kind_over_two_turns_and_beside_each_other():
         one = {"image": [FIRST]}
         prompt = [5, 6, *placeholders(one), 7]
 
-        # Alone, and beside a request of text; the same ids with another image share the text before
-        # it alone.
+        # Alone, and beside a request of text. The same ids with another image share only the text
+        # before it.
         first, text = await asyncio.gather(
             backend.generate(asking("a", prompt, one)),
             backend.generate(asking("t", [5, 6, 7, 8], {})),

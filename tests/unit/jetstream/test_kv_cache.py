@@ -37,12 +37,12 @@ FULL = np.full(2, COUNT * SIZE)
 
 
 def in_rows(cache: KVCache, pages: np.ndarray) -> KVCache:
-    """With all that the pages hold."""
+    """Return the cache as rows with all that the pages hold."""
     return rows_of(cache, pages, FULL)
 
 
 def layer(seed: int, count: int, length: int) -> LayerKV:
-    """Of two heads of 3, with scales."""
+    """A layer of two heads of 3, with scales."""
     draw = np.random.default_rng(seed).standard_normal
     shapes = (count, 2, 3, length), (count, 2, length, 3), (count, 2, 2, length)
     return LayerKV(*(jnp.asarray(draw(shape), jnp.float32) for shape in shapes))

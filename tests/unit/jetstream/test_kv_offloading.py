@@ -270,8 +270,13 @@ def second_turn(others):
     return output, on.metrics().restored_pages, part
 
 (found, restored, part), (wanted, _, _) = second_turn(1), second_turn(0)
-print(json.dumps({"restored": restored, "part": part, "cached": [found.cached_tokens, wanted.cached_tokens],
-                  "same": found.token_ids == wanted.token_ids and found.log_probs == wanted.log_probs}))
+same_ids = found.token_ids == wanted.token_ids
+print(json.dumps({
+    "restored": restored,
+    "part": part,
+    "cached": [found.cached_tokens, wanted.cached_tokens],
+    "same": same_ids and found.log_probs == wanted.log_probs,
+}))
 """
 
 

@@ -1,4 +1,4 @@
-"""A cache that is too small for all who run: the last ones wait, and sample what they would have."""
+"""A cache too small for all who run: the last ones wait, and sample what they would have."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def doubled(x: jax.Array) -> jax.Array:
     return 2 * x
 
 
-def test_on_a_cpu_a_program_is_compiled_when_it_is_needed_and_with_it_the_one_that_follows(
+def test_on_a_cpu_a_program_is_compiled_when_needed_together_with_the_next_one(
     engine: JaxEngine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)

@@ -70,7 +70,7 @@ def array(output: TokenOutput) -> np.ndarray:
 
 
 def prefilled(context: list[int]) -> np.ndarray:
-    """The choices of a context but for its last id, which an engine of its own reads as one prompt."""
+    """The choices of a context but for its last id, read as one prompt by an engine of its own."""
     on = scheduler()
     submit(on, 0, prompt=context, count=1)
     return array(finished(on)["0"])[:-1]

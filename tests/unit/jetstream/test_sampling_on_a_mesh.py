@@ -35,9 +35,10 @@ truncation = Truncation(
 mesh = make_engine_mesh(EngineMeshConfig(expert=2, tensor=2))
 split = jax.device_put(logits, NamedSharding(mesh, PartitionSpec(DEVICES)))
 differ = []
-for more in ({}, {"truncation": truncation},
-             {"truncation": truncation, "forced": jnp.where(jnp.arange(SLOTS) % 2, 1207, -1).astype(jnp.int32)},
-             {"allowed": jnp.asarray(np.packbits(allowed, axis=2, bitorder="little").view(np.uint32)[..., 0])}):
+forced = jnp.where(jnp.arange(SLOTS) % 2, 1207, -1).astype(jnp.int32)
+packed = jnp.asarray(np.packbits(allowed, axis=2, bitorder="little").view(np.uint32)[..., 0])
+for more in ({}, {"truncation": truncation}, {"truncation": truncation, "forced": forced},
+             {"allowed": packed}):
     one = jax.jit(sample)(jnp.asarray(logits), **settings, **more)
     run = jax.jit(functools.partial(sample, mesh=mesh))
     four = run(split, **settings, **more)
@@ -46,11 +47,13 @@ for more in ({}, {"truncation": truncation},
     np.testing.assert_allclose(np.asarray(one[1])[same], np.asarray(four[1])[same], atol=1e-5)
     assert (one[2] is None) == (four[2] is None)
     if one[2] is not None:  # a nucleus may differ by the id at its edge
-        changed = np.unpackbits((np.asarray(one[2]) ^ np.asarray(four[2])).view(np.uint8), axis=1).sum(axis=1)
+        difference = np.asarray(one[2]) ^ np.asarray(four[2])
+        changed = np.unpackbits(difference.view(np.uint8), axis=1).sum(axis=1)
         assert (changed > 0).sum() <= 1 and changed.max() <= 1, changed
 text = run.lower(split, **settings, truncation=truncation).compile().as_text()
+exchange = r"\\w+\\[([\\d,]*)\\][^=]*? (?:all-gather|all-reduce|all-to-all)"
 sizes = [np.prod([int(n) for n in found.split(",") if n] or [1])
-         for found in re.findall(r"\\w+\\[([\\d,]*)\\][^=]*? (?:all-gather|all-reduce|all-to-all)", text)]
+         for found in re.findall(exchange, text)]
 print(json.dumps([differ, int(max(sizes)) / (VOCABULARY * SLOTS)]))
 """
 

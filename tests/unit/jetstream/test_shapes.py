@@ -7,7 +7,7 @@ from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens, prefill
 
 
 @given(longest=st.integers(1, 100_000))
-def test_chosen_chunks_ascend_and_the_last_holds_the_prompt_or_is_the_longest_there_is(longest):
+def test_chosen_chunks_ascend_to_one_that_holds_the_prompt_or_the_longest(longest):
     buckets = prefill_buckets(longest)
     assert list(buckets) == sorted(set(buckets))
     assert min(longest, 2048) <= buckets[-1] <= 2048

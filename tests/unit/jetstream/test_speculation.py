@@ -504,7 +504,12 @@ def policy(engine: FakeEngine, **drafter) -> tuple[Speculation, RunningRequest]:
         request_id="a", prompt_ids=(5,), sampling=SamplingParams(max_tokens=10**6, temperature=1.0)
     )
     run = RunningRequest(request, max_tokens=10**6, eos_ids=frozenset(), seed=0, decode_text=None)
-    on = Speculation(engine, SlowDrafter(engine, **drafter), Counters(), clock=lambda: engine.now)  # type: ignore[arg-type]
+    on = Speculation(
+        engine,  # type: ignore[arg-type]
+        SlowDrafter(engine, **drafter),
+        Counters(),
+        clock=lambda: engine.now,
+    )
     return on, run
 
 

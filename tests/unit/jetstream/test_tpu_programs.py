@@ -1,4 +1,4 @@
-"""Attention of learner and engine, and their experts, compile for slices of TPUs that are not here."""
+"""Attention and experts, of learner and engine, compile for slices of TPUs that are not here."""
 
 import functools
 import math
@@ -103,7 +103,7 @@ def decode_step_of(
     size: int,
     window: int | None,
 ) -> tuple[jax.stages.Compiled, float]:
-    """With sinks where there is a window; and the bytes each of two chips holds of the cache."""
+    """A step with sinks where there is a window; and each of two chips' bytes of the cache."""
     cached = described_cache(mesh, slots * length // page, page, dtype, size)
     new = described(mesh, (slots, KV_HEADS, size), jnp.bfloat16, None, "tensor")
     q = described(mesh, (slots, KV_HEADS, HEADS // KV_HEADS, size), jnp.bfloat16, None, "tensor")

@@ -38,7 +38,7 @@ def noise(terms: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def gradients(made: Learner, groups) -> list[np.ndarray]:
-    """Of the policy and, with one, the critic, off-policy enough for clipping to matter."""
+    """Gradients of the policy and the critic, if any; off-policy enough for clipping to matter."""
     (mini,), experience = made._prepare(groups, masked={groups[0].trajectories[0].trajectory_id})
     experience.terms["old_logprob"] = noise(experience.terms["old_logprob"])
     batch = made._with_terms(mini, experience)
@@ -179,7 +179,7 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
     np.testing.assert_allclose(np.concatenate(experience.terms["advantage"]), expected, atol=1e-3)
 
 
-def test_the_adaptive_coefficient_falls_while_the_policy_is_the_reference_and_survives_a_checkpoint():
+def test_the_adaptive_kl_coefficient_falls_and_survives_a_checkpoint():
     kl = {"where": "loss", "controller": "adaptive", "horizon": 100, "target": 0.1, "coef": 0.5}
     made = learner({"kl": kl})
     result = made.update(random_groups(0))

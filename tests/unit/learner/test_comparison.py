@@ -49,7 +49,7 @@ def of_versions(*versions: tuple[int, ...], learn_appended: bool = False) -> Tra
         (((2, 2),), 0, [1, 1]),  # nothing has been learnt since version 0
     ],
 )
-def test_tokens_of_the_learners_weights_that_follow_no_others_in_their_turn_are_compared(
+def test_tokens_of_the_learners_weights_are_compared_unless_they_follow_others(
     versions, since, expected
 ):
     assert comparable(of_versions(*versions), since).astype(int).tolist() == expected
@@ -88,7 +88,7 @@ def learner(*, algorithm: dict | None = None, **config) -> Learner:
 
 
 def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
-    """With the log-probs of the tiny model; the first token of the first trajectory is off."""
+    """Give groups the tiny model's log-probs; the first token of the first trajectory is off."""
     params = tiny_params()
     made = []
     for group in groups:
@@ -121,9 +121,7 @@ def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
     ],
     ids=["the update's own pass", "a scoring pass", "bypass"],
 )
-def test_the_learner_looks_before_its_first_update_and_what_stops_it_leaves_nothing_changed(
-    config, algorithm
-):
+def test_a_check_before_the_first_update_can_stop_it_with_nothing_changed(config, algorithm):
     made, seen = learner(algorithm=algorithm, **config), []
     before = jax.device_get(made.state.policy)
 

@@ -23,14 +23,16 @@ DELTAS = [o - r for o, r in zip(OLD, ROLLOUT, strict=True)]
 
 WEIGHTS = {
     ("token", False): [
-        [1.3, 0.8187307530779819, 0, 0.40656965974059917], [0.7408182206817179, 1.3, 0.9048374180359595, 0],
+        [1.3, 0.8187307530779819, 0, 0.40656965974059917],
+        [0.7408182206817179, 1.3, 0.9048374180359595, 0],
         [1.0512710963760241, 0.9048374180359595, 1.3, 1.3]],
     ("token", True): [
         [1.2964911031038733, 0.8165208747716444, 0, 0.40547226665050445],
         [0.7388186401008378, 1.2964911031038733, 0.902395124799309, 0],
         [1.0484335564628997, 0.902395124799309, 1.2964911031038733, 1.2964911031038733]],
     ("sequence", False): [[0.4965853037914096] * 4, [1.2214027581601699] * 4, [1.3] * 4],
-    ("sequence", True): [[0.49362551500978413] * 4, [1.2141228524645165] * 4, [1.2922516325256994] * 4],
+    ("sequence", True): [
+        [0.49362551500978413] * 4, [1.2141228524645165] * 4, [1.2922516325256994] * 4],
 }  # fmt: skip
 
 
@@ -105,7 +107,7 @@ def test_weights_that_are_all_zero_have_no_effective_samples():
 
 @pytest.mark.parametrize("normalized", [False, True])
 def test_tokens_that_a_rule_rejects_still_count_in_the_weight_of_their_trajectory(normalized: bool):
-    """As in verl, where the weights are made from the response mask before rejection changes it."""
+    """verl also makes the weights from the response mask before rejection changes it."""
     settings = {
         "rollout_is": "sequence",
         "rollout_is_threshold": 50.0,

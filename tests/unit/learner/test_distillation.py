@@ -110,9 +110,9 @@ def test_the_task_reward_and_the_teacher_add_up():
 
 
 def test_the_advantage_has_the_gradient_of_the_squared_log_ratio():
-    """Of an update on fresh samples: d/dx of (log pi - log pi_t)^2 / 2 is that difference times d
-    log pi.
-    """
+    """An update on fresh samples has this gradient.
+
+    d/dx of (log pi - log pi_t)^2 / 2 is the difference times d log pi."""
     groups = random_groups(1)
     found = gradient(distilling(ADVANTAGE), groups)
     expected = gradient(distilling({"where": "loss", "estimator": "k2", "coef": 1.0}), groups)

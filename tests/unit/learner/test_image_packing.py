@@ -55,8 +55,8 @@ def test_equal_pictures_are_one_and_others_are_not():
     batch = packed(*family((FIRST, 10), (same, 11), (SECOND, 12)))
     (own,) = batch.images.images
     assert len(own) == 2 and batch.num_rows == 1
-    # Prompt, sampled ids and the start of a picture; then twice four placeholders and an end; three
-    # last ids.
+    # Prompt, sampled ids and the start of a picture; then twice four placeholders and an end; then
+    # three last ids.
     assert batch.num_nodes == 5 + 2 * 5 + 3
     arrays = next(batch.micro_batches(1))
     multimodal = arrays["feature_index"][0]

@@ -192,7 +192,10 @@ from jax_agent_rl.types import Group
 from tests.trajectories import random_groups
 
 config = replace(TINY, vocab_size=96)
-PPO = {"adv_estimator": "gae", "lam": 0.9, "entropy_coeff": 0.01, "kl": {"where": "loss", "coef": 0.1}}
+PPO = {
+    "adv_estimator": "gae", "lam": 0.9, "entropy_coeff": 0.01,
+    "kl": {"where": "loss", "coef": 0.1},
+}
 GSPO = {"policy_loss": {"loss_mode": "gspo"}, "rollout_correction": {"rollout_is": "sequence"}}
 MESHES = {"data": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
 for algorithm, meshes in (({}, MESHES), (PPO, MESHES[2:]), (GSPO, MESHES[2:])):
@@ -200,7 +203,8 @@ for algorithm, meshes in (({}, MESHES), (PPO, MESHES[2:]), (GSPO, MESHES[2:])):
     for mesh in ({}, *meshes):
         settings = LearnerConfig(learning_rate=1e-3, pack_length=32, mesh=mesh)
         made = Learner(
-            config, tiny_params(config=config), algorithm=AlgorithmConfig(**algorithm), config=settings, temperature=1.0
+            config, tiny_params(config=config), algorithm=AlgorithmConfig(**algorithm),
+            config=settings, temperature=1.0,
         )
         for _ in range(2):
             made.update(random_groups(0, vocabulary=96))

@@ -238,7 +238,9 @@ model = replace(TINY, vocab_size=96)
 def learner(mesh):
     config = LearnerConfig(learning_rate=1e-3, pack_length=64, mesh=mesh)
     algorithm = AlgorithmConfig(adv_estimator="gae")
-    return Learner(model, tiny_params(config=model), algorithm=algorithm, config=config, temperature=1.0)
+    return Learner(
+        model, tiny_params(config=model), algorithm=algorithm, config=config, temperature=1.0
+    )
 
 made = learner({"fsdp": 4, "tensor": 2})
 made.update(random_groups(0, vocabulary=96))
@@ -251,7 +253,8 @@ for mesh in ({}, {"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
     other = learner(mesh)
     like = other.state
     _, other.state, _ = checkpointer.restore(like)
-    for x, y, wanted in zip(saved, jax.tree.leaves(other.state), jax.tree.leaves(like), strict=True):
+    restored = jax.tree.leaves(other.state)
+    for x, y, wanted in zip(saved, restored, jax.tree.leaves(like), strict=True):
         np.testing.assert_array_equal(x, np.asarray(y))
         assert y.sharding == wanted.sharding
     other.update(random_groups(1, vocabulary=96))

@@ -26,7 +26,7 @@ def single(**learner) -> Learner:
 
 
 def played(groups: list[Group], names=NAMES) -> list[Group]:
-    """The same groups, their first two members played with one adapter and the others with another."""
+    """The same groups, their first two members played with one adapter, the others with another."""
     return [
         replace(
             group,

@@ -169,8 +169,8 @@ def test_half_a_step_learns_what_the_half_alone_would():
     for got, expected in zip(
         jax.tree.leaves(made.params), jax.tree.leaves(alone.params), strict=True
     ):
-        # AdamW divides a gradient by its own size: one of rounding size moves its parameter by up
-        # to the rate.
+        # AdamW divides a gradient by its own size, so one of rounding size moves its parameter by
+        # up to the rate.
         assert np.mean(np.abs(np.asarray(got) - np.asarray(expected)) > 1e-4) < 0.01
 
 
@@ -194,7 +194,7 @@ def test_every_trajectory_of_half_a_step_is_accounted_for(epochs: int):
     }
 
 
-def test_a_trajectory_with_every_token_rejected_is_rejected_whatever_became_of_the_step():
+def test_a_trajectory_with_every_token_rejected_is_rejected_in_any_step():
     reject = {"rollout_correction": {"rollout_rs": ["seq_max_k2"], "rollout_rs_threshold": [1e-12]}}
     groups = groups_with_poison()
     result = learner(reject, num_minibatches=2).update(groups)
@@ -202,7 +202,7 @@ def test_a_trajectory_with_every_token_rejected_is_rejected_whatever_became_of_t
 
 
 def large_rewards(group: Group) -> Group:
-    """Returns whose squared errors no float32 holds; whitened, the advantages are as small as ever."""
+    """Returns whose squared errors no float32 holds; whitened advantages are as small as ever."""
     return replace(
         group, trajectories=tuple(replace(t, reward=t.reward * 1e25) for t in group.trajectories)
     )

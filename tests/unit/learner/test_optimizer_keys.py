@@ -110,8 +110,9 @@ def orthogonalized(matrix: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["q", "down"])
 def test_muon_moves_the_matrices_of_layers_by_orthogonalized_momentum(name):
-    """In float64, with Nesterov momentum as optax corrects its bias, scaled to a root mean square
-    of 0.2.
+    """The reference is float64, with Nesterov momentum as optax corrects its bias.
+
+    It is scaled to a root mean square of 0.2.
     """
     found = updated(optimizer="muon", weight_decay=0.1)["layers"][name]
     beta = 0.95

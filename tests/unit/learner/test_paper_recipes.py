@@ -25,7 +25,8 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 NO_KL = {"kl.where": "none"}
 CONSTANTS: dict[str, dict[str, object]] = {
     "arpo": {
-        **NO_KL, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "loss_agg_mode": "token-mean",
+        **NO_KL, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0,
+        "loss_agg_mode": "token-mean",
     },
     "cispo": {
         **NO_KL, "policy_loss.loss_mode": "cispo", "adv_estimator": "grpo", "clip_ratio_low": 1.0,
@@ -34,39 +35,42 @@ CONSTANTS: dict[str, dict[str, object]] = {
     },
     "dapo": {
         **NO_KL, "policy_loss.loss_mode": "vanilla", "adv_estimator": "grpo", "clip_ratio_low": 0.2,
-        "clip_ratio_high": 0.28, "clip_ratio_c": 10.0, "loss_agg_mode": "token-mean", "filter_zero_variance": True,
-        "shaping.overlong_factor": 1.0, "entropy_coeff": 0.0,
+        "clip_ratio_high": 0.28, "clip_ratio_c": 10.0, "loss_agg_mode": "token-mean",
+        "filter_zero_variance": True, "shaping.overlong_factor": 1.0, "entropy_coeff": 0.0,
     },
     "dr_grpo": {
-        **NO_KL, "adv_estimator": "dr_grpo", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None,
-        "loss_agg_mode": "seq-mean-token-sum-norm",
+        **NO_KL, "adv_estimator": "dr_grpo", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2,
+        "clip_ratio_c": None, "loss_agg_mode": "seq-mean-token-sum-norm",
     },
     "gigpo": {
-        "gigpo.gamma": 0.95, "gigpo.step_advantage_w": 1.0, "gigpo.mode": "mean_norm", "gigpo.similarity": 1.0,
-        "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "kl.where": "loss", "kl.estimator": "k3", "kl.coef": 0.01,
+        "gigpo.gamma": 0.95, "gigpo.step_advantage_w": 1.0, "gigpo.mode": "mean_norm",
+        "gigpo.similarity": 1.0,
+        "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "kl.where": "loss", "kl.estimator": "k3",
+        "kl.coef": 0.01,
     },
     "gspo": {
         **NO_KL, "policy_loss.loss_mode": "gspo", "adv_estimator": "grpo", "clip_ratio_low": 3e-4,
         "clip_ratio_high": 4e-4, "loss_agg_mode": "seq-mean-token-mean",
     },
     "mt_grpo": {
-        **NO_KL, "turn_advantage_coef": 1.0, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None,
-        "loss_agg_mode": "token-mean",
+        **NO_KL, "turn_advantage_coef": 1.0, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2,
+        "clip_ratio_c": None, "loss_agg_mode": "token-mean",
     },
     "reinforce_plus_plus": {
-        "gamma": 1.0, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None, "kl.where": "reward",
-        "kl.estimator": "k1", "kl.coef": 0.001,
+        "gamma": 1.0, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None,
+        "kl.where": "reward", "kl.estimator": "k1", "kl.coef": 0.001,
     },
     "remax": {
-        "policy_loss.loss_mode": "gpg", "loss_agg_mode": "token-mean", "kl.where": "reward", "kl.estimator": "k1",
-        "kl.coef": 0.05,
+        "policy_loss.loss_mode": "gpg", "loss_agg_mode": "token-mean", "kl.where": "reward",
+        "kl.estimator": "k1", "kl.coef": 0.05,
     },
     "simpletir": {
-        **NO_KL, "filters.void_turn": "mask", "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0,
+        **NO_KL, "filters.void_turn": "mask", "clip_ratio_low": 0.2, "clip_ratio_high": 0.28,
+        "clip_ratio_c": 3.0,
     },
     "tree_grpo": {
-        "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "kl.where": "loss", "kl.estimator": "k3",
-        "kl.coef": 0.001,
+        "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "kl.where": "loss",
+        "kl.estimator": "k3", "kl.coef": 0.001,
     },
     "treerl": {
         **NO_KL, "clip_ratio_low": 0.2, "clip_ratio_high": 0.26, "clip_ratio_c": None,
@@ -173,7 +177,9 @@ def test_a_recipe_computes_the_loss_of_its_paper(name: str):
         sequence=jnp.asarray(SEQUENCE[None]),
         chosen=jnp.zeros((1, 16)),
     )
-    loss = np.asarray(POLICY_LOSSES[settings.own.loss_mode](terms, settings).loss, np.float64)[0]
+    loss = np.asarray(
+        POLICY_LOSSES[settings.policy_loss.loss_mode](terms, settings).loss, np.float64
+    )[0]
     active = [np.ones(length, bool) for length in LENGTHS]
     weights = np.concatenate(
         term_weights(config.algorithm.loss_agg_mode, active, config.algorithm.loss_scale_factor)

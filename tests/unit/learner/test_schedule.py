@@ -18,14 +18,16 @@ PEAK = 3e-4
 
 
 def rates(steps: int, **settings) -> np.ndarray:
-    """Of the first ``steps`` training steps."""
+    """Return the rates of the first ``steps`` training steps."""
     schedule = learning_rate(OptimizerSection(learning_rate=PEAK, **settings), total_steps=10)
     return np.array([float(schedule(step)) for step in range(steps)])
 
 
 def decayed(kind: str, warm_up: int, floor: float, total: int = 10) -> np.ndarray:
-    """In float64, after the warm-up transformers' ``get_linear_schedule_with_warmup`` and verl's
-    ``get_cosine_schedule_with_warmup``; during it, equal steps up to the peak."""
+    """Return the rates in float64.
+
+    They rise in equal steps to the peak during the warm-up. Then they are those of transformers'
+    ``get_linear_schedule_with_warmup`` and verl's ``get_cosine_schedule_with_warmup``."""
     done = np.arange(total)
     progress = np.clip((done - warm_up) / (total - warm_up), 0, 1)
     left = {
@@ -38,8 +40,8 @@ def decayed(kind: str, warm_up: int, floor: float, total: int = 10) -> np.ndarra
 
 @pytest.mark.parametrize(
     ("kind", "warm_up", "floor"),
-    [("constant", 0, 0.0), ("constant", 4, 0.0), ("linear", 0, 0.0), ("linear", 3, 0.25), ("cosine", 1, 0.0),
-     ("cosine", 4, 0.1)],
+    [("constant", 0, 0.0), ("constant", 4, 0.0), ("linear", 0, 0.0), ("linear", 3, 0.25),
+     ("cosine", 1, 0.0), ("cosine", 4, 0.1)],
 )  # fmt: skip
 def test_a_schedule_has_the_rates_of_its_formula(kind: str, warm_up: int, floor: float):
     got = rates(10, lr_scheduler_type=kind, lr_warmup_steps=warm_up, min_lr_ratio=floor)
@@ -69,11 +71,13 @@ MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
 @pytest.mark.parametrize(
     ("overrides", "fix"),
     [
-        (["learner.min_lr_ratio=0.1"], "learner.lr_scheduler_type linear, cosine or wsd, which is 'constant'"),
-        (["learner.lr_scheduler_type=cosine", "learner.lr_warmup_steps=5", "trainer.steps=5"], "raise trainer.steps"),
+        (["learner.min_lr_ratio=0.1"],
+         "learner.lr_scheduler_type linear, cosine or wsd, which is 'constant'"),
+        (["learner.lr_scheduler_type=cosine", "learner.lr_warmup_steps=5", "trainer.steps=5"],
+         "raise trainer.steps"),
         (
-            ["algorithm.adv_estimator=gae", "critic.critic_warmup=5", "learner.lr_scheduler_type=linear",
-             "trainer.steps=5"],
+            ["algorithm.adv_estimator=gae", "critic.critic_warmup=5",
+             "learner.lr_scheduler_type=linear", "trainer.steps=5"],
             "less critic.critic_warmup",
         ),
     ],

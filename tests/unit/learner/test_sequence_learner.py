@@ -44,7 +44,7 @@ def named(params) -> dict[str, np.ndarray]:
 
 
 def sequences(count: int = 5, *, scored: float = 0.6, seed: int = 0) -> list[TrainingSequence]:
-    """Sequences that begin alike, some of their tokens scored, of these some with weight 0 or less."""
+    """Sequences that begin alike; some of their tokens are scored, some with weight 0 or less."""
     rng, masks = np.random.default_rng(seed), np.random.default_rng(seed + 100)
     common = rng.integers(1, TINY.vocab_size, 7)
     made = []

@@ -47,7 +47,7 @@ def of(first: Trajectory) -> Group:
 
 
 def valued(samples: ScoredBatch) -> ScoredBatch:
-    """With values of the states before ids, by sampled id; those before inserted ones mean nothing."""
+    """Add values of the states before sampled ids; those before inserted ones mean nothing."""
     values = []
     for t, mask in zip(samples.trajectories, samples.masks, strict=True):
         ids = np.concatenate([s.response_ids for s in t.sequences])
@@ -87,7 +87,11 @@ def test_a_session_is_credited_the_same_in_one_context_or_in_two(estimator: str)
 @pytest.mark.parametrize("weight", ["session", "segment"])
 def test_what_a_token_weighs(mode: str, weight: str):
     # sequences: [10 11 12] [13 14 15] of one session, [20 21], [30]; SPLIT has 6 of the 9 tokens
-    config = AlgorithmConfig(loss_agg_mode=mode, segment_weight=weight, loss_scale_factor=10)  # type: ignore[arg-type]
+    config = AlgorithmConfig(
+        loss_agg_mode=mode,  # type: ignore[arg-type]
+        segment_weight=weight,  # type: ignore[arg-type]
+        loss_scale_factor=10,
+    )
     experience = build_experience([of(SPLIT)], config, Scores(), kl_coef=0.0, masked=())
     terms, _ = mini_batch_terms(experience, slice(0, 3), config, kl_coef=0.0)
     count = {"session": 3, "segment": 4}[weight]
@@ -144,7 +148,7 @@ def in_layout(by_time: Sequence[float]) -> np.ndarray:
     return np.array([by_time[IN_TIME.index(i)] for i in LAID_OUT])
 
 
-def test_discounts_and_the_critics_values_follow_the_order_in_which_turns_were_sampled():
+def test_discounts_and_critic_values_follow_the_order_of_sampling():
     gamma, lam = 0.9, 0.8
     config = AlgorithmConfig(adv_estimator="gae", gamma=gamma, lam=lam)
     samples = valued(
@@ -166,14 +170,13 @@ def test_discounts_and_the_critics_values_follow_the_order_in_which_turns_were_s
     np.testing.assert_allclose(advantage, in_layout(whitened.tolist()), atol=1e-6)
 
 
-def test_gigpo_discounts_turns_in_time_and_anchors_a_segment_at_what_followed_the_turn_it_goes_on_from():
-    # steps by time: a c e d b; returns 0.5 ** (4, 3, 2, 1, 0). Of the other, f was shown [6], as e
-    # was.
+def test_gigpo_discounts_in_time_and_anchors_segments_at_what_they_follow():
+    # Steps by time: a c e d b; returns 0.5 ** (4, 3, 2, 1, 0). In the other, f saw [6], as e did.
     other = trajectory([1, 2], [60, 6, 61], mask=[1, 0, 1], index=1)
     config = AlgorithmConfig.model_validate({"adv_estimator": "gigpo", "gigpo": {"gamma": 0.5}})
     mine, others = estimate([Group(group_id="g", trajectories=(SESSION, other))], config)
-    # anchors: the prompt [1 2] (a: 1/16, 60: 0), [6] (e: 1/4, 61: 0), [7] (d: 1/2, b: 1), [1 5] (c
-    # alone)
+    # Anchors: the prompt [1 2] (a: 1/16, 60: 0), [6] (e: 1/4, 61: 0), [7] (d: 1/2, b: 1), and
+    # [1 5] (c alone).
     step = {10: 1 / 32, 11: 1 / 32, 40: 0, 50: 1 / 8, 41: -1 / 4, 12: 1 / 4}
     np.testing.assert_allclose(mine, [0.5 + step[i] for i in LAID_OUT], atol=1e-12)
     np.testing.assert_allclose(others, [-0.5 - 1 / 32, -0.5 - 1 / 8], atol=1e-12)
@@ -183,8 +186,8 @@ def test_treerl_credits_the_gain_over_the_prompt_to_the_first_turn_alone():
     other = trajectory([1, 2], [60], index=1)
     config = AlgorithmConfig(adv_estimator="treerl")
     mine, others = estimate([Group(group_id="g", trajectories=(SESSION, other))], config)
-    # leaves of two: 1 and -1 (reward minus the other's); V is a leaf's own on its turns, 0 at the
-    # prompt
+    # Two leaves: 1 and -1 (reward minus the other's). V is a leaf's own on its turns, and 0 at the
+    # prompt.
     assert dict(zip(LAID_OUT, mine.tolist(), strict=True)) == {
         10: 2,
         11: 2,

@@ -1,4 +1,4 @@
-"""Blockwise tree attention against a plain masked softmax in float64 numpy, forward and backward."""
+"""Blockwise tree attention against a masked softmax in float64 numpy, forward and backward."""
 
 import jax
 import jax.numpy as jnp

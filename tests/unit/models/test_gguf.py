@@ -18,7 +18,7 @@ TOKENS = ["<unk>", "<bos>", "<eos>", *(chr(c) for c in range(33, 60)), "Ġ", "a"
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """As llama.cpp's converter does: halves of each head interleaved."""
+    """Permute as llama.cpp's converter does: halves of each head interleaved."""
     rows, columns = weight.shape
     return (
         weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)

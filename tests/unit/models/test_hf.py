@@ -235,7 +235,7 @@ def with_head(folder: Path, head: np.ndarray) -> None:
 def test_a_head_of_its_own_is_used_although_the_configuration_says_tied(
     folder: Path, tmp_path: Path, caplog
 ):
-    """As in transformers, whose logits are the reference."""
+    """transformers, whose logits are the reference, uses it as well."""
     torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
     with_head(folder, np.random.default_rng(3).standard_normal((97, 32)).astype(np.float32))
     config, params = load_hf(folder)

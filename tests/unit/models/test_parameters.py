@@ -155,7 +155,7 @@ def test_muon_orthogonalizes_each_matrix_of_a_stack_and_nothing_else(family: str
 
 
 def test_adafactor_factors_no_bias_of_experts():
-    """128 experts and 160 units: two axes that are long enough to be factored, of which one stacks."""
+    """128 experts and 160 units: two axes long enough to be factored, but one of them stacks."""
     shapes = {"layers": {"expert_gate_bias": (2, 128, 160), "up": (2, 128, 160)}}
     params = jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
     state = make_optimizer(OptimizerSection(optimizer="adafactor"), 0.0).init(params)

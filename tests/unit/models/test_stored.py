@@ -100,12 +100,14 @@ folder = stored.version_folder(sys.argv[1], 1)
 stored.write_part(folder, jax.tree.map(place, params, parameter_shardings(mesh, shapes)), part=0)
 digest = stored.publish(folder, parts=1)
 for tensor in (1, 4):
-    places = learner_shardings(model, make_engine_mesh(EngineMeshConfig(tensor=tensor), device_offset=3))
+    mesh = make_engine_mesh(EngineMeshConfig(tensor=tensor), device_offset=3)
+    places = learner_shardings(model, mesh)
     reader = stored.StoredParams(folder, manifest_digest=digest)
     found = reader.read(shapes, dtype=jnp.bfloat16, shardings=places)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b.astype(jnp.bfloat16)))
-    assert all(x.sharding == p for x, p in zip(jax.tree.leaves(found), jax.tree.leaves(places), strict=True))
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(places), strict=True)
+    assert all(x.sharding == place for x, place in pairs)
     print(json.dumps([reader.bytes_read, sum(x.nbytes for x in jax.tree.leaves(params))]))
 """
 

@@ -9,7 +9,8 @@ from jax_agent_rl.models.vision_context import ImageKeys, MultimodalContext, Vis
 from tests.examples import examples
 from tests.tiny_vision import IMAGE, TINY_VISION, VIDEO, drawn
 
-PROCESSOR = VisionProcessor(vision=TINY_VISION, patcher=None)  # type: ignore[arg-type]  # patches are made here
+# Without a patcher: patches are made here.
+PROCESSOR = VisionProcessor(vision=TINY_VISION, patcher=None)  # type: ignore[arg-type]
 IMAGES = [drawn(seed, (1, 4, 4)) for seed in range(2)] + [
     drawn(2, (1, 2, 4)),
     drawn(3, (1, 4, 4), "video"),

@@ -285,7 +285,7 @@ def test_a_token_keeps_its_text_log_prob_advantage_and_version():
     assert [(turn["s"], turn["i"]) for turn in made["turns"]] == [(2, 1), (2, 0)]
 
 
-def test_a_gap_is_that_of_the_recorded_values_also_where_rounding_parts_or_joins_them():
+def test_a_gap_is_of_recorded_values_even_where_rounding_parts_or_joins_them():
     engine, learner = [-0.1234995, -0.7, 0.0, -1.0, -1.0004], [-0.1235005, -0.7, 0.0, None, -0.9996]
     vocabulary = Vocabulary(decode)
     record = records_of()[0] | {"rollout_logprobs": engine, "old_logprobs": learner}
@@ -521,9 +521,7 @@ def test_a_page_holds_few_trajectories_at_a_time_however_many_there_are():
     assert records.most <= 2
 
 
-def test_of_many_traces_the_newest_are_on_the_timeline_in_the_order_in_which_they_began(
-    tmp_path: Path,
-):
+def test_the_timeline_has_the_newest_of_many_traces_in_order_of_their_start(tmp_path: Path):
     run = make_run(tmp_path / "run", steps=1)
     trace, _ = read_traces(run / "traces.jsonl")
     began = random.Random(0).sample(range(1, 5000), 1000)
@@ -648,7 +646,7 @@ def test_the_page_allows_its_own_script_only_and_loads_nothing():
 
 
 def luminance(colour: str) -> float:
-    """By the formula of WCAG 2.1."""
+    """Return the luminance by the formula of WCAG 2.1."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts

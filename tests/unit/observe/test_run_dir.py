@@ -80,9 +80,7 @@ def test_resuming_removes_nothing_before_a_step_is_in_its_place(tmp_path: Path):
     ]
 
 
-def test_a_finished_run_that_goes_on_keeps_its_evaluations_and_its_summary_until_there_is_another(
-    tmp_path: Path,
-):
+def test_a_finished_run_that_goes_on_keeps_its_evaluations_and_summary(tmp_path: Path):
     recorded_run(tmp_path / "run")
     run_dir = RunDir(tmp_path / "run")
     run_dir.resume_after(3)

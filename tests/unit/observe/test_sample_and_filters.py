@@ -184,8 +184,8 @@ def test_the_page_spells_out_what_the_terminal_does(tmp_path):
     texts = [*known, *pictures, *(f"a{mark}b" for mark in "\ufe0f\u200d\u061c")]
     (tmp_path / "texts.json").write_text(json.dumps(texts))
     asking = (
-        "const texts ="
-        f" require({str(tmp_path / 'texts.json')!r});console.log(JSON.stringify(texts.map(visible)));"
+        f"const texts = require({str(tmp_path / 'texts.json')!r});"
+        "console.log(JSON.stringify(texts.map(visible)));"
     )
     (tmp_path / "ask.js").write_text(script[begin:end] + asking)
     answer = subprocess.run(

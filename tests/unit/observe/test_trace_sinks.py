@@ -316,8 +316,7 @@ def open_weave(tmp_path: Path, monkeypatch, weave_server):
         "HOME": str(tmp_path),
     }.items():
         monkeypatch.setenv(name, value)
-    # What MCP's own OpenTelemetry spans of later tests would be sent to, long after this server is
-    # gone.
+    # MCP's own OpenTelemetry spans of later tests would be sent to it, long after this server ends.
     monkeypatch.setattr("weave.trace.weave_init._setup_conversation_tracing", lambda *project: None)
     config = TraceConfig(sinks=("weave",), project="team/project")
     return lambda: sinks.open_sinks(config, RunDir(tmp_path / "run"))["weave"]
@@ -344,7 +343,7 @@ def test_weave_is_sent_a_call_for_each_span(open_weave, weave_server):
 
 
 def test_weave_wraps_no_client_of_tools(open_weave):
-    """By default it replaces methods of packages already imported, and hooks the import of others."""
+    """By default it replaces methods of imported packages, and hooks the import of others."""
     session = pytest.importorskip("mcp").ClientSession
     open_weave().close()
     assert session.call_tool.__module__ == session.__module__

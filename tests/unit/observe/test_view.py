@@ -468,7 +468,8 @@ def test_a_model_folder_with_code_of_its_own_is_neither_run_nor_asked_about(tmp_
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "own.py").write_text(
-        f"open({str(ran)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast\n"
+        f"open({str(ran)!r}, 'w')\n"
+        "from transformers import PreTrainedTokenizerFast\n"
         "class OwnTokenizer(PreTrainedTokenizerFast): pass\n"
     )
     run = make_run(tmp_path / "run")

@@ -193,7 +193,7 @@ def test_rewards_that_nothing_learns_from_are_not_watched():
     assert watched(config, *[{"reward_max": 0.0, "reward_mean": 0.0}] * 3)[0] == []
 
 
-def test_once_a_trajectory_has_earned_something_steps_without_reward_are_another_matter():
+def test_steps_without_reward_are_another_matter_once_something_was_earned():
     said, watch = watched(
         conf(), {"reward_max": 0.0}, {"reward_max": 0.5}, *[{"reward_max": 0.0}] * 3
     )

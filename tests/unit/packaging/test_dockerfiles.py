@@ -1,4 +1,4 @@
-"""The images cannot be built here; what they copy and run is there, and installs pinned versions."""
+"""Images cannot be built here; what they copy and run is there, and installs pinned versions."""
 
 from __future__ import annotations
 

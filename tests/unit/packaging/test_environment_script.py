@@ -78,8 +78,8 @@ def executable(file: Path, program: str) -> None:
 
 
 NO_PYTHON = (
-    "source launch/lib.sh; unset PYTHON; NEWEST_PYTHON=3.10; ROOT={root}; PATH={root}:$PATH;"
-    " find_python"
+    "source launch/lib.sh; unset PYTHON; NEWEST_PYTHON=3.10; ROOT={root};"
+    " PATH={root}:$PATH; find_python"
 )
 FETCHES = 'echo "$@" >>{root}/asked; if [ "$2" = find ]; then echo /fetched/python; fi'
 

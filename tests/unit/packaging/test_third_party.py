@@ -19,7 +19,7 @@ INSTALLATION = (ROOT / "docs" / "installation.md").read_text()
 
 
 def normal(name: str) -> str:
-    """As indexes compare names."""
+    """Return the name as indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -96,7 +96,7 @@ def test_what_is_locked_has_the_hashes_of_its_files_and_no_address(lock: str):
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 @pytest.mark.parametrize("lock", LOCKS)
 def test_locked_versions_are_those_that_the_project_asks_for(lock: str, python: str):
-    """Without an index; ``launch/lock.sh --check`` also finds what packages ask of each other."""
+    """No index is needed; ``launch/lock.sh --check`` also finds what packages ask of each other."""
     environment = {"python_version": python, "python_full_version": f"{python}.9", **LINUX}
     versions = {}
     for line in (THIRD_PARTY / "locks" / f"{lock}.txt").read_text().splitlines():

@@ -42,8 +42,10 @@ def reply(program):
         (ADD, CALLS, 1.0),
         (
             (
-                "class Solution:\n    def add(self, a, b):\n        print('noise')\n        return"
-                " a + b"
+                "class Solution:\n"
+                "    def add(self, a, b):\n"
+                "        print('noise')\n"
+                "        return a + b"
             ),
             CALLS,
             1.0,
@@ -119,8 +121,9 @@ async def test_a_row_without_tests_is_an_error(truth):
         "def check(candidate):\n    assert candidate(1, 2) == 3",
         "def test_add():\n    assert add(1, 2) == 3",
         (
-            "import unittest\nclass T(unittest.TestCase):\n    def test(self):"
-            " self.assertEqual(add(1, 2), 3)"
+            "import unittest\n"
+            "class T(unittest.TestCase):\n"
+            "    def test(self): self.assertEqual(add(1, 2), 3)"
         ),
         {"tests": ["import math", "add(1, 2)"]},
         {"tests": "assert add(1, 2) =="},
@@ -149,8 +152,8 @@ async def test_tests_that_end_their_own_process_have_compared_before(status, san
 @pytest.mark.parametrize("error", ["StopIteration", "IndexError"])
 async def test_an_error_of_the_program_does_not_end_a_comparison(error, sandbox):
     tests = (
-        "for got, expected in zip(map(lambda a: add(a, 1), [1, 2]), [2, 3]):\n    assert got =="
-        " expected"
+        "for got, expected in zip(map(lambda a: add(a, 1), [1, 2]), [2, 3]):\n"
+        "    assert got == expected"
     )
     program = f"def add(a, b):\n    raise {error}"
     assert (await code_tests("code", reply(program), {"tests": tests}, sandbox))["score"] == 0.0

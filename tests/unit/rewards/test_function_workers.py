@@ -16,7 +16,7 @@ from jax_agent_rl.rewards import registry
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from tests.trajectories import trajectory
 
-FILE = """
+FILE = """\
 import asyncio, os, re, subprocess
 from jax_agent_rl.rewards import register_reward
 
@@ -24,8 +24,9 @@ from jax_agent_rl.rewards import register_reward
 def numbers(solution_str, ground_truth, extra_info, trajectory, weights):
     print("not an answer")
     subprocess.run(["echo", "nor is this"], check=True)
-    return {"score": float(ground_truth in solution_str), "pid": os.getpid(), "weight": weights.sum(),
-            "turns": extra_info["num_turns"], "ids": len(trajectory.response_ids), "note": "left out"}
+    return {"score": float(ground_truth in solution_str), "pid": os.getpid(),
+            "weight": weights.sum(), "turns": extra_info["num_turns"],
+            "ids": len(trajectory.response_ids), "note": "left out"}
 
 @register_reward("stuck")
 def stuck(solution_str):
@@ -191,9 +192,12 @@ async def test_closing_ends_a_function_that_is_stuck(user_file):
 async def test_a_file_that_a_worker_cannot_import_is_named(tmp_path):
     marker, path = tmp_path / "imported", tmp_path / "once.py"
     path.write_text(
-        "from pathlib import Path\nfrom jax_agent_rl.rewards import register_reward\n"
+        "from pathlib import Path\n"
+        "from jax_agent_rl.rewards import register_reward\n"
         f"Path({str(marker)!r}).touch(exist_ok=False)\n"
-        "@register_reward('once')\ndef once(solution_str):\n    return 1.0\n"
+        "@register_reward('once')\n"
+        "def once(solution_str):\n"
+        "    return 1.0\n"
     )
     rewards.load_rewards(str(path))
     workers = FunctionWorkers(str(path), size=1)

@@ -108,8 +108,8 @@ def test_a_question_waits_for_a_worker_no_longer_than_its_time(worker):
 
 def test_a_worker_that_dies_is_an_error_and_replaced(worker):
     pool = worker(
-        "import sys, os\nos._exit(7) if 'die' in sys.stdin.readline() else print('{}',"
-        " flush=True)\n"
+        "import sys, os\n"
+        "os._exit(7) if 'die' in sys.stdin.readline() else print('{}', flush=True)\n"
     )
     with pytest.raises(RewardError, match="helping: the worker ended"):
         pool.ask({"q": "die"}, timeout=30)

@@ -108,9 +108,7 @@ async def test_an_async_function_and_a_dict_with_parts():
         ("conversation", "I ask the tool\n\ntool says 9\n\nanswer 9"),
     ],
 )
-def test_tool_output_and_examples_in_the_prompt_are_not_part_of_the_solution_unless_asked(
-    which, text
-):
+def test_tool_output_and_prompt_examples_are_part_of_the_solution_only_if_asked(which, text):
     assert rewards.solution_text(trajectory(), which) == text
 
 
@@ -166,9 +164,9 @@ async def test_a_file_written_for_verl_scores_every_row(tmp_path):
     """
     path = tmp_path / "verl_reward.py"
     path.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n  "
-        "  return {'score': float('tool says' in solution_str), 'known': float(data_source =="
-        " 'mine')}\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    return {'score': float('tool says' in solution_str),"
+        " 'known': float(data_source == 'mine')}\n"
     )
     for _ in range(2):  # the second time it is imported already
         rewards.load_rewards(str(path))
@@ -184,8 +182,8 @@ async def test_a_file_written_for_verl_scores_every_row(tmp_path):
     with pytest.raises(ConfigError, match="no reward function for data_source 'mine'"):
         rewards.require_rewards([{"data_source": "mine"}])
     path.write_text(
-        "from jax_agent_rl.rewards import register_reward\nregister_reward('own')(lambda **_:"
-        " 1.0)\n"
+        "from jax_agent_rl.rewards import register_reward\n"
+        "register_reward('own')(lambda **_: 1.0)\n"
     )
     other = path.rename(tmp_path / "registers.py")
     other.write_text(other.read_text() + "def compute_score(**_):\n    return 0.0\n")

@@ -119,14 +119,14 @@ def called(*observations: str) -> Trajectory:
         ([], "= 57", 0.0),
     ],
 )
-def test_a_wrong_answer_in_the_shop_earns_part_of_the_reward_for_the_calls_on_the_way(
+def test_a_wrong_answer_in_the_shop_earns_part_of_the_reward_for_its_calls(
     observations, answer, score
 ):
     scored = shop("shop/price", answer, "2052", ANSWERED, called(*observations), PRICE_THEN_PRODUCT)
     assert scored == {"score": score, "accuracy": float(score >= 0.9)}
 
 
-def test_a_shop_trajectory_that_never_answered_is_wrong_and_keeps_the_reward_of_its_calls():
+def test_a_shop_trajectory_without_an_answer_keeps_the_reward_of_its_calls():
     cut = {"finish_reason": FinishReason.RESPONSE_LENGTH}
     scored = shop("shop/price", "= 2052", "2052", cut, called("57", "2052"), PRICE_THEN_PRODUCT)
     assert scored == {"score": 0.5, "accuracy": 0.0}

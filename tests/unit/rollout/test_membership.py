@@ -152,7 +152,7 @@ class Membership(RuleBasedStateMachine):
         self.loop.close()
 
     async def finish(self):
-        """All are in reach again and one more update is published: now everything has to end well."""
+        """Bring all in reach again and publish one more update: now everything has to end well."""
         fleet = self.fleet
         fleet.unreachable.clear()
         self.nobody_refuses()

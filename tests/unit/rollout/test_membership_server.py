@@ -74,7 +74,7 @@ def update(version: int) -> WeightUpdate:
     return WeightUpdate(version=version, kind="toy", payload=BASE, lasting=True)
 
 
-async def test_an_engine_that_is_added_serves_the_served_version_and_one_that_is_removed_loses_nothing(
+async def test_an_added_engine_serves_the_current_version_and_a_removed_one_loses_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     async with running(tmp_path) as run:

@@ -156,7 +156,7 @@ def test_requests_wait_for_a_server_that_is_being_replaced():
     in_virtual_time(main)
 
 
-def test_requests_do_not_wait_longer_than_was_said_and_a_server_that_comes_later_serves_again():
+def test_requests_wait_no_longer_than_allowed_and_a_late_server_serves_again():
     async def main(fleet):
         await fleet.start("a")
         fleet.unreachable.add("a")
@@ -385,9 +385,7 @@ def test_closing_ends_what_waits_for_a_server():
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_server_that_answers_between_its_losses_is_back_soon_and_one_that_never_does_later_each_time(
-    answers,
-):
+def test_a_server_that_answers_between_losses_is_back_soon_and_others_ever_later(answers):
     async def main(fleet):
         await fleet.start("a", "b")
         for _ in range(7):

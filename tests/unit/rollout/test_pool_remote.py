@@ -118,7 +118,7 @@ def weights(folder: Path, version: int, content: str) -> WeightUpdate:
     return WeightUpdate(version=version, kind="safetensors", payload=[str(file)], digests=digests)
 
 
-async def test_a_server_with_the_same_version_of_another_run_takes_no_request_before_it_has_our_weights(
+async def test_a_server_with_another_runs_version_takes_no_request_before_our_weights(
     tmp_path: Path,
 ):
     """A run was rewound and has written version 2 again; one server still has the abandoned one."""

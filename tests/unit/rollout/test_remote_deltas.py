@@ -93,9 +93,7 @@ def whole(update: WeightUpdate) -> int:
     return sum(Path(path).stat().st_size for path in update.payload)
 
 
-async def test_after_the_first_version_only_changes_are_sent_and_the_engine_opens_the_learners_files(
-    folder: Path,
-):
+async def test_only_changes_follow_the_first_version_and_the_engine_opens_the_files(folder: Path):
     learner, backend = Learner(folder / "learner"), Reader()
     async with serving(backend, folder / "server") as remote:
         first = learner.publish()

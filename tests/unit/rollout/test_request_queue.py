@@ -31,7 +31,7 @@ def asked(fleet, name):
     return [request.request_id for request in fleet[name].asked]
 
 
-def test_no_server_gets_more_than_its_limit_and_the_rest_goes_in_the_order_of_sessions():
+def test_no_server_exceeds_its_limit_and_waiting_requests_go_in_order_of_sessions():
     async def main(fleet):
         await fleet.start("a")
         first = fleet.ask(5, session_id="old")
@@ -90,7 +90,7 @@ def test_a_session_whose_server_is_full_goes_where_there_is_room_and_stays_there
     in_virtual_time(main, **LIMITED)
 
 
-def test_a_session_waits_for_its_full_server_where_computing_its_context_takes_longer():
+def test_a_session_waits_for_its_full_server_where_a_new_prefill_takes_longer():
     async def main(fleet):
         await fleet.start("a", "b")
         await fleet.ask(1, session_id="s")

@@ -58,7 +58,7 @@ def lead(made: Learner, job: dict) -> None:
 
 
 def share_read_back(learner: Learner | LeadingLearner, made: Learner, job: dict) -> float:
-    """What of the stored parameters this process reads for its own devices; every value is checked."""
+    """Return the share of stored parameters that this process reads; check every value."""
     folder = stored.version_folder(job["out"] + ".stored", 1)
     reader = stored.StoredParams(folder, manifest_digest=learner.store(folder, "float32"))
     places = jax.tree.map(lambda x: x.sharding, made.params)

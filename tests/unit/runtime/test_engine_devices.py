@@ -129,7 +129,7 @@ def test_the_learners_state_counts_only_where_it_is():
     ) == (4, 1)
 
 
-def test_the_largest_split_is_taken_if_none_fits_and_only_sizes_that_divide_the_heads():
+def test_the_largest_split_that_divides_the_heads_is_taken_if_none_fits():
     """Qwen2.5-0.5B: 14 query heads over 2 key/value heads suit 1, 2, 7 or 14 devices, and 7 do not
     divide the rest.
     """
@@ -191,8 +191,8 @@ def test_idle_devices_are_named_with_the_key_that_uses_them():
     odd = settings(engine={"mesh": {"tensor": 3}})
     assert expect_idle(odd, 4) == [
         (
-            "device 3 of 4 have no engine to sample with: set rollout.jetstream.mesh.tensor to a"
-            " divisor of 4"
+            "device 3 of 4 have no engine to sample with:"
+            " set rollout.jetstream.mesh.tensor to a divisor of 4"
         ),
         "devices 1-3 of 4 have no part in learning: set learner.mesh.fsdp=4",
     ]

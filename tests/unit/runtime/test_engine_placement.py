@@ -1,4 +1,4 @@
-"""Engines that make room for the learner, and what is made for each placement; no Ray is started."""
+"""Engines that make room for the learner, and each placement's engines; Ray is not started."""
 
 import asyncio
 from contextlib import nullcontext

@@ -60,7 +60,8 @@ class Counted:
 
     def __getitem__(self, index):
         part = self._inner[index]
-        Counted.read, Counted.largest = Counted.read + part.nbytes, max(Counted.largest, part.nbytes)
+        Counted.read += part.nbytes
+        Counted.largest = max(Counted.largest, part.nbytes)
         Counted.peak = max(Counted.peak, held())
         return part
 
@@ -87,7 +88,7 @@ def tree(folder: Path, model=MODEL) -> dict:
 
 
 def loads(config: dict, mesh: dict, *, processes: int = 1) -> list[tuple[int, int, int]]:
-    """For each process: bytes read in all and in the largest piece, and the most one device held."""
+    """Return, by process: bytes read, all and of the largest piece, and the most a device held."""
     devices = 4 if mesh else 1
     environment = environment_with(devices // processes)
     port = free_port()

@@ -158,9 +158,7 @@ def test_a_host_is_reached_in_the_network_of_process_0():
 
 
 @pytest.mark.parametrize("axis", ["tensor", "data"])
-def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_trained(
-    tmp_path: Path, axis: str
-):
+def test_two_processes_sample_what_all_four_devices_have_trained(tmp_path: Path, axis: str):
     engine = SMALL | {"mesh": {axis: 2}}
     recipe = tiny_recipe(
         tmp_path, rollout={"max_in_flight": 2, "max_model_len": 48, "jetstream": engine}
@@ -196,9 +194,7 @@ def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_t
     assert lines[0]["found"] != lines[2]["found"], "the weights did not change"
 
 
-async def test_every_process_has_the_same_models_or_the_run_ends_with_the_name_of_the_one_that_differs(
-    tmp_path,
-):
+async def test_a_run_whose_processes_have_other_models_ends_with_the_one_that_differs(tmp_path):
     """Hosts read their own disks: one with an older model would train a mixture of both."""
     for name, seed in (("zero", 0), ("one", 0), ("two", 1)):
         save_hf(tmp_path / name, TINY, tiny_params(seed))

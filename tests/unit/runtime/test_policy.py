@@ -75,7 +75,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
 
 
 def written_run(folder: Path, *, then: dict, now: dict) -> None:
-    """A run whose checkpoint of step 4 was trained with other settings than those that it has now."""
+    """A run whose checkpoint of step 4 was trained with other settings than it has now."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(now))
     checkpointer = Checkpointer(folder / "checkpoints", keep=1)
@@ -85,9 +85,7 @@ def written_run(folder: Path, *, then: dict, now: dict) -> None:
     checkpointer.close()
 
 
-def test_a_checkpoint_is_read_with_the_settings_it_was_trained_with_and_the_model_where_it_is_now(
-    tmp_path: Path,
-):
+def test_a_checkpoint_is_read_with_its_settings_and_the_models_present_place(tmp_path: Path):
     then = choose(
         PolicyChoice(config=RECIPE, overrides=["learner.lora.alpha=8", "model.path=/old"])
     )
@@ -104,7 +102,7 @@ def test_a_checkpoint_is_read_with_the_settings_it_was_trained_with_and_the_mode
 
 
 def test_a_version_of_weights_is_found_in_the_checkpoint_of_its_step(tmp_path: Path):
-    """Evaluations of an average took two versions before step 4, and two more after it was saved."""
+    """Evaluations of an average took two versions before step 4, and two after it was saved."""
     tree = choose(
         PolicyChoice(config=RECIPE, overrides=["learner.ema_decay=0.9", "trainer.eval_every=2"])
     )

@@ -61,7 +61,7 @@ async def test_evaluations_run_with_the_val_settings():
     assert turns == [4, 2]
 
 
-async def test_a_tool_server_that_is_gone_in_the_middle_loses_trajectories_by_reason_not_the_run():
+async def test_a_tool_server_that_is_gone_loses_trajectories_by_reason_and_not_the_run():
     async with ToolServer() as server:
         made = await agents(
             [ROW],

@@ -69,8 +69,11 @@ async def test_synchronous_functions_of_reward_path_run_in_as_many_workers_as_co
 ):
     path = tmp_path / "mine.py"
     path.write_text(
-        "import os\nfrom jax_agent_rl.rewards import register_reward\n"
-        "@register_reward('mine')\ndef mine(solution_str):\n    return os.getpid()\n"
+        "import os\n"
+        "from jax_agent_rl.rewards import register_reward\n"
+        "@register_reward('mine')\n"
+        "def mine(solution_str):\n"
+        "    return os.getpid()\n"
     )
     conf = settings(path=str(path), workers=count)
     parts, _ = engine(["x"])

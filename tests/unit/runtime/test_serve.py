@@ -28,7 +28,7 @@ from tests.tiny_run import tiny_model  # noqa: E402
 
 
 def configured(folder: Path, *, reads: int = 512, **rollout) -> Config:
-    """A configuration whose model reads so many positions; its default cache has 4 contexts of 256."""
+    """A config whose model reads so many positions; its default cache has 4 contexts of 256."""
     file = tiny_model(folder) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": reads}))
     sizes = {"max_in_flight": 4, "max_model_len": 256, **rollout}
@@ -96,7 +96,7 @@ def test_a_served_engine_has_programs_for_short_contexts_of_a_long_one():
 @pytest.mark.parametrize(
     ("serving", "ahead", "shortest"), [(True, False, 256), (False, None, None)]
 )
-def test_a_served_engine_compiles_when_a_request_needs_it_and_that_of_a_run_as_suits_its_device(
+def test_a_served_engine_compiles_on_demand_and_a_runs_engine_by_device(
     serving: bool, ahead: bool | None, shortest: int | None, tmp_path: Path, monkeypatch
 ):
     made: dict = {}

@@ -141,9 +141,7 @@ def teachers(client, *, top_k: int = 0, **changes) -> ServedTeachers:
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
-async def test_every_token_in_the_loss_is_scored_in_its_own_context_sequence_after_sequence(
-    top_k: int,
-):
+async def test_every_token_in_the_loss_is_scored_in_the_context_of_its_sequence(top_k: int):
     scored, other = (await teachers(ToyBackend(), top_k=top_k)([group_of("math/1", "code")]))[
         0
     ].trajectories

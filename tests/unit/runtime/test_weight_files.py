@@ -47,7 +47,7 @@ def leave_stale(file: Path) -> None:
     shutil.copytree(file.parent.parent / "before", file.parent, dirs_exist_ok=True)
 
 
-async def test_files_that_are_not_the_learners_are_refused_before_the_engine_takes_anything(
+async def test_files_of_others_than_the_learner_are_refused_before_anything_is_taken(
     tmp_path: Path,
 ):
     files = WeightFiles(TINY, probe_ids=[[3, 4, 5]], folder=tmp_path, shard_bytes=20000)

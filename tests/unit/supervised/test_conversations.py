@@ -220,9 +220,7 @@ def first_ids(examples) -> list[list[int]]:
     return [[int(sequence.token_ids[3]) for sequence in example] for example in examples]
 
 
-def test_rejection_sampling_keeps_the_best_of_each_group_with_the_ids_that_were_sampled(
-    tmp_path: Path,
-):
+def test_rejection_sampling_keeps_the_best_of_each_group_with_its_sampled_ids(tmp_path: Path):
     sources = write(tmp_path, ROLLOUTS)
     assert first_ids(encoder().examples(sources)) == [[11, 11], [10], [13], [14]]
     best = encoder(best_of=1).examples(sources)

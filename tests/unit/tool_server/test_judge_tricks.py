@@ -20,8 +20,8 @@ def f(x): return Any()
 EXITS = "import os\ndef f(x):\n    print({verdict}, end='', flush=True)\n    os._exit(0)"
 MARK = "getattr(__import__('sys').modules['__main__'], 'mark', '')"
 CONSTANTS = (
-    "[c for c in __import__('sys')._getframe(1).f_code.co_consts if isinstance(c, str) and len(c) >"
-    " 30][-1]"
+    "[c for c in __import__('sys')._getframe(1).f_code.co_consts"
+    " if isinstance(c, str) and len(c) > 30][-1]"
 )
 
 

@@ -34,8 +34,9 @@ async def test_search_shows_the_best_passages_and_answer_ends(corpus):
     async with agent("tools=[search]", f"search.corpus={corpus}", "search.topk=2") as act:
         text = text_of(await act("<search>capital of Germany</search>"))
         assert text.startswith(
-            "\n\n<information>Doc 1(Title: Berlin) Berlin is the capital of Germany.\nDoc 2(Title:"
-            " Paris)"
+            "\n\n"
+            "<information>Doc 1(Title: Berlin) Berlin is the capital of Germany.\n"
+            "Doc 2(Title: Paris)"
         )
         assert "No passage matches." in text_of(await act("<search>zebra</search>"))
         assert "No passage matches." in text_of(await act("<search></search>"))

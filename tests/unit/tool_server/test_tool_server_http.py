@@ -21,7 +21,7 @@ shares_a_server = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def one_server():
-    """For tests that leave it as it was; starting one takes seconds."""
+    """A server for tests that leave it as it was; starting one takes seconds."""
     async with serving("max_batch=8", "max_request_mb=1") as client:
         yield client
 

@@ -180,6 +180,6 @@ async def test_nothing_is_left_when_the_server_itself_is_killed():
 
 
 async def until_gone(pids):
-    """Until the last is reaped; a test's time limit ends a wait in vain."""
+    """Wait until the last is reaped; a test's time limit ends a wait in vain."""
     while [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         await asyncio.sleep(0.05)

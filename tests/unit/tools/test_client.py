@@ -104,7 +104,7 @@ async def test_an_action_that_no_tool_accepts_has_a_default_observation():
     assert (speaking.text, speaking.error) == ("use <python>", "invalid_action")
 
 
-async def test_an_answer_that_ends_the_trajectory_is_no_mistake_though_it_is_no_valid_action():
+async def test_an_answer_that_ends_the_trajectory_is_no_mistake_though_no_valid_action():
     async with ToolServer(lambda action: ("", True, False)) as server:
         (answered,) = await ask(server, "<answer>4</answer>")
     assert (answered.text, answered.done, answered.error) == ("", True, None)

@@ -62,7 +62,7 @@ def every_kind(
 
 
 def test_schema_equals_the_one_transformers_derives():
-    """Golden source: ``transformers.utils.get_json_schema``, which chat templates are written for."""
+    """Golden source: ``transformers.utils.get_json_schema``, which chat templates are made for."""
     ours = FunctionTool(every_kind).schema
     theirs = transformers_utils.get_json_schema(every_kind)
     theirs["function"].pop("return", None)
@@ -259,7 +259,7 @@ async def test_a_given_schema_is_what_the_model_reads(name):
     assert await search.execute("t", {"query": "x", "level": "h"}, hidden=1) == "x Level.HIGH 1"
 
 
-def test_a_given_schema_may_be_a_pydantic_model_and_leave_the_description_to_the_docstring():
+def test_a_given_schema_may_be_a_pydantic_model_without_a_description():
     class Function(BaseModel):
         name: str
         description: str | None = None

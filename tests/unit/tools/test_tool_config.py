@@ -25,7 +25,9 @@ CLASSES = textwrap.dedent("""
 
     class Named(BaseTool):
         def __init__(self):
-            super().__init__(name="named", description="Has its own schema.", parameters={"type": "object"})
+            super().__init__(
+                name="named", description="Has its own schema.", parameters={"type": "object"}
+            )
 
         async def execute(self, instance_id, arguments, **execute_kwargs):
             return "ok"
@@ -160,7 +162,7 @@ async def test_neither_path_means_no_tools():
 def test_modules_beside_a_users_file_and_in_the_working_directory_are_found(
     tmp_path: Path, monkeypatch
 ):
-    """As with ``python -m``, which verl's scripts run; a console script has neither on its path."""
+    """They are found as with ``python -m``; a console script has neither on its path."""
     monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside").mkdir()

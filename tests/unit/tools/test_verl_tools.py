@@ -60,13 +60,16 @@ class Grader(BaseTool):
         return own, ToolResponse()
 
     @rollout_trace_op
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs
+    ) -> tuple[ToolResponse, float, dict]:
         state = self._states[instance_id]
         state["answer"] = parameters["answer"]
         score = await self.calc_reward(instance_id)
         step = 0.0 if score > state["best"] else self.config["penalty"]
         state["best"] = score
-        return ToolResponse(f"{score=}"), step, {"tries": 1, "right": score == 1.0, "status": "done", "error": None}
+        extra = {"tries": 1, "right": score == 1.0, "status": "done", "error": None}
+        return ToolResponse(f"{score=}"), step, extra
 
     async def calc_reward(self, instance_id: str, **kwargs) -> float:
         state = self._states[instance_id]
@@ -190,16 +193,17 @@ CREATES = {
         "ground_truth = create_kwargs['ground_truth']; {}; return instance_id, ToolResponse()"
     ),
     "any keywords": (
-        "async def create(self, instance_id, **kwargs): ground_truth ="
-        " kwargs['create_kwargs']['ground_truth']; {}; return instance_id, ToolResponse()"
+        "async def create(self, instance_id, **kwargs): "
+        "ground_truth = kwargs['create_kwargs']['ground_truth']; {}; "
+        "return instance_id, ToolResponse()"
     ),
     "no id": (
         "async def create(self, **kwargs): ground_truth = kwargs['ground_truth']; {}; return None,"
         " ToolResponse()"
     ),
     "id alone": (
-        "async def create(self, instance_id=None, ground_truth=None, **kwargs): {}; return"
-        " instance_id"
+        "async def create(self, instance_id=None, ground_truth=None, **kwargs): {}; "
+        "return instance_id"
     ),
 }
 
@@ -445,7 +449,7 @@ async def test_verls_own_classes_run_from_its_files_without_all_that_verl_needs(
         ),
     ],
 )
-async def test_a_class_that_cannot_be_imported_is_told_with_its_key_its_cause_and_what_to_install(
+async def test_a_failed_import_of_a_class_names_its_key_its_cause_and_what_to_install(
     write, alone, layout, class_name, named
 ):
     files(alone, **layout)

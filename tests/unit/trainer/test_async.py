@@ -198,7 +198,7 @@ async def test_stragglers_that_get_too_old_are_dropped_with_their_reason(tmp_pat
 
 
 async def test_spare_rows_are_given_up_at_the_end_of_the_step(tmp_path: Path):
-    """With S = 0 that is over-sampling: the first 2 of 3 groups are trained on."""
+    """With S = 0 this is over-sampling: the first 2 of 3 groups are trained on."""
     learner = Versions()
     training = make_trainer(
         tmp_path,

@@ -75,7 +75,7 @@ async def test_an_error_of_a_group_ends_the_run_and_leaves_no_task(tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
-async def test_an_interruption_during_the_only_update_finishes_that_step_without_waiting_for_rollouts(
+async def test_an_interruption_in_the_only_update_finishes_the_step_without_rollouts(
     tmp_path: Path, mode: str
 ):
     """Everything but the first batch never ends. The engine does not get what was learnt: the run
@@ -111,10 +111,10 @@ async def test_an_interruption_during_the_only_update_finishes_that_step_without
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
-async def test_an_interruption_between_the_updates_of_a_step_undoes_it_without_waiting_for_a_compiler(
+async def test_an_interruption_between_updates_undoes_the_step_without_a_compiler(
     tmp_path: Path, mode: str
 ):
-    """The second step's first update has passed, and the learner's thread never gets to its second."""
+    """The second step's first update has passed; the learner's thread never gets to its second."""
     updating, forever = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 

@@ -94,9 +94,7 @@ def killed(folder: Path, *, checkpoint_dir: str | None = None) -> Path:
     return folder
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_in_its_folder(
-    tmp_path: Path,
-):
+def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_folder(tmp_path: Path):
     run = killed(tmp_path / "run")
     config = configured(tmp_path)
     assert choose_run(config, "if_any") == (run, False)

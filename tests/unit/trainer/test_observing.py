@@ -73,9 +73,7 @@ async def test_a_warning_of_the_run_is_in_its_summary_with_what_to_do(tmp_path: 
     )
 
 
-async def test_a_run_that_resumes_remembers_what_it_was_warned_of_and_does_not_say_it_again(
-    tmp_path: Path,
-):
+async def test_a_resumed_run_does_not_repeat_its_warnings(tmp_path: Path):
     await observed(training(tmp_path, 4))
     trainer = training(tmp_path, 4)
     lines: list[str] = []

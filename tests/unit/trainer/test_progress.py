@@ -31,7 +31,7 @@ def run(
     saved: str = "",
     until: float | None = None,
 ):
-    """Train 3 steps of 4 groups of 4; return the trainer, the seconds it took, and its last record."""
+    """Train 3 steps of 4 groups of 4; return the trainer, its seconds, and its last record."""
 
     async def main():
         training = make_virtual(

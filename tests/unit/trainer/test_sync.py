@@ -249,9 +249,7 @@ async def test_trajectories_without_loss_are_counted_under_their_reason(tmp_path
 
 
 async def test_a_step_of_trees_balances_its_books_and_counts_shared_ids_once(tmp_path: Path):
-    """Of each chain two ids are forked, so at least one branch takes something over; then the
-    engine says 3 more.
-    """
+    """Two ids of each chain are forked, so at least one branch inherits ids; each samples 3."""
     strategy = {"name": "treerl", "treerl": {"m": 2, "n": 2, "l": 1, "t": 1}}
     training = make_trainer(
         tmp_path,

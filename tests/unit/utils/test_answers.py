@@ -146,7 +146,7 @@ async def ask_engine(url: str, path: Path) -> Any:
 
 
 async def ask_started_engine(url: str, path: Path) -> Any:
-    """As if the server had greeted."""
+    """Ask an engine as if the server had greeted."""
     backend = RemoteBackend(url, silence_seconds=SECONDS)
     capabilities = wire.encode_capabilities(ToyBackend().capabilities, has_folder=False)
     greeting = {"instance": "i", "capabilities": capabilities, "policy_version": 0}

@@ -84,8 +84,11 @@ def _raised(call):
 def test_the_place_of_an_error_is_the_users_innermost_line(tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text(
-        "import json\ndef read(text):\n    return inner(text)\ndef inner(text):\n    return"
-        " json.loads(text)\n"
+        "import json\n"
+        "def read(text):\n"
+        "    return inner(text)\n"
+        "def inner(text):\n"
+        "    return json.loads(text)\n"
     )
     spec = importlib.util.spec_from_file_location("mine", file)
     mine = importlib.util.module_from_spec(spec)
@@ -101,7 +104,7 @@ def test_the_place_of_an_error_is_the_users_innermost_line(tmp_path, monkeypatch
     assert made.failed_at == "mine.py:5" and "the reward raised JSONDecodeError" in str(made)
 
 
-def test_an_error_of_libraries_alone_has_their_line_and_one_that_was_never_raised_has_none():
+def test_an_error_in_libraries_has_their_line_and_an_unraised_one_has_none():
     error = _raised(lambda: json.loads("{"))
     error.__traceback__ = error.__traceback__.tb_next.tb_next  # without this file
     assert re.fullmatch(r".*json.*\.py:\d+", error_place(error))

@@ -26,7 +26,7 @@ def contents(text):
 
 @given(st.lists(_LINES, max_size=12).map("\n".join))
 def test_blocks_are_those_of_commonmark(text):
-    """Also one that is not closed, which reaches to the end of the text."""
+    """A block that is not closed reaches to the end of the text."""
     expected = []
     for token in _COMMONMARK.parse(text):
         if token.type == "fence":

@@ -218,8 +218,12 @@ async def test_a_head_in_pieces_is_heard_and_its_connection_stays():
     async with echoing(head_seconds=5.0) as (server, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         request = (
-            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
-            b" application/json\r\nContent-Length: 1\r\n\r\n7"
+            b"POST / HTTP/1.1\r\n"
+            b"Host: localhost\r\n"
+            b"Content-Type: application/json\r\n"
+            b"Content-Length: 1\r\n"
+            b"\r\n"
+            b"7"
         )
         for _ in range(2):
             for byte in request:
@@ -288,8 +292,12 @@ async def test_a_body_that_does_not_come_is_given_up():
     async with echoing() as (server, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(
-            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
-            b" application/json\r\nContent-Length: 9\r\n\r\n7"
+            b"POST / HTTP/1.1\r\n"
+            b"Host: localhost\r\n"
+            b"Content-Type: application/json\r\n"
+            b"Content-Length: 9\r\n"
+            b"\r\n"
+            b"7"
         )
         async with asyncio.timeout(20):
             assert (await reader.readline()).startswith(b"HTTP/1.1 408")

@@ -30,7 +30,8 @@ from jax_agent_rl.errors import ModelError
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.models.hf import load_config, load_hf
 try:
-    print(load_config(sys.argv[1]).num_layers, (model_folder(sys.argv[1]) / "tokenizer.json").is_file())
+    tokenizer = model_folder(sys.argv[1]) / "tokenizer.json"
+    print(load_config(sys.argv[1]).num_layers, tokenizer.is_file())
     if "weights" in sys.argv:
         print(load_hf(sys.argv[1])[1]["embed"].shape)
 except ModelError as error:
@@ -137,9 +138,7 @@ def load(
     )
 
 
-def test_a_model_named_on_the_hub_is_downloaded_once_and_its_weights_when_they_are_needed(
-    hub, tmp_path
-):
+def test_a_model_of_the_hub_is_downloaded_once_and_its_weights_when_needed(hub, tmp_path):
     cache = tmp_path / "cache"
     described = load(hub, cache, "some/model")
     assert described.returncode == 0, described.stderr
@@ -164,8 +163,8 @@ def test_a_model_named_on_the_hub_is_downloaded_once_and_its_weights_when_they_a
         (
             "runs/mistyped",
             (
-                "there is no folder 'runs/mistyped' here, and the Hub has no model 'runs/mistyped'"
-                " for you"
+                "there is no folder 'runs/mistyped' here,"
+                " and the Hub has no model 'runs/mistyped' for you"
             ),
         ),
     ],
@@ -275,9 +274,7 @@ def rows_of(folder: Path, cache: Path, *sources: dict, **more: str) -> tuple[lis
     return done.stdout.splitlines(), server.sent
 
 
-def test_a_data_set_of_the_hub_is_read_by_name_split_and_glob_and_no_other_file_is_downloaded(
-    published, tmp_path
-):
+def test_a_data_set_of_the_hub_is_read_by_name_split_and_glob_alone(published, tmp_path):
     (published / "README.md").write_text(CARD)
     train = ["main/train-0-of-2.parquet", "main/train-1-of-2.parquet"]
     said, sent = rows_of(
@@ -325,8 +322,8 @@ def test_what_a_data_set_does_not_have_is_said_with_what_there_is(published, tmp
     assert "no configuration 'default'; set name to one of ['main', 'other']" in said[0]
     assert "no split 'dev'; there are ['test', 'train']" in said[1]
     assert (
-        "no files (.jsonl, .parquet) that match dev/*.parquet; name them, like"
-        " hf://datasets/some/model" in said[2]
+        "no files (.jsonl, .parquet) that match dev/*.parquet;"
+        " name them, like hf://datasets/some/model" in said[2]
     )
     assert "some/closed is gated: accept its licence on the Hub and set HF_TOKEN" in said[3]
     assert "'hf://some/model' names no dataset; write hf://datasets/owner/name" in said[4]

@@ -71,9 +71,7 @@ NAMES = [
 ]
 
 
-def test_a_run_uses_agent_reward_loss_estimator_backend_and_sinks_of_an_installed_package(
-    plugins, tmp_path: Path
-):
+def test_a_run_uses_every_kind_of_plugin_of_an_installed_package(plugins, tmp_path: Path):
     recipe = tiny_recipe(
         tmp_path,
         trainer={"steps": 2},

@@ -98,7 +98,8 @@ def test_own_work_is_never_told_of_whoever_called_the_loop(inside, outside):
         "async own > async user > user > library",
         "async own > own > async user > standard",
         "async own > async user > import user > library",
-        "async user > own > library",  # a blocking function of this package, called by a coroutine of the user's
+        # A blocking function of this package, called by a coroutine of the user's.
+        "async user > own > library",
     ],
 )
 def test_code_of_the_user_is_told_of_with_its_line(inside):
@@ -108,6 +109,6 @@ def test_code_of_the_user_is_told_of_with_its_line(inside):
 @pytest.mark.parametrize(
     "inside", ["async own > async plugin > library", "async own > own > async plugin"]
 )
-def test_a_coroutine_of_an_installed_package_is_told_of_where_code_of_others_is_at_work(inside):
+def test_a_coroutine_of_an_installed_package_is_named_where_others_code_works(inside):
     assert line_told(inside, is_named=True).partition(":")[0].endswith("some_tools/search.py")
     assert line_told(inside, is_named=False) is None

@@ -96,9 +96,7 @@ async def test_what_nobody_waits_for_any_more_is_ended():
 
 
 @BOTH
-async def test_processes_that_end_with_the_thread_that_started_them_live_until_the_service_has_ended(
-    call,
-):
+async def test_processes_that_end_with_their_starting_thread_live_as_long_as_the_service(call):
     ended = threading.Event()
 
     def start():
@@ -124,9 +122,10 @@ async def test_processes_that_end_with_the_thread_that_started_them_live_until_t
 
 def test_a_start_that_hangs_keeps_no_process_from_ending():
     program = (
-        "import threading\nfrom jax_agent_rl.utils.services import"
-        " start_service_blocking\nstart_service_blocking(threading.Event().wait, name='Ray',"
-        " fix='free memory', seconds=0.01)\n"
+        "import threading\n"
+        "from jax_agent_rl.utils.services import start_service_blocking\n"
+        "start_service_blocking(threading.Event().wait, name='Ray', fix='free memory',"
+        " seconds=0.01)\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120

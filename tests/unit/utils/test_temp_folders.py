@@ -41,9 +41,7 @@ def test_a_process_that_leaves_in_haste_takes_its_folders_with_it(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_and_what_a_living_one_has_is_not(
-    tmp_path: Path,
-):
+def test_the_next_process_removes_what_a_killed_one_left_and_not_a_living_ones(tmp_path: Path):
     (tmp_path / "other-kind").mkdir()
     killed, left = owner(tmp_path)
     living, kept = owner(tmp_path)

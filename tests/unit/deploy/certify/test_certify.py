@@ -195,7 +195,7 @@ def test_a_slow_engine_deviates_from_its_ideal_time(
 def test_a_tpu_that_misses_its_prediction_either_way_deviates(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ):
-    """As on a TPU, where the prediction is libtpu's."""
+    """The machine poses as a TPU, where the prediction is libtpu's."""
     machine.plan = replace(machine.plan, predicts=True)
     predicted = speed._find(machine, "decode").prediction
     assert predicted is not None and predicted.seconds > 3e-9
@@ -302,7 +302,8 @@ import jax
 from jax_agent_rl.deploy.certify import run_checks, select_checks
 from jax_agent_rl.deploy.certify.machine import Machine, load_config
 scratch = Path(sys.argv[2])
-config = load_config(Path(sys.argv[1]), ["learner.mesh.fsdp=2", "learner.mesh.tensor=2"], scratch, devices=1)
+meshes = ["learner.mesh.fsdp=2", "learner.mesh.tensor=2"]
+config = load_config(Path(sys.argv[1]), meshes, scratch, devices=1)
 machine = Machine(config, scratch, clock=time.perf_counter)
 def show():
     (result,) = run_checks(machine, select_checks(["collectives"]))
@@ -311,7 +312,11 @@ def show():
 names = [one.name for one in show().measurements]
 print(len(names), "exchanges over tensor of learner.mesh" in names)
 right = jax.lax.ppermute
-jax.lax.ppermute = lambda x, axis, ring: right(x, axis, ring[::-1] if axis == "fsdp" else ring) * (1 + (axis == "fsdp"))
+def wrong(x, axis, ring):
+    if axis == "fsdp":
+        return 2 * right(x, axis, ring[::-1])
+    return right(x, axis, ring)
+jax.lax.ppermute = wrong
 show()
 """
 
@@ -484,7 +489,7 @@ def test_what_a_machine_ends_is_reported_up_to_there(
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_the_command_writes_both_files_and_its_status_says_whether_there_are_deviations(
+def test_the_command_writes_both_files_and_its_status_tells_of_deviations(
     broken: bool, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if broken:

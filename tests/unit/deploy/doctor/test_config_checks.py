@@ -28,7 +28,7 @@ def recipe(tmp_path_factory) -> Path:
 async def findings(
     recipe: Path, *overrides: str, of: Collection[str] = ()
 ) -> dict[str, list[tuple[str, str]]]:
-    """By check; of all of them, or of some."""
+    """Return the findings by check, of all checks or of some."""
     found: dict[str, list[tuple[str, str]]] = {}
     async with AsyncExitStack() as stack:
         checks = RunChecks(config=load(recipe, overrides), stack=stack).all()
@@ -211,8 +211,8 @@ async def test_a_ground_truth_is_tried_in_the_form_its_reward_function_wants(
 async def test_a_reward_that_pays_for_a_bare_answer_alone_is_told(recipe, tmp_path):
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
-        "def compute_score(solution_str, ground_truth):\n    return float(solution_str =="
-        " ground_truth)\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        "    return float(solution_str == ground_truth)\n"
     )
     overrides = (one_row(tmp_path, "warehouse", "408"), "data.eval=null", f"reward.path={rewards}")
     status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")

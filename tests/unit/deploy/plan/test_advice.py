@@ -44,8 +44,10 @@ def filled(part: str, phase: Phase = "learner") -> Load:
          "learner.mesh.context=1 learner.mesh.tensor=4"),
         ([], "KV cache", "rollout", "rollout.jetstream.kv_cache_tokens=512"),
         ([], "KV cache", "learner", "rollout.sleep_during_update=true"),
-        (["rollout.sleep_during_update=true"], "engine weights", "rollout", "rollout.jetstream.dtype=bfloat16"),
-        (["rollout.jetstream.dtype=bfloat16"], "engine weights", "rollout", "rollout.jetstream.mesh.tensor=4"),
+        (["rollout.sleep_during_update=true"], "engine weights", "rollout",
+         "rollout.jetstream.dtype=bfloat16"),
+        (["rollout.jetstream.dtype=bfloat16"], "engine weights", "rollout",
+         "rollout.jetstream.mesh.tensor=4"),
     ],
 )  # fmt: skip
 def test_the_key_to_change_is_the_one_of_what_takes_most(changes, part, phase, first, adviser):

@@ -16,13 +16,15 @@ from jax_agent_rl.models.hf import load_config
 # Parameters in billions, from the models' cards (Qwen, Llama, Mistral, GLM, SmolLM2), Gemma 3's
 # report (embeddings and the rest) and that of gpt-oss (table 1).
 PUBLISHED = {
-    "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7,
-    "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2,
-    "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5, "llama-3.2-1b": 1.23, "llama-3.2-3b": 3.21,
-    "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6, "llama-3.3-70b": 70.6, "gemma-3-1b": 1.0, "gemma-3-4b": 3.88,
-    "mistral-7b": 7.25, "mistral-nemo-12b": 12.2, "mistral-small-24b": 23.6, "ministral-8b": 8.02, "glm-4-9b": 9.4,
-    "glm-4-32b": 32.6, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83, "gemma-3-12b": 11.77,
-    "gemma-3-27b": 27.0, "smollm2-135m": 0.135, "smollm2-360m": 0.362, "smollm2-1.7b": 1.71,
+    "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61,
+    "qwen2.5-14b": 14.7, "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6,
+    "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5, "llama-3.2-1b": 1.23, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.6, "llama-3.3-70b": 70.6, "gemma-3-1b": 1.0, "gemma-3-4b": 3.88,
+    "mistral-7b": 7.25, "mistral-nemo-12b": 12.2, "mistral-small-24b": 23.6, "ministral-8b": 8.02,
+    "glm-4-9b": 9.4, "glm-4-32b": 32.6, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
+    "gemma-3-12b": 11.77, "gemma-3-27b": 27.0, "smollm2-135m": 0.135, "smollm2-360m": 0.362,
+    "smollm2-1.7b": 1.71,
 }  # fmt: skip
 
 

@@ -70,16 +70,19 @@ def test_groups_are_axes_however_they_are_written(groups, axes):
     ("line", "kind", "sent"),
     [
         # 2 chips, a result of 256 x 128 bfloat16: 64 KiB, of which each has half and sends that.
-        ("bf16[1,256,128]{2,1,0:T(8,128)(2,1)} all-gather(%p), replica_groups=[2,2]<=[4], dimensions={1}", "", 32768),
+        ("bf16[1,256,128]{2,1,0:T(8,128)(2,1)} all-gather(%p), replica_groups=[2,2]<=[4], "
+         "dimensions={1}", "", 32768),
         # A part of the sum is sent and the whole of it comes back: twice 1/2 of 3 + 1 floats.
-        ("(f32[3]{0:T(256)}, /*index=1*/f32[]{:T(128)}) all-reduce(%p, %q), replica_groups=[2,2]<=[4]", "", 16),
+        ("(f32[3]{0:T(256)}, /*index=1*/f32[]{:T(128)}) all-reduce(%p, %q), "
+         "replica_groups=[2,2]<=[4]", "", 16),
         # The result is what each chip keeps of the sum.
         ("f32[16]{0} reduce-scatter(%p), replica_groups=[1,4]<=[4], dimensions={0}", "", 3 * 64),
         ("s32[8,2]{1,0} all-to-all(%p), replica_groups=[1,4]<=[4], dimensions={0}", "", 48),
         # A beginning gives operand and result, and two numbers of its own.
         ("(bf16[64]{0}, bf16[64]{0}, u32[]{:S(2)}, u32[]) collective-permute-start(%p), "
          "source_target_pairs={{0,1},{1,0}}", "collective-permute", 128),
-        ("(f32[8]{0}, f32[16]{0}) all-gather-start(%p), replica_groups={{0,1},{2,3}}", "all-gather", 32),
+        ("(f32[8]{0}, f32[16]{0}) all-gather-start(%p), replica_groups={{0,1},{2,3}}",
+         "all-gather", 32),
     ],
 )  # fmt: skip
 def test_bytes_are_those_a_chip_sends_around_a_ring(line, kind, sent):
@@ -96,11 +99,13 @@ LOOP = """%body.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
 }
 
 %fused.1 (p.2: f32[8]) -> f32[16] {
-  ROOT %g.1 = f32[16]{0:T(256)} all-gather(%p.2), channel_id=8, replica_groups=[2,2]<=[4], dimensions={0}
+  ROOT %g.1 = f32[16]{0:T(256)} all-gather(%p.2), channel_id=8, replica_groups=[2,2]<=[4], \
+dimensions={0}
 }
 
 %fused.2 (p.3: f32[8]) -> f32[16] {
-  ROOT %g.2 = f32[16]{0:T(256)} all-gather(%p.3), channel_id=8, replica_groups=[2,2]<=[4], dimensions={0}
+  ROOT %g.2 = f32[16]{0:T(256)} all-gather(%p.3), channel_id=8, replica_groups=[2,2]<=[4], \
+dimensions={0}
 }
 
 """
@@ -156,8 +161,7 @@ def test_what_leaves_a_slice_is_told_apart():
 @pytest.mark.parametrize(
     ("said", "kind", "sent"),
     [
-        # Each sends half of a sum's 32 bytes to the other slice's chip, and the half that it has
-        # added up.
+        # Each sends half of a sum's 32 bytes to the other slice's chip, then the half it added up.
         ("ALL_REDUCE", "all-reduce", 32),
         ("ALL_GATHER", "all-gather", 32),
         ("REDUCE_SCATTER", "reduce-scatter", 16),

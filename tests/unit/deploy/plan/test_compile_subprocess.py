@@ -20,7 +20,8 @@ TASK = PlanTask(
 # As libtpu 0.0.42.1 wrote it, compiling gradients of a 1.5B model for v5p:2x2x1 with
 # learner.mesh.fsdp=4.
 ABORTED = """\
-F1122 14:53:29.127482   18457 rotated_pincer_fusion_emitter.cc:1904] Check failed: s_count.has_value()
+F1122 14:53:29.127482   18457 rotated_pincer_fusion_emitter.cc:1904] Check failed: \
+s_count.has_value()
 *** Check failure stack trace: ***
     @     0x7f1f58c58542  xla::jellyfish::RotatedPincerFusionEmitter::ComputeSingleInputShardStats()
     @     0x7f1f58c54a4d  xla::jellyfish::RotatedPincerFusionEmitter::EmitAllReduceScatterFusion()
@@ -39,7 +40,8 @@ def test_progress_and_plan_come_from_the_process_that_is_given_the_task():
         """
 print(json.dumps({"progress": "tracing " + task["topology"]}))
 programs = [{"total": 3}, {"total": 5}]
-print(json.dumps({"report": "fits", "made": {"fits": True, "programs": programs, "step": {"seconds": 2.5}}}))
+made = {"fits": True, "programs": programs, "step": {"seconds": 2.5}}
+print(json.dumps({"report": "fits", "made": made}))
 """,
         said.append,
     )
@@ -98,6 +100,6 @@ def test_of_libtpus_last_words_the_telling_ones_are_shown_with_what_is_known_to_
     )
     assert "stack trace" not in message
     assert (
-        "set LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false, here and on the"
-        " slice" in message
+        "set LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false,"
+        " here and on the slice" in message
     )

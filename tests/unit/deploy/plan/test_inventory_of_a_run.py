@@ -92,7 +92,7 @@ def test_a_gradient_is_planned_for_the_arrays_a_learner_gives_it(trained, tmp_pa
     assert shapes(planned) == shapes(first_batch(config, monkeypatch))
 
 
-def test_a_teacher_is_planned_in_place_of_the_reference_in_the_learners_compute_dtype(tmp_path):
+def test_a_teacher_is_planned_as_the_reference_in_the_learners_compute_dtype(tmp_path):
     file = recipe(tmp_path, **ONE_DEVICE)
     config = load(
         file, [f"distill.teachers={tmp_path / 'model'}", "learner.compute_dtype=bfloat16"]

@@ -51,8 +51,8 @@ TINY = DecoderConfig(
 
 
 def test_attention_counts_what_a_token_sees():
-    # Scores and their mixture: 4 operations per head of 2 and position; 3 positions in one layer, 5
-    # in the other.
+    # Scores and their mixture: 4 operations per head of 2 and position. One layer has 3 positions,
+    # the other one 5.
     more = pass_flops(TINY, 6, visible=5) - pass_flops(TINY, 6, visible=0)
     assert more == 6 * 4 * (4 * 2) * (3 + 5)
 

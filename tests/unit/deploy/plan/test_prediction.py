@@ -121,12 +121,18 @@ def test_a_kernel_takes_as_long_as_the_longest_of_products_memory_and_steps():
 def test_a_scatter_reads_its_updates_and_reads_and_writes_where_they_go():
     size = round(MEMORY * 1e-3 / 4)
     scatter = (
-        f"%inner.1 (r: f32[8], i: s32[9], u: f32[{size}]) -> f32[8] {{\n  %r = f32[8]{{0}}"
-        f" parameter(0)\n  %i = s32[9]{{0}} parameter(1)\n  %u = f32[{size}]{{0}} parameter(2)\n "
-        " ROOT %s = f32[8]{0} scatter(%r, %i, %u), to_apply=%add.1\n}\n\n%outer.1 (r.2: f32[8],"
-        f" i.2: s32[9], u.2: f32[{size}]) -> f32[8] {{\n  %r.2 = f32[8]{{0}} parameter(0)\n  %i.2 ="
-        f" s32[9]{{0}} parameter(1)\n  %u.2 = f32[{size}]{{0}} parameter(2)\n  ROOT %f ="
-        " f32[8]{0} fusion(%r.2, %i.2, %u.2), kind=kCustom, calls=%inner.1\n}\n\n"
+        f"%inner.1 (r: f32[8], i: s32[9], u: f32[{size}]) -> f32[8] {{\n"
+        "  %r = f32[8]{0} parameter(0)\n"
+        "  %i = s32[9]{0} parameter(1)\n"
+        f"  %u = f32[{size}]{{0}} parameter(2)\n"
+        "  ROOT %s = f32[8]{0} scatter(%r, %i, %u), to_apply=%add.1\n"
+        "}\n\n"
+        f"%outer.1 (r.2: f32[8], i.2: s32[9], u.2: f32[{size}]) -> f32[8] {{\n"
+        "  %r.2 = f32[8]{0} parameter(0)\n"
+        "  %i.2 = s32[9]{0} parameter(1)\n"
+        f"  %u.2 = f32[{size}]{{0}} parameter(2)\n"
+        "  ROOT %f = f32[8]{0} fusion(%r.2, %i.2, %u.2), kind=kCustom, calls=%inner.1\n"
+        "}\n\n"
     )
     line = "%x = f32[8]{0} fusion(%p, %p, %p), kind=kCustom, calls=%outer.1"
     assert milliseconds(line, before=scatter) == pytest.approx(3.0 + LAUNCH * 1e3)

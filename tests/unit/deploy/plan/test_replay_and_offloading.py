@@ -106,7 +106,7 @@ def test_the_program_that_samples_is_the_one_for_the_runs_restrictions(
     assert kind == "decode" or (kind, 1 + engine_shapes(config).pages, 8, 128) in keys
 
 
-def test_pages_that_move_to_the_host_are_planned_with_the_programs_an_engine_compiles(tmp_path):
+def test_pages_that_move_to_the_host_are_planned_with_the_engines_programs(tmp_path):
     plain, config = (
         configured(tmp_path / "a"),
         configured(tmp_path / "b", "rollout.jetstream.kv_offloading_size=1"),

@@ -143,8 +143,8 @@ def test_programs_that_ask_for_the_same_change_are_named_together(plan):
     lines = shown(plan([gradient(), *rollouts(3, temporaries=16 * GIB)]))
     (line,) = [line for line in lines if "not fit" in line]
     assert line.startswith(
-        "decode 0 lanes, decode 1 lanes, decode 2 lanes do not fit: up to 768 MiB too much on a"
-        " chip;"
+        "decode 0 lanes, decode 1 lanes, decode 2 lanes do not fit:"
+        " up to 768 MiB too much on a chip;"
     )
 
 

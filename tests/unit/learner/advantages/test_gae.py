@@ -17,7 +17,8 @@ from tests.trajectories import group_of, trajectory
 
 MASKS = [np.array(m, bool) for m in ([1, 1, 0, 1], [1, 1, 1, 0], [1, 1, 1, 1])]
 NATURAL_ENDS = (
-    FinishReason.ANSWER, FinishReason.TOOL_DONE, FinishReason.USER_DONE, FinishReason.ENVIRONMENT_DONE,
+    FinishReason.ANSWER, FinishReason.TOOL_DONE, FinishReason.USER_DONE,
+    FinishReason.ENVIRONMENT_DONE,
 )  # fmt: skip
 REWARDS = [np.array(r) for r in ([0, 0.25, 0, 1.0], [0, 0, -0.5, 0], [0, 0, 0, 2.0])]
 VALUES = [np.array(v) for v in ([0.1, 0.2, 9.0, 0.4], [0.3, -0.2, 0.5, 7.0], [0.0, 0.1, 0.2, 0.3])]

@@ -21,8 +21,8 @@ from tests.trajectories import call, group_of, trajectory
 
 
 def test_gigpo_adds_what_a_step_is_worth_among_those_from_the_same_observation():
-    # Two episodes; both start from s, then a sees x and b sees y, then both see z. Rewards at the
-    # end: 1 and 0.
+    # Two episodes: both start from s, then a sees x and b sees y, then both see z. Their rewards at
+    # the end are 1 and 0.
     s, x, y, z = (1,), (2,), (3,), (4,)
     rewards = [np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.0, 0.0])]
     got = gigpo(
@@ -34,15 +34,18 @@ def test_gigpo_adds_what_a_step_is_worth_among_those_from_the_same_observation()
         divide_by_std=False,
         similarity=1.0,
     )
-    # Returns a: .25 .5 1; b: 0 0 0. Anchors: s {.25, 0}, x and y alone (0), z {1, 0}. Episode:
-    # +-.5.
+    # Returns: a has .25 .5 1, b has 0 0 0. Anchors: s {.25, 0}, x and y alone (0), z {1, 0}.
+    # Episode: +-.5.
     np.testing.assert_allclose(
         got, [[0.5 + 2 * 0.125, 0.5, 0.5 + 2 * 0.5], [-0.5 - 2 * 0.125, -0.5, -0.5 - 2 * 0.5]]
     )
 
 
 def test_gigpo_with_deviation_matches_a_peer():
-    """verl-agent's ``mean_std_norm``: unbiased deviation over the steps of an anchor, epsilon 1e-6."""
+    """verl-agent's ``mean_std_norm``.
+
+    The deviation over the steps of an anchor is unbiased; epsilon is 1e-6.
+    """
     got = gigpo(
         np.array([1.0, 0.0]),
         [np.array([1.0]), np.array([0.0])],

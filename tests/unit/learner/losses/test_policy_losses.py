@@ -23,7 +23,8 @@ MASK = np.array([[1, 1, 0, 1], [1, 1, 1, 0], [1, 1, 1, 1]], bool)
 GOLDEN = {
     ("vanilla", "token-mean"): (
         0.31752655074532693,
-        [[0.0, -0.0818730753077982, 0.0, -0.04065696597405992], [0.0, 0.09110594001952546, 0.04524187090179798, 0.0],
+        [[0.0, -0.0818730753077982, 0.0, -0.04065696597405992],
+         [0.0, 0.09110594001952546, 0.04524187090179798, 0.0],
          [-0.08410168771008195, -0.07238699344287677, 0.0, 0.18819746225882025]],
     ),
     ("gspo", "seq-mean-token-mean"): (
@@ -34,7 +35,8 @@ GOLDEN = {
     ),
     ("geo_mean", "seq-mean-token-mean"): (
         0.03255480312871606,
-        [[0.0, -0.08453768088136013, 0.0, -0.08453768088136013], [0.0, 0.06139838390774729, 0.06139838390774729, 0.0],
+        [[0.0, -0.08453768088136013, 0.0, -0.08453768088136013],
+         [0.0, 0.06139838390774729, 0.06139838390774729, 0.0],
          [0.02549317350650394, 0.02549317350650394, 0.02549317350650394, 0.02549317350650394]],
     ),
     ("cispo", "token-mean"): (
@@ -54,12 +56,16 @@ GOLDEN = {
          [0.0370409110340859, 0.09110594001952546, -0.024758129098202013, 0.0],
          [-0.014101687710081953, -0.07238699344287677, 0.4403156001143092, 0.18819746225882025]],
     ),
-    ("gpg", "token-mean"): (0.373, [[-0.1, -0.1, 0.0, -0.1], [0.05, 0.05, 0.05, 0.0], [-0.08, -0.08, 0.12, 0.12]]),
+    ("gpg", "token-mean"): (
+        0.373,
+        [[-0.1, -0.1, 0.0, -0.1], [0.05, 0.05, 0.05, 0.0], [-0.08, -0.08, 0.12, 0.12]],
+    ),
 }  # fmt: skip
 
 
-def config(mode: str, **own) -> LossConfig:
-    return LossConfig(low=0.2, high=0.28, dual=3.0, own=PolicyLossConfig(loss_mode=mode, **own))
+def config(mode: str, **options) -> LossConfig:
+    policy_loss = PolicyLossConfig(loss_mode=mode, **options)
+    return LossConfig(low=0.2, high=0.28, dual=3.0, policy_loss=policy_loss)
 
 
 def total(mode: str, agg: str, settings: LossConfig, chosen: np.ndarray):
@@ -104,8 +110,8 @@ def test_loss_and_gradient_match_a_peer(mode: str, agg: str):
 def per_token(mode: str, settings: LossConfig, chosen: np.ndarray | None = None) -> np.ndarray:
     zeros = np.zeros(MASK.shape) if chosen is None else chosen
     arrays = {
-        "logprob": NEW, "old_logprob": OLD, "rollout_logprob": ROLLOUT, "advantage": ADVANTAGE, "active": MASK,
-        "chosen": zeros,
+        "logprob": NEW, "old_logprob": OLD, "rollout_logprob": ROLLOUT, "advantage": ADVANTAGE,
+        "active": MASK, "chosen": zeros,
     }  # fmt: skip
     terms = Terms(
         sequence=jnp.repeat(jnp.arange(3)[:, None], 4, axis=1),
@@ -119,7 +125,7 @@ def surrogate(ratio: np.ndarray) -> np.ndarray:
     return np.where(ADVANTAGE < 0, np.minimum(loss, -3 * ADVANTAGE), loss)
 
 
-def test_decoupled_is_the_surrogate_times_the_behaviour_ratio_where_that_is_small_enough():
+def test_decoupled_is_the_surrogate_times_a_small_enough_behaviour_ratio():
     behaviour = np.exp(OLD - ROLLOUT)
     expected = surrogate(np.exp(NEW - OLD)) * behaviour * (behaviour <= 5.0)
     assert (behaviour > 5).any()
@@ -147,7 +153,8 @@ def test_dppo_masks_by_total_variation():
 def test_dppo_masks_by_binary_kl_only_moves_away_from_the_old_policy():
     new, old = np.exp(NEW), np.exp(OLD)
     divergence = old * (OLD - NEW) + (1 - old) * np.log((1 - old) / (1 - new))
-    settings = LossConfig(low=0.05, high=0.1, dual=3.0, own=PolicyLossConfig(loss_mode="dppo_kl"))
+    policy_loss = PolicyLossConfig(loss_mode="dppo_kl")
+    settings = LossConfig(low=0.05, high=0.1, dual=3.0, policy_loss=policy_loss)
     rises, falls = (divergence <= 0.1) | (new <= old), (divergence <= 0.05) | (new >= old)
     inside = np.where(ADVANTAGE > 0, rises, falls)
     assert 0 < inside.sum() < inside.size
@@ -221,8 +228,9 @@ def test_every_loss_stays_finite_for_extreme_ratios(mode: str):
 
 @pytest.mark.parametrize("mode", LOSS_MODES)
 def test_before_the_first_update_every_loss_is_the_plain_policy_gradient(mode: str):
-    """At ratio 1 and without chosen tokens each gradient is ``-A`` per token (sequence means: over
-    its tokens).
+    """At ratio 1 and without chosen tokens each gradient is ``-A`` per token.
+
+    With sequence means it is divided by the sequence's tokens.
     """
     arrays = {
         "old_logprob": OLD,

@@ -27,8 +27,8 @@ marks = st.lists(st.booleans(), min_size=K, max_size=K)
 
 def config(mode: str) -> LossConfig:
     # Ranges and bounds that random tokens leave often.
-    own = PolicyLossConfig.model_construct(loss_mode=mode, behav_imp_weight_cap=1.1)
-    return LossConfig(low=0.1, high=0.2, dual=1.5, own=own)
+    policy_loss = PolicyLossConfig.model_construct(loss_mode=mode, behav_imp_weight_cap=1.1)
+    return LossConfig(low=0.1, high=0.2, dual=1.5, policy_loss=policy_loss)
 
 
 def row(values: list) -> np.ndarray:
@@ -57,7 +57,7 @@ def sums(mode: str, **columns: np.ndarray) -> tuple[float, np.ndarray, float, np
 def check_that_they_change_nothing(
     mode: str, columns: dict[str, np.ndarray], is_without: np.ndarray
 ) -> None:
-    """Compare the terms with the same ones of which those marked, of advantage 0, are not active."""
+    """Compare the terms with the same ones, where those marked (of advantage 0) are not active."""
     active = columns["active"]
     loss, gradient, count, clipped = sums(mode, **columns)
     loss_alone, gradient_alone, count_alone, _ = sums(

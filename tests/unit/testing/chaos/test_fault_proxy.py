@@ -142,9 +142,7 @@ async def test_the_sendings_of_each_rollout_request_are_counted():
 
 
 @pytest.mark.parametrize("fault", list(Fault))
-async def test_whatever_happens_to_the_network_a_rollout_server_is_well_or_gone_and_never_an_error_of_another_kind(
-    fault,
-):
+async def test_in_any_network_a_rollout_server_is_well_or_gone_and_no_other_error(fault):
     """Gone means: the request goes on elsewhere. Any other error would cost the trajectory."""
 
     backend = ToyBackend(tick_seconds=0.0)

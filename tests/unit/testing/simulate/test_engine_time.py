@@ -1,4 +1,4 @@
-"""The simulated engine: when things are done. Expected times are worked out by hand from its rules."""
+"""When the simulated engine does things; expected times are worked out by hand from its rules."""
 
 import asyncio
 from contextlib import closing

@@ -29,8 +29,9 @@ def run(main, size: KVCacheSize, *, max_model_len: int, **speed):
 
 
 def small(main, **size):
-    """On an engine of one-second steps and pages of 32, whose prompts take no time but for what
-    ``size`` says.
+    """Run ``main`` on an engine of one-second steps and pages of 32.
+
+    Prompts take no time but for what ``size`` says.
     """
     size = KVCacheSize(**{"tokens": 256} | size)
     return run(
@@ -147,8 +148,10 @@ def test_tools_of_which_nothing_can_be_known_cost_nothing():
 
 
 RECIPE = (
-    "run_dir: x\nmodel: {path: none}\ndata: {train: none}\nrollout: {prompts_per_step: 2,"
-    " group_size: 2}\n"
+    "run_dir: x\n"
+    "model: {path: none}\n"
+    "data: {train: none}\n"
+    "rollout: {prompts_per_step: 2, group_size: 2}\n"
 )
 
 

@@ -53,8 +53,8 @@ async def test_a_trick_does_not_pass(trick, sandbox):
 
 async def test_answers_that_are_none_are_errors(local):
     program = (
-        f"import os, sys\nfor line in {NO_ANSWERS!r}: os.write(int(sys.orig_argv[-1]),"
-        " line.encode() + b'\\n')"
+        "import os, sys\n"
+        f"for line in {NO_ANSWERS!r}: os.write(int(sys.orig_argv[-1]), line.encode() + b'\\n')"
     )
     tests = f"""
 failed = 0
@@ -89,7 +89,8 @@ for folder in ("/tmp", "/dev/shm", "/proc/self", "/proc/1"):
         for name in {*names} - {"mem", "pagemap"}:
             try:
                 with open(os.path.join(place, name), "rb", buffering=0) as file:
-                    found += wanted.findall(file.read(1 << 20)) if os.path.isfile(file.fileno()) else []
+                    if os.path.isfile(file.fileno()):
+                        found += wanted.findall(file.read(1 << 20))
             except OSError:
                 pass
 print(found, searched > 1 << 20)
@@ -133,35 +134,43 @@ HONEST = {
             "    def __str__(self): return f'Stack{self.items}'"
         ),
         (
-            "s = Stack()\nassert s.push(1) is s and len(s) == 1 and s[0] == 1 and str(s) =="
-            " 'Stack[1]' and list(s) == [1]"
+            "s = Stack()\n"
+            "assert s.push(1) is s and len(s) == 1 and s[0] == 1"
+            " and str(s) == 'Stack[1]' and list(s) == [1]"
         ),
     ),
     "linked objects": (
         (
-            "class Node:\n    def __init__(self, value): self.value, self.next = value, None\n"
+            "class Node:\n"
+            "    def __init__(self, value): self.value, self.next = value, None\n"
             "def total(node): return node.value + (total(node.next) if node.next else 0)"
         ),
         (
-            "a, b = Node(1), Node(2)\na.next = b\nassert total(a) == 3 and a.next is b and b.next"
-            " is None"
+            "a, b = Node(1), Node(2)\n"
+            "a.next = b\n"
+            "assert total(a) == 3 and a.next is b and b.next is None"
         ),
     ),
     "arguments changed in place": (
         "def f(items, seen):\n    items.sort()\n    seen['n'] = len(items)",
         (
-            "items, seen = [3, 1, 2], {}\nf(items, seen)\nassert items == [1, 2, 3] and seen =="
-            " {'n': 3}"
+            "items, seen = [3, 1, 2], {}\n"
+            "f(items, seen)\n"
+            "assert items == [1, 2, 3] and seen == {'n': 3}"
         ),
     ),
     "exceptions": (
         (
-            "class Negative(ValueError): pass\ndef f(x):\n    if x < 0: raise Negative('below 0')\n"
+            "class Negative(ValueError): pass\n"
+            "def f(x):\n"
+            "    if x < 0: raise Negative('below 0')\n"
             "    raise KeyError(x)"
         ),
         (
-            "for x, kind, text in ((-1, ValueError, 'below 0'), (1, KeyError, '1')):\n    try:"
-            " f(x)\n    except kind as error: assert str(error) == text\n    else: assert False"
+            "for x, kind, text in ((-1, ValueError, 'below 0'), (1, KeyError, '1')):\n"
+            "    try: f(x)\n"
+            "    except kind as error: assert str(error) == text\n"
+            "    else: assert False"
         ),
     ),
     "generators": (
@@ -171,8 +180,8 @@ HONEST = {
     "functions as arguments": (
         "def apply(g, items): return [g(item) for item in items]",
         (
-            "assert apply(lambda x: x + 1, [1, 2]) == [2, 3] and apply(str, [1]) == ['1'] and"
-            " apply(abs, [-1]) == [1]"
+            "assert apply(lambda x: x + 1, [1, 2]) == [2, 3]"
+            " and apply(str, [1]) == ['1'] and apply(abs, [-1]) == [1]"
         ),
     ),
     "functions as results": ("def adder(n): return lambda x: x + n", "assert adder(2)(3) == 5"),
@@ -191,23 +200,28 @@ HONEST = {
     ),
     "threads that call back": (
         (
-            "from concurrent.futures import ThreadPoolExecutor\ndef f(g):\n    with"
-            " ThreadPoolExecutor(4) as pool: return sorted(pool.map(g, range(50)))"
+            "from concurrent.futures import ThreadPoolExecutor\n"
+            "def f(g):\n"
+            "    with ThreadPoolExecutor(4) as pool: return sorted(pool.map(g, range(50)))"
         ),
         "assert f(lambda x: -x) == list(range(-49, 1))",
     ),
     "processes": (
         (
-            "import multiprocessing\ndef g(x): return x * x\n"
-            "def f(x):\n    with multiprocessing.Pool(2) as pool: return pool.map(g, [x])[0]"
+            "import multiprocessing\n"
+            "def g(x): return x * x\n"
+            "def f(x):\n"
+            "    with multiprocessing.Pool(2) as pool: return pool.map(g, [x])[0]"
         ),
         SQUARES,
     ),
     "unittest": (
         "def f(x): return x * x",
         (
-            "import unittest\nclass T(unittest.TestCase):\n    def test(self):"
-            " self.assertEqual(f(2), 4)\nunittest.main()"
+            "import unittest\n"
+            "class T(unittest.TestCase):\n"
+            "    def test(self): self.assertEqual(f(2), 4)\n"
+            "unittest.main()"
         ),
     ),
     "arrays": (
@@ -297,8 +311,11 @@ WAYS = {
     "the exit status itself": "import sys\nsys.exit(0 if f(2) == 4 else 1)",
     "a message": "assert f(2) == 4, f'got {f(2)}'",
     "HumanEval's": (
-        "METADATA = {}\ndef check(candidate):\n    assert True, 'good'\n"
-        "    assert candidate(2) == 4\ncheck(f)"
+        "METADATA = {}\n"
+        "def check(candidate):\n"
+        "    assert True, 'good'\n"
+        "    assert candidate(2) == 4\n"
+        "check(f)"
     ),
     "MBPP's": "assert f(2) == 4\nassert f(3) == 9\nassert f(-1) == 1",
     "closeness": (
@@ -315,7 +332,9 @@ WAYS = {
     ),
     "called tests": "def test_f():\n    assert f(2) == 4\ntest_f()",
     "tests by their names": (
-        "def test_f():\n    assert f(2) == 4\nfor n in list(globals()):\n"
+        "def test_f():\n"
+        "    assert f(2) == 4\n"
+        "for n in list(globals()):\n"
         "    if n.startswith('test_'): globals()[n]()"
     ),
     "a dunder main": "def test():\n    assert f(2) == 4\nif __name__ == '__main__':\n    test()",
@@ -349,8 +368,7 @@ async def test_tests_are_tried_out_once(local):
 
 # --- errors of the program ------------------------------------------------------------------------
 
-# How the interpreter takes an error for the end of a loop, or for nothing: the tests, and such an
-# error.
+# How the interpreter takes an error for the end of a loop, or for nothing: tests, with the error.
 SWALLOWING = {
     "a zip of maps": "for a, b in zip(map(f, [1, 2]), [1, 4]):\n    assert a == b",
     "all of a map": "assert all(map(lambda x: f(x) == x, [1, 2]))",
@@ -358,26 +376,45 @@ SWALLOWING = {
     "the next of a map": "assert next(map(f, [1]), 1) == 1",
     "a filter": "assert [x for x in filter(f, [])] == []\nassert list(filter(f, [1])) == []",
     "a sequence of the tests": (
-        "class S:\n    def __getitem__(self, i): return f(i)\nfor x in S():\n    assert x == 5\n"
+        "class S:\n"
+        "    def __getitem__(self, i): return f(i)\n"
+        "for x in S():\n"
+        "    assert x == 5\n"
         "assert list(S()) == []"
     ),
     "an iterator of the tests": (
-        "class S:\n    def __iter__(self): return self\n    def __next__(self): return f(1)\n"
-        "for x in S():\n    assert x == 5\nassert list(S()) == []"
+        "class S:\n"
+        "    def __iter__(self): return self\n"
+        "    def __next__(self): return f(1)\n"
+        "for x in S():\n"
+        "    assert x == 5\n"
+        "assert list(S()) == []"
     ),
     "an attribute of the tests": (
-        "class S:\n    def __getattr__(self, name): return f(1)\n"
-        "assert not hasattr(S(), 'x')\nassert f != 1"
+        "class S:\n"
+        "    def __getattr__(self, name): return f(1)\n"
+        "assert not hasattr(S(), 'x')\n"
+        "assert f != 1"
     ),
     "a mapping of the tests": (
-        "import collections.abc\nclass S(collections.abc.Mapping):\n"
-        "    def __getitem__(self, key): return f(key)\n    def __iter__(self): return iter([])\n"
-        "    def __len__(self): return 0\nassert S().get(1, 0) == 0\nassert f is f"
+        "import collections.abc\n"
+        "class S(collections.abc.Mapping):\n"
+        "    def __getitem__(self, key): return f(key)\n"
+        "    def __iter__(self): return iter([])\n"
+        "    def __len__(self): return 0\n"
+        "assert S().get(1, 0) == 0\n"
+        "assert f is f"
     ),
     "an asynchronous loop": (
-        "import asyncio\nclass S:\n    def __aiter__(self): return self\n    async def"
-        " __anext__(self): return f(1)\nasync def main():\n    async for x in S():\n        assert"
-        " x == 5\n    assert f is f\nasyncio.run(main())"
+        "import asyncio\n"
+        "class S:\n"
+        "    def __aiter__(self): return self\n"
+        "    async def __anext__(self): return f(1)\n"
+        "async def main():\n"
+        "    async for x in S():\n"
+        "        assert x == 5\n"
+        "    assert f is f\n"
+        "asyncio.run(main())"
     ),
 }
 KINDS = {"a sequence of the tests": "IndexError", "an attribute of the tests": "AttributeError"}
@@ -436,30 +473,56 @@ side._failure = failure
 EXPECTED = {
     "except": "try:\n    f(1)\nexcept KIND:\n    pass\nelse:\n    assert False",
     "except Exception": (
-        "try:\n    f(1)\nexcept Exception as error:\n    assert type(error).__name__ == 'KIND'\n"
-        "else:\n    assert False"
+        "try:\n"
+        "    f(1)\n"
+        "except Exception as error:\n"
+        "    assert type(error).__name__ == 'KIND'\n"
+        "else:\n"
+        "    assert False"
     ),
     "a bare except": "ok = False\ntry:\n    f(1)\nexcept:\n    ok = True\nassert ok",
     "assertRaises": (
-        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n       "
-        " self.assertRaises(KIND, f, 1)\n        with self.assertRaises(KIND):"
-        " f(1)\nunittest.main()"
+        "import unittest\n"
+        "class T(unittest.TestCase):\n"
+        "    def test(self):\n"
+        "        self.assertRaises(KIND, f, 1)\n"
+        "        with self.assertRaises(KIND): f(1)\n"
+        "unittest.main()"
     ),
     "suppress": (
         "import contextlib\nwith contextlib.suppress(KIND):\n    f(1)\n    assert not 'here'"
     ),
     "a function of the tests": (
-        "def raises(kind, g, *args):\n    try:\n        g(*args)\n    except kind:\n"
-        "        return True\n    return False\nassert raises(KIND, f, 1)"
+        "def raises(kind, g, *args):\n"
+        "    try:\n"
+        "        g(*args)\n"
+        "    except kind:\n"
+        "        return True\n"
+        "    return False\n"
+        "assert raises(KIND, f, 1)"
     ),
     "another error": (
-        "def g(x):\n    try:\n        return f(x)\n    except KIND as error:\n        raise"
-        " ValueError('bad') from error\ntry:\n    g(1)\nexcept ValueError:\n    pass\nelse:\n   "
-        " assert False"
+        "def g(x):\n"
+        "    try:\n"
+        "        return f(x)\n"
+        "    except KIND as error:\n"
+        "        raise ValueError('bad') from error\n"
+        "try:\n"
+        "    g(1)\n"
+        "except ValueError:\n"
+        "    pass\n"
+        "else:\n"
+        "    assert False"
     ),
     "a generator": (
-        "def g():\n    yield f(1)\ntry:\n    list(g())\nexcept (KIND, RuntimeError):\n    pass\n"
-        "else:\n    assert False"
+        "def g():\n"
+        "    yield f(1)\n"
+        "try:\n"
+        "    list(g())\n"
+        "except (KIND, RuntimeError):\n"
+        "    pass\n"
+        "else:\n"
+        "    assert False"
     ),
 }
 

@@ -24,7 +24,7 @@ for line in sys.stdin:
 
 @pytest.fixture(params=["as_started", "user_namespace"])
 async def execute(request, monkeypatch):
-    """A function that has a long-lived Python execute source, with that program as its attribute."""
+    """A function that has a long-lived Python execute source; that program is its attribute."""
     if request.param == "user_namespace":
         monkeypatch.setattr(
             "jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False
@@ -88,8 +88,8 @@ print("left")
         FORKS.format(
             count=1,
             act=(
-                "import time\n        while True: time.sleep(0.01); open(f'/dev/shm/{time.time()}',"
-                " 'w')"
+                "import time\n"
+                "        while True: time.sleep(0.01); open(f'/dev/shm/{time.time()}', 'w')"
             ),
         ),
         # Each lives for a moment, and starts the next one.

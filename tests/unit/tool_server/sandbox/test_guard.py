@@ -39,7 +39,8 @@ async def test_a_program_cannot_pass_for_a_sandbox_that_failed(run, words, code)
 async def test_the_guards_socket_is_out_of_reach(run):
     source = """
 import ctypes, os, stat
-print([fd for fd in range(3, 200) if os.path.exists(f"/proc/self/fd/{fd}") and stat.S_ISSOCK(os.stat(fd).st_mode)])
+open_fds = [fd for fd in range(3, 200) if os.path.exists(f"/proc/self/fd/{fd}")]
+print([fd for fd in open_fds if stat.S_ISSOCK(os.stat(fd).st_mode)])
 c = ctypes.CDLL(None, use_errno=True)
 print({c.syscall(438, c.syscall(434, 1, 0), fd, 0) for fd in range(50)}, ctypes.get_errno())
 """

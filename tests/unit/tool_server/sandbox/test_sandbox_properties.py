@@ -137,8 +137,9 @@ async def test_the_first_process_has_an_empty_environment_or_hides_it(sandbox):
 
 async def test_other_processes_of_the_host_cannot_be_seen(sandbox):
     source = (
-        f"import os\nprint(len([p for p in os.listdir('/proc') if p.isdigit()]) <= 3, {os.getpid()}"
-        " == os.getppid())"
+        "import os\n"
+        "print(len([p for p in os.listdir('/proc') if p.isdigit()]) <= 3,"
+        f" {os.getpid()} == os.getppid())"
     )
     assert await out(sandbox, source) == ["True False"]
 
@@ -180,8 +181,7 @@ async def test_sockets_that_no_namespace_cuts_off_are_refused(sandbox):
 
 # --- processes ------------------------------------------------------------------------------------
 
-# A process limit never binds the machine's root, whose user namespace alone makes nobody else of
-# it.
+# A process limit never binds the machine's root: a user namespace alone makes nobody else of it.
 as_started = pytest.mark.parametrize("sandbox", ["as_started"], indirect=True)
 FORK_BOMB = """
 import os, time
@@ -231,8 +231,11 @@ print("started")
 
 async def test_a_killed_program_leaves_nothing_behind(sandbox):
     source = (
-        "import os, time\nfor _ in range(5):\n    if os.fork() == 0:\n       "
-        " time.sleep(600)\ntime.sleep(600)"
+        "import os, time\n"
+        "for _ in range(5):\n"
+        "    if os.fork() == 0:\n"
+        "        time.sleep(600)\n"
+        "time.sleep(600)"
     )
     before = set(process_tree(os.getpid()))
     assert (await run(sandbox, source, wall_seconds=1)).stopped is StopCause.WALL
@@ -240,7 +243,7 @@ async def test_a_killed_program_leaves_nothing_behind(sandbox):
 
 
 async def test_a_run_cancelled_at_any_moment_leaves_nothing_behind(sandbox):
-    """Also one that is still being set up, where the kernel does not yet end it with its parent."""
+    """The run may still be set up: the kernel does not end it with its parent yet."""
     before = set(process_tree(os.getpid()))
     for delay in range(0, 60, 4):
         running = asyncio.create_task(run(sandbox, "import time\ntime.sleep(600)"))
@@ -304,7 +307,8 @@ async def test_nothing_else_is_writable(sandbox):
     source = """
 import os
 places = {line.split()[1] for line in open("/proc/self/mounts")}
-print("/" in places, sorted(p for p in places if os.path.isdir(p) and not os.statvfs(p).f_flag & os.ST_RDONLY))
+folders = [p for p in places if os.path.isdir(p)]
+print("/" in places, sorted(p for p in folders if not os.statvfs(p).f_flag & os.ST_RDONLY))
 """
     assert await out(sandbox, source) == ["True ['/dev/shm', '/tmp']"]
 
@@ -362,8 +366,12 @@ async def test_it_is_nobody_and_cannot_become_anybody(sandbox):
     source = """
 import os
 status = open("/proc/self/status").read()
-caps = [line.split()[1] for line in status.splitlines() if line.startswith(("CapEff", "CapPrm", "CapAmb"))]
-print(os.getuid() != 0, os.getgroups() in ([], [65534]), "NoNewPrivs:\\t1" in status, "Seccomp:\\t2" in status)
+kinds = ("CapEff", "CapPrm", "CapAmb")
+caps = [line.split()[1] for line in status.splitlines() if line.startswith(kinds)]
+print(
+    os.getuid() != 0, os.getgroups() in ([], [65534]),
+    "NoNewPrivs:\\t1" in status, "Seccomp:\\t2" in status,
+)
 print({int(value, 16) for value in caps})
 try:
     os.setuid(0)
@@ -393,7 +401,8 @@ import multiprocessing, os, pathlib, subprocess, sys, threading
 pathlib.Path("note").write_text("written")
 thread = threading.Thread(target=lambda: print("thread"))
 thread.start(); thread.join()
-print(subprocess.run(["sh", "-c", "cat note; echo; echo hello >/dev/stdout"], capture_output=True, text=True).stdout)
+command = ["sh", "-c", "cat note; echo; echo hello >/dev/stdout"]
+print(subprocess.run(command, capture_output=True, text=True).stdout)
 with multiprocessing.Pool(2) as pool:
     print(pool.map(abs, [-1, -2]))
 print(os.path.expanduser("~"), __import__("getpass").getuser())

@@ -12,8 +12,12 @@ from tests.capabilities import needs_bwrap
 
 NAMES_OF_THE_HOST = """
 import os, sys, sysconfig
-words = [sys.executable, sys.prefix, sys.base_prefix, *sys.path, *sysconfig.get_paths().values(), *os.environ.values()]
-for path in ("/proc/cmdline", "/proc/self/cmdline", "/proc/self/environ", "/proc/self/maps", "/proc/self/mounts"):
+words = [sys.executable, sys.prefix, sys.base_prefix, *sys.path]
+words += [*sysconfig.get_paths().values(), *os.environ.values()]
+for path in (
+    "/proc/cmdline", "/proc/self/cmdline", "/proc/self/environ",
+    "/proc/self/maps", "/proc/self/mounts",
+):
     words.append(open(path).read())
 for folder in ("/", "/opt", sys.prefix, sys.prefix + "/bin"):
     words += [os.path.realpath(os.path.join(folder, name)) for name in os.listdir(folder)]

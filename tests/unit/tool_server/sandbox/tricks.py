@@ -61,8 +61,12 @@ os._exit(0)
     "an exception whose text equals everything": (
         _liar("str", "''", "def f(x): raise ValueError(Liar())"),
         (
-            "try:\n    f(2)\nexcept ValueError as error:\n    assert str(error) =="
-            " 'negative'\nelse:\n    assert False"
+            "try:\n"
+            "    f(2)\n"
+            "except ValueError as error:\n"
+            "    assert str(error) == 'negative'\n"
+            "else:\n"
+            "    assert False"
         ),
     ),
     "builtins and json replaced": (
@@ -110,7 +114,9 @@ def f(x): return 5
         """
 import os
 for fd in range(20):
-    for answer in ('{"ready": true}', '{"value": true}', '{"value": {"object": [1, "int"]}}', 'passed'):
+    for answer in (
+        '{"ready": true}', '{"value": true}', '{"value": {"object": [1, "int"]}}', 'passed'
+    ):
         try: os.write(fd, answer.encode() + b"\\n")
         except OSError: pass
 os._exit(0)

@@ -23,8 +23,11 @@ def checkout(tmp_path: Path) -> Path:
 
 def packed(root: Path, target: Path, **extra: bytes) -> dict[str, bytes]:
     job.pack(root, target, extra=extra)
+    contents = {}
     with tarfile.open(target) as opened:
-        return {entry.name: opened.extractfile(entry).read() for entry in opened}  # type: ignore[union-attr]
+        for entry in opened:
+            contents[entry.name] = opened.extractfile(entry).read()  # type: ignore[union-attr]
+    return contents
 
 
 def test_the_working_tree_goes_as_it_stands_but_for_what_git_ignores(

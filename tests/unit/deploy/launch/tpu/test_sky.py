@@ -28,9 +28,12 @@ for file in sys.argv[1:]:
         "name": task.name, "nodes": task.num_nodes, "envs": task.envs,
         "secrets": [secret.name for secret in task.managed_secret_refs],
         "setup": task.setup, "run": task.run, "files": task.file_mounts,
-        "buckets": {where: [store.source, store.mode.value] for where, store in task.storage_mounts.items()},
+        "buckets": {
+            where: [store.source, store.mode.value] for where, store in task.storage_mounts.items()
+        },
         "slices": sorted([
-            [str(r.cloud), r.region, r.zone, r.accelerators, r.accelerator_args, r.use_spot, r.job_recovery]
+            [str(r.cloud), r.region, r.zone, r.accelerators, r.accelerator_args, r.use_spot,
+             r.job_recovery]
             for r in task.resources
         ], key=str),
     }))

@@ -125,9 +125,7 @@ def test_a_name_that_is_a_word_of_yaml_stays_a_name(config: Path):
     assert names == ["no"] * 3 and bucket["csi"]["volumeAttributes"]["bucketName"] == "123"
 
 
-def test_a_jobset_with_pods_that_only_sample_starts_them_first_and_ends_with_the_others(
-    config: Path,
-):
+def test_a_jobset_starts_sampling_pods_first_and_ends_with_the_others(config: Path):
     job = job_of("v5p:2x2x2", config=config, bucket="gs://b")
     text = rendered("gke", job, rollout_hosts=2, rollout_topology=V5E_HOST)
     golden("gke_rollout.yaml", text)
@@ -157,9 +155,7 @@ def test_a_jobset_with_pods_that_only_sample_starts_them_first_and_ends_with_the
     ] * 2
 
 
-def test_variables_that_are_given_are_written_and_the_others_are_a_secret_of_the_cluster(
-    config: Path,
-):
+def test_given_variables_are_written_and_others_come_from_a_cluster_secret(config: Path):
     text = rendered("gke", job_of(config=config, variables={"NO": "a: 'b'", "WANDB_API_KEY": None}))
     assert (
         'kubectl create secret generic my-run-env --from-literal=WANDB_API_KEY="$WANDB_API_KEY"\n'
