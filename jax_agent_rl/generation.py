@@ -69,11 +69,11 @@ class RoutedExperts:
             )
 
     @classmethod
-    def of(cls, start: int, chosen: Any) -> RoutedExperts:
+    def of(cls, start: int, choices: Any) -> RoutedExperts:
         """Encode a numpy array of choices [n, L, k], unsigned integers of one byte or two."""
-        n, layers, per_token = chosen.shape
-        wide = chosen.dtype.itemsize > 1
-        data = chosen.astype("<u2" if wide else "u1").tobytes()
+        n, layers, per_token = choices.shape
+        wide = choices.dtype.itemsize > 1
+        data = choices.astype("<u2" if wide else "u1").tobytes()
         return cls(start=start, shape=(n, layers, per_token), data=data, wide=wide)
 
     @property
