@@ -4,10 +4,10 @@ r"""Every trainer on rollouts with slow tools: samples per second, and how long 
         [--steps 4] [--staleness 4]
 
 Trainers, agent loop (``server_tool_agent``), client and JAX engine are as in a run; the tool server
-is a process of its own. A turn has 40 ids in the median and at most 400, a
-tool takes 0.63 s in the median and 0.2 to 2 s, a decode step 25 ms (about 30B parameters on one
-accelerator); see ``benchmarks/paced.py``. The same row has the same draws in every trainer.
-``engine_pace_kept`` below about 0.95 says that this machine could not keep that pace.
+is a process of its own. A turn has 40 ids in the median and at most 400, a tool takes 0.63 s in the
+median and 0.2 to 2 s, a decode step 25 ms (about 30B parameters on one accelerator); see
+``benchmarks/paced.py``. The same row has the same draws in every trainer. ``engine_pace_kept``
+below about 0.95 says that this machine could not keep that pace.
 
 The learner is paced as well: its time is proportional to the ids of its batch, and it gives back
 weights that differ a little and that are published as in any run. A forward and backward pass on

@@ -4,10 +4,9 @@
 
 Everything runs in virtual time, without an engine. Groups of 8 with a common prompt, 16 requests
 per server in flight, log-normal response lengths; the real client and balancer over simulated
-engines, which share prefixes in both runs. In one run the
-engines declare it, in the other the client routes by load alone. The last line is one JSON object:
-``prefill_ratio``, prompt ids computed with prefix routing over those without, and ``speedup``, of
-the time to the last response.
+engines, which share prefixes in both runs. In one run the engines declare it, in the other the
+client routes by load alone. The last line is one JSON object: ``prefill_ratio``, prompt ids
+computed with prefix routing over those without, and ``speedup``, of the time to the last response.
 """
 
 from __future__ import annotations
