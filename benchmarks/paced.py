@@ -251,11 +251,12 @@ def max_context_len(lengths: Draws, turns: int) -> int:
     return MAX_PROMPT + max_response_len(lengths, turns)
 
 
-def agent_settings(url: str, lengths: Draws, turns: int, **more: object) -> dict[str, object]:
+def agent_settings(url: str, lengths: Draws, turns: int, **settings: object) -> dict[str, object]:
     """Return ``agent`` of a configuration, for trajectories of exactly so many tool calls.
 
     Args:
         url: of the server that answers them.
+        settings: further keys.
     """
     return {
         "tool_server_url": url,
@@ -265,5 +266,5 @@ def agent_settings(url: str, lengths: Draws, turns: int, **more: object) -> dict
         "max_prompt_length": MAX_PROMPT,
         "max_response_length": max_response_len(lengths, turns),
         "tool_prompt": "none",
-        **more,
+        **settings,
     }

@@ -116,24 +116,20 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 # --- the page -------------------------------------------------------------------------------------
 
-FIGURES = {  # of the first table: by label, the benchmark and where in its result the number stands
-    **{
-        f"decoding, {requests}, {label}": ("decode", f"batch_{requests.split()[0]}", key)
-        for label, key in (
-            ("tokens per second", "tokens_per_second"),
-            ("relative to vLLM", "ratio_vs_vllm"),
-            ("share of the machine's limit", "share_of_floor"),
-        )
-        for requests in ("1 request", "8 requests", "32 requests")
-    },
-    **{
-        f"speculation relative to plain decoding, {requests}": (
-            "speculation",
-            f"batch_{requests.split()[0]}",
-            "ratio",
-        )
-        for requests in ("1 request", "4 requests", "8 requests", "32 requests")
-    },
+FIGURES = {
+    "decoding, 1 request, tokens per second": ("decode", "batch_1", "tokens_per_second"),
+    "decoding, 8 requests, tokens per second": ("decode", "batch_8", "tokens_per_second"),
+    "decoding, 32 requests, tokens per second": ("decode", "batch_32", "tokens_per_second"),
+    "decoding, 1 request, relative to vLLM": ("decode", "batch_1", "ratio_vs_vllm"),
+    "decoding, 8 requests, relative to vLLM": ("decode", "batch_8", "ratio_vs_vllm"),
+    "decoding, 32 requests, relative to vLLM": ("decode", "batch_32", "ratio_vs_vllm"),
+    "decoding, 1 request, share of the machine's limit": ("decode", "batch_1", "share_of_floor"),
+    "decoding, 8 requests, share of the machine's limit": ("decode", "batch_8", "share_of_floor"),
+    "decoding, 32 requests, share of the machine's limit": ("decode", "batch_32", "share_of_floor"),
+    "speculation relative to plain decoding, 1 request": ("speculation", "batch_1", "ratio"),
+    "speculation relative to plain decoding, 4 requests": ("speculation", "batch_4", "ratio"),
+    "speculation relative to plain decoding, 8 requests": ("speculation", "batch_8", "ratio"),
+    "speculation relative to plain decoding, 32 requests": ("speculation", "batch_32", "ratio"),
     "learner, tokens per second": ("learner", "tokens_per_second"),
     "learner, share of sgemm": ("learner", "share_of_sgemm"),
     "learner relative to transformers": ("learner", "ratio_vs_transformers"),
@@ -161,6 +157,7 @@ FIGURES = {  # of the first table: by label, the benchmark and where in its resu
     ),
     "fully asynchronous, share of the ideal": ("async_rollout", "fully_async", "share_of_ideal"),
 }
+"""Rows of the first table: by label, the benchmark and the path of the number in its result."""
 
 
 def figures_of(records: Mapping[str, Any]) -> dict[str, float]:
