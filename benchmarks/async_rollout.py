@@ -124,7 +124,7 @@ class PacedLearner:
         groups: Sequence[Group],
         *,
         masked: Collection[str] = (),
-        tick: Callable[[int, int], None] = lambda done, total: None,
+        tick: Callable[[int, int], None] = lambda finished, total: None,
         cancellation: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:

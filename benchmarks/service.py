@@ -72,9 +72,7 @@ class Client:
     """One client, with an adapter.
 
     Args:
-        url: of the server.
-        number: of the client; its sequences are drawn with it.
-        arguments: of the command.
+        number: seed of the adapter and of the sequences.
         barrier: waits for all clients.
     """
 

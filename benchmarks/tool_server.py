@@ -105,10 +105,10 @@ async def soak(
 
     Args:
         seconds: for how long trajectories are begun.
-        trajectories: at the same time.
-        workers: of the server.
+        trajectories: how many run at the same time.
+        workers: processes of the server.
         kill_every: seconds between the deaths of workers; 0 kills none.
-        idle_seconds: after which what was left open is closed.
+        idle_seconds: after which the server closes an environment that is left open.
         seed: of everything that is random.
     """
     settings = ToolServerSettings.model_validate(

@@ -126,23 +126,25 @@ def row(case: Case, program: Profile, layers: list[int], changes: list[str]) -> 
         changes: of the recipe, besides those of the case.
     """
     few_layers, more_layers = layers
-    few = compiled_with(case, program, few_layers, changes)
-    more = compiled_with(case, program, more_layers, changes)
-    start = f"| {case.model} | {case.topology} | {more.program.name} | {more.program.mesh.size} |"
-    if few.prediction is None or more.prediction is None:
+    smaller = compiled_with(case, program, few_layers, changes)
+    larger = compiled_with(case, program, more_layers, changes)
+    program_name = larger.program.name
+    num_chips = larger.program.mesh.size
+    start = f"| {case.model} | {case.topology} | {program_name} | {num_chips} |"
+    if smaller.prediction is None or larger.prediction is None:
         return f"{start} does not fit with {more_layers} layers | | | |"
 
     # Each resource alone: few layers may be bound by another one than all.
     chip = Slice.parse(case.topology).chip
-    few_ideal = vars(ideal_seconds(few, chip))
-    more_ideal = vars(ideal_seconds(more, chip))
+    smaller_ideal = vars(ideal_seconds(smaller, chip))
+    larger_ideal = vars(ideal_seconds(larger, chip))
     ideal_by_resource = {}
-    for resource, seconds in more_ideal.items():
-        ideal_by_resource[resource] = scaled(case, layers, few_ideal[resource], seconds)
+    for resource, seconds in larger_ideal.items():
+        ideal_by_resource[resource] = scaled(case, layers, smaller_ideal[resource], seconds)
     ideal = Seconds(**ideal_by_resource)
 
-    predicted = scaled(case, layers, few.prediction.seconds, more.prediction.seconds)
-    steps = more.program.loops
+    predicted = scaled(case, layers, smaller.prediction.seconds, larger.prediction.seconds)
+    steps = larger.program.loops
     ideal_ms = ideal.total / steps * 1e3
     predicted_ms = predicted / steps * 1e3
     return (

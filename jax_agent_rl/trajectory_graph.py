@@ -15,7 +15,7 @@ example, ids as letters::
 Credit is assigned along it (``learner/advantages/estimators.py``), ``jax-agent-rl view --tree``
 shows it, and the metrics of a step count it.
 
-A trajectory of several contexts is a graph, too: :func:`timeline` has its turns in the order in
+A trajectory of several contexts is a graph as well: :func:`timeline` has its turns in the order in
 which they were sampled, :func:`session_graph` says which context left which, and where.
 """
 

@@ -69,7 +69,7 @@ def as_score(value: object, what: str) -> float:
     servers, environments, simulated users, tables of trajectories.
 
     Args:
-        value: see :func:`as_float`.
+        value: of any type, from user code, a file or a server.
         what: names it in the message.
 
     Raises:

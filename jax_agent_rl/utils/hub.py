@@ -311,7 +311,6 @@ def read_pretrained(cls: Any, folder: Path, **options: Any) -> Any:
 
     Args:
         cls: class with ``from_pretrained``, such as ``AutoTokenizer``.
-        folder: of the model.
         options: further arguments of ``from_pretrained``.
 
     Raises:

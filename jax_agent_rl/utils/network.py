@@ -370,8 +370,7 @@ async def read_answer(
     """Return the content of an answer to a request that was sent with :data:`IDENTITY`.
 
     Args:
-        headers: of the answer.
-        chunks: its content as it comes from the connection, not decompressed.
+        chunks: the content as it comes from the connection, not decompressed.
         max_bytes: limit of the content.
 
     Raises:
