@@ -175,7 +175,7 @@ def require_new(
     """Check that a folder to write does not exist, is empty, or is an older one of its kind.
 
     Args:
-        target: the folder to write.
+        target: need not exist.
         replaces: globs of the names in an older one; a folder that holds anything else is refused.
         error: class of the error to raise.
 

@@ -63,7 +63,6 @@ class HttpServer:
     """Server of routes in the running event loop, from :meth:`start` to :meth:`close`.
 
     Args:
-        routes: the routes to serve.
         refuse: converts a refusal to the service's error format.
         host: address to listen on; anything but loopback needs a token.
         port: 0 takes a free one.

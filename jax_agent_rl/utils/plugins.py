@@ -78,7 +78,6 @@ def load_installed(
 
     Args:
         kind: one of :data:`KINDS`.
-        name: the name of the entry point.
         fits: returns whether an object is of this kind.
         expected: what it must be, for messages.
 
