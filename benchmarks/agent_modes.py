@@ -1,6 +1,7 @@
-"""Asynchronous against synchronous trajectory rollout, with slow tools.
+r"""Asynchronous against synchronous trajectory rollout, with slow tools.
 
-    python benchmarks/agent_modes.py [--trajectories 64] [--turns 1 3] [--repeats 4] [--step-ms 10] [--latency 1.0]
+    python benchmarks/agent_modes.py [--trajectories 64] [--turns 1 3] [--repeats 4] \
+        [--step-ms 10] [--latency 1.0]
 
 ``server_tool_agent`` in both values of ``rollout_mode``, on the JAX engine, with a tool server in a
 separate process. Every turn but the last is sent to the tool server. Turn lengths (median 100 ids,
@@ -53,6 +54,7 @@ PUBLISHED = {1: 1.69, 3: 2.06}
 
 
 def latencies_of(median: float) -> Draws:
+    """Return the latencies of tool calls with this median, in seconds."""
     return Draws(median=median, most=10 * median)
 
 
@@ -61,16 +63,16 @@ async def rollout(context: AgentContext, names: Sequence[str]) -> float:
     agent = ServerToolAgent(context)
     row = {"prompt": PROMPT}
 
-    async def one(name: str) -> None:
+    async def run_trajectory(name: str) -> None:
         sampling = SamplingParams(
             max_tokens=int(LENGTHS.most), seed=derive_seed("trajectory", name)
         )
         trajectory = await agent.run(row, trajectory_id=name, group_id="g", sampling=sampling)
         assert trajectory.num_turns == context.limits.max_turns + 1, trajectory.finish_reason
 
-    begin = time.perf_counter()
-    await asyncio.gather(*map(one, names))
-    seconds = time.perf_counter() - begin
+    start = time.perf_counter()
+    await asyncio.gather(*map(run_trajectory, names))
+    seconds = time.perf_counter() - start
     await agent.close()
     return seconds
 
@@ -79,15 +81,15 @@ def ideal_seconds(
     names: Sequence[str], turns: int, *, step_seconds: float, latencies: Draws
 ) -> dict[str, float]:
     """Return the seconds of each mode if only the drawn lengths and latencies cost anything."""
-    decoding = (
-        np.array(
-            [[turn_length(LENGTHS, name, turn) for turn in range(turns + 1)] for name in names]
-        )
-        * step_seconds
-    )
-    waiting = np.array(
-        [[tool_seconds(latencies, name, turn) for turn in range(turns)] for name in names]
-    )
+    lengths = np.zeros((len(names), turns + 1))
+    waiting = np.zeros((len(names), turns))
+    for row, name in enumerate(names):
+        for turn in range(turns + 1):
+            lengths[row, turn] = turn_length(LENGTHS, name, turn)
+        for turn in range(turns):
+            waiting[row, turn] = tool_seconds(latencies, name, turn)
+
+    decoding = lengths * step_seconds
     return {
         "sync": float(decoding.max(axis=0).sum() + waiting.max(axis=0).sum()),
         "async": float((decoding.sum(axis=1) + waiting.sum(axis=1)).max()),
@@ -98,29 +100,36 @@ async def compare(
     backend: PacedBackend, url: str, turns: int, arguments: argparse.Namespace
 ) -> dict[str, float | None]:
     """Measure both modes, in turns, on the same draws; new draws for each repeat."""
-    seconds, ideal, busy = ({"async": 0.0, "sync": 0.0} for _ in range(3))
+    # Sums over all repeats, by mode.
+    seconds = {"async": 0.0, "sync": 0.0}
+    ideal = {"async": 0.0, "sync": 0.0}
+    busy = {"async": 0.0, "sync": 0.0}
     for repeat in range(arguments.repeats):
         names = [f"{repeat}-{number}" for number in range(arguments.trajectories)]
         latencies = latencies_of(arguments.latency)
-        least = ideal_seconds(
+        repeat_ideal = ideal_seconds(
             names, turns, step_seconds=arguments.step_ms / 1000, latencies=latencies
         )
         for mode in seconds:
+            settings = agent_settings(url, LENGTHS, turns, rollout_mode=mode)
             context = AgentContext(
                 client=TurnLengths([AsyncServer(backend)], lengths=LENGTHS),
                 codec=LetterCodec(),
-                limits=AgentConfig.model_validate(
-                    agent_settings(url, LENGTHS, turns, rollout_mode=mode)
-                ),
+                limits=AgentConfig.model_validate(settings),
                 max_model_len=backend.capabilities.max_model_len,
             )
-            before = await backend.metrics()
-            taken = await rollout(context, names)
-            after = await backend.metrics()
-            print(f"{turns} turn(s), {mode}: {taken:.1f} s (ideal {least[mode]:.1f} s)", flush=True)
-            seconds[mode] += taken
-            ideal[mode] += least[mode]
-            busy[mode] += after.busy_seconds - before.busy_seconds
+            previous_metrics = await backend.metrics()
+            repeat_seconds = await rollout(context, names)
+            metrics = await backend.metrics()
+            print(
+                f"{turns} turn(s), {mode}: {repeat_seconds:.1f} s"
+                f" (ideal {repeat_ideal[mode]:.1f} s)",
+                flush=True,
+            )
+            seconds[mode] += repeat_seconds
+            ideal[mode] += repeat_ideal[mode]
+            busy[mode] += metrics.busy_seconds - previous_metrics.busy_seconds
+
     return {
         "async_seconds": round(seconds["async"], 1),
         "sync_seconds": round(seconds["sync"], 1),
@@ -140,11 +149,11 @@ async def measure(arguments: argparse.Namespace, url: str) -> dict:
         max_model_len=max_context_len(LENGTHS, max(arguments.turns)),
         step_seconds=arguments.step_ms / 1000,
     )
+    results = {}
     async with running(backend):
-        return {
-            f"turns_{turns}": await compare(backend, url, turns, arguments)
-            for turns in arguments.turns
-        }
+        for turns in arguments.turns:
+            results[f"turns_{turns}"] = await compare(backend, url, turns, arguments)
+    return results
 
 
 def main() -> None:

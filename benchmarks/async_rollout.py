@@ -1,19 +1,19 @@
-"""Every trainer on rollouts with slow tools: samples per second, and how long engine and learner
-wait.
+r"""Every trainer on rollouts with slow tools: samples per second, and how long each part waits.
 
-    python benchmarks/async_rollout.py [--modes sync one_step_off fully_async] [--turns 3] [--steps 4] [--staleness 4]
+    python benchmarks/async_rollout.py [--modes sync one_step_off fully_async] [--turns 3] \
+        [--steps 4] [--staleness 4]
 
-The trainers, the agent loop (``server_tool_agent``), the client and the JAX engine are those of a
-run; the tool server is a process of its own. A turn has 40 ids in the median and at most 400, a
-tool takes 0.63 s in the median and 0.2 to 2 s, a decode step 25 ms (about 30B parameters on one
-accelerator); see ``benchmarks/paced.py``. The same row has the same draws in every trainer.
-``engine_pace_kept`` below about 0.95 says that this machine could not keep that pace.
+Trainers, agent loop (``server_tool_agent``), client and JAX engine are as in a run; the tool server
+is a process of its own. A turn has 40 ids in the median and at most 400, a tool takes 0.63 s in the
+median and 0.2 to 2 s, a decode step 25 ms (about 30B parameters on one accelerator); see
+``benchmarks/paced.py``. The same row has the same draws in every trainer. ``engine_pace_kept``
+below about 0.95 says that this machine could not keep that pace.
 
-The learner is paced, too: it takes as long as its batch has ids, and gives back weights that differ
-a little and that are published as in any run. Forward and backward pass on the engine's two cores
-would measure these; on an accelerator of their own they take none of the engine's time. At 2000 ids
-a second (one accelerator for the same model) a step of 64 trajectories takes it about 10 s, of
-which the engine, with all of its 64 slots used all the time, would need 7.
+The learner is paced as well: its time is proportional to the ids of its batch, and it gives back
+weights that differ a little and that are published as in any run. A forward and backward pass on
+the engine's two cores would slow the engine down; on an accelerator of their own they take none of
+its time. At 2000 ids a second (one accelerator for the same model) a step of 64 trajectories takes
+it about 10 s. The engine, with all of its 64 slots used all the time, would need 7.
 
 ``ideal`` is the schedule in which neither ever waits: the slower of (ids / learner's pace) and
 (sampled ids * step / slots). It knows no publication of weights, no prefill, no HTTP. What is
@@ -90,10 +90,11 @@ TOTAL_STEPS = 1000
 
 def draw_name(trajectory_id: str) -> str:
     """Return the row of the run and the member of its group, the same for all trainers."""
-    label, step, index, member = trajectory_id.split("-")
-    return (  # synchronous steps are counted from 1
-        f"{int(step) - (label == 'train')}-{index}-{member}"
-    )
+    label, step_text, index, member = trajectory_id.split("-")
+    step = int(step_text)
+    if label == "train":
+        step -= 1  # synchronous steps are counted from 1
+    return f"{step}-{index}-{member}"
 
 
 class PacedLearner:
@@ -115,18 +116,21 @@ class PacedLearner:
 
     def seconds(self, batch: Sequence[Trajectory]) -> float:
         """Return the seconds an update with this batch takes."""
-        return sum(len(t.prompt_ids) + len(t.response_ids) for t in batch) / self._pace
+        num_ids = sum(len(t.prompt_ids) + len(t.response_ids) for t in batch)
+        return num_ids / self._pace
 
     def update(
         self,
         groups: Sequence[Group],
         *,
         masked: Collection[str] = (),
-        tick: Callable[[int, int], None] = lambda done, total: None,
+        tick: Callable[[int, int], None] = lambda finished, total: None,
         cancellation: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
-        batch = [t for group in groups for t in group.trajectories]
+        batch: list[Trajectory] = []
+        for group in groups:
+            batch += group.trajectories
         self.batches.append(batch)
         with (cancellation or StepCancellation()).update():
             time.sleep(self.seconds(batch))
@@ -135,14 +139,16 @@ class PacedLearner:
 
 
 async def score(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, reward=float(trajectory.trajectory_id[-1] in "02468"))
+    """Reward every second member of a group."""
+    is_even = trajectory.trajectory_id[-1] in "02468"
+    return replace(trajectory, reward=float(is_even))
 
 
 def overlap(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the keys of ``trainer`` that select this mode."""
-    return {"mode": mode} | (
-        {"max_staleness": arguments.staleness} if mode == "fully_async" else {}
-    )
+    if mode == "fully_async":
+        return {"mode": mode, "max_staleness": arguments.staleness}
+    return {"mode": mode}
 
 
 def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -> config.Config:
@@ -175,24 +181,25 @@ def make_trainer(
     arguments: argparse.Namespace,
 ) -> Trainer:
     """Make the trainer of ``jax-agent-rl train``, around the paced engine and learner."""
-    run, codec = settings(mode, url, folder, arguments), LetterCodec()
+    run = settings(mode, url, folder, arguments)
+    codec = LetterCodec()
     client = TurnLengths([AsyncServer(backend)], lengths=LENGTHS, work=draw_name)
     context = AgentContext(
         client=client, codec=codec, limits=run.agent, max_model_len=run.rollout.max_model_len
     )
-    collector, evaluator = (
-        RolloutCollector(
+
+    def make_collector() -> RolloutCollector:
+        return RolloutCollector(
             context, score=score, max_in_flight=run.rollout.max_in_flight, seed=run.seed
         )
-        for _ in range(2)
-    )
+
     runtime = RunComponents(
         config=run,
         codec=codec,
         metrics=backend.metrics,
         client=client,
-        collector=collector,
-        evaluator=evaluator,
+        collector=make_collector(),
+        evaluator=make_collector(),
         learner=learner,
         publisher=ArrayPublisher(),
         cursor=DataCursor([{"prompt": PROMPT, "agent_name": "server_tool_agent"}], seed=run.seed),
@@ -211,30 +218,38 @@ async def train(
     mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace
 ) -> dict:
     """Measure some steps of a trainer whose pipeline is full."""
-    learner = PacedLearner(small_model()[1], arguments.learner_tokens_per_second)
+    _, params = small_model()
+    learner = PacedLearner(params, arguments.learner_tokens_per_second)
     checkpointer = Checkpointer(folder / "checkpoints", keep=1)
     trainer = make_trainer(mode, backend, url, folder, learner, checkpointer, arguments)
-    runtime, warm_up = trainer.runtime, WARM_UP[mode]
+    runtime = trainer.runtime
+    warm_up = WARM_UP[mode]
     try:
         for _ in range(warm_up):
             await trainer.train_step()
-        begin, before, pace = time.perf_counter(), await backend.metrics(), backend.pace
+
+        start = time.perf_counter()
+        start_metrics = await backend.metrics()
+        start_pace = backend.pace
         for step in range(arguments.steps):
             await trainer.train_step()
             print(f"{mode}: step {step + 1} of {arguments.steps}", flush=True)
-        seconds, engine = time.perf_counter() - begin, (await backend.metrics()).since(before)
-        planned, taken = np.subtract(backend.pace, pace)
+        seconds = time.perf_counter() - start
+        engine = (await backend.metrics()).since(start_metrics)
+        planned_seconds, decode_seconds = np.subtract(backend.pace, start_pace)
     finally:
         await trainer.stop_rollouts()
         await runtime.collector.close()
         checkpointer.close()
+
     runtime.collector.accounting.check()
-    batches, records = learner.batches[warm_up:], read_records(folder / "metrics.jsonl")[warm_up:]
+    batches = learner.batches[warm_up:]
+    records = read_records(folder / "metrics.jsonl")[warm_up:]
     learning = [learner.seconds(batch) for batch in batches]
     result = summary(
         batches, learning, records, arguments, seconds=seconds, engine_seconds=engine.busy_seconds
     )
-    return result | {"engine_pace_kept": round(planned / taken, 3)}
+    return result | {"engine_pace_kept": round(planned_seconds / decode_seconds, 3)}
 
 
 def summary(
@@ -249,19 +264,21 @@ def summary(
     """Return the figures that are compared.
 
     Args:
-        batches: of each step.
-        learning: seconds the learner took for each.
+        batches: one per step.
+        learning: seconds that the learner took for each batch.
         records: the lines of ``metrics.jsonl``.
-        seconds: all steps took.
-        engine_seconds: of these, those in which the engine decoded.
+        seconds: of all steps.
+        engine_seconds: time in which the engine decoded.
     """
-    decoding = (
-        sum(t.num_sampled for batch in batches for t in batch)
-        * arguments.step_ms
-        / 1000
-        / arguments.slots
-    )
+    num_sampled = 0
+    for batch in batches:
+        num_sampled += sum(trajectory.num_sampled for trajectory in batch)
+    # What decoding takes at least, with all slots used all the time.
+    decoding = num_sampled * arguments.step_ms / 1000 / arguments.slots
     ideal = max(sum(learning), decoding)
+
+    weight_update_seconds = [record["weight_update_seconds"] for record in records]
+    staleness_means = [record.get("staleness_mean", 0.0) for record in records]
     return {
         "samples_per_second": round(sum(map(len, batches)) / seconds, 3),
         "seconds_per_step": round(seconds / len(batches), 2),
@@ -270,11 +287,9 @@ def summary(
         "engine_idle_share": round(1 - engine_seconds / seconds, 3),
         "slots_used": round(decoding / seconds, 3),
         "learner_idle_share": round(1 - sum(learning) / seconds, 3),
-        "weight_update_seconds": round(
-            float(np.mean([r["weight_update_seconds"] for r in records])), 3
-        ),
-        "staleness_mean": round(float(np.mean([r.get("staleness_mean", 0.0) for r in records])), 2),
-        "staleness_max": max(r.get("staleness_max", 0) for r in records),
+        "weight_update_seconds": round(float(np.mean(weight_update_seconds)), 3),
+        "staleness_mean": round(float(np.mean(staleness_means)), 2),
+        "staleness_max": max(record.get("staleness_max", 0) for record in records),
     }
 
 
@@ -345,15 +360,16 @@ def main() -> None:
         results: dict[str, Any] = asyncio.run(measure(url, arguments))
     for mode in arguments.modes:
         results[mode]["simulated_seconds_per_step"] = round(simulated(mode, url, arguments), 2)
-    if best := results.get("fully_async"):
-        results["share_of_ideal"] = best["share_of_ideal"]
+
+    fully_async = results.get("fully_async")
+    if fully_async is not None:
+        results["share_of_ideal"] = fully_async["share_of_ideal"]
         if "sync" in results:
-            results["ratio_vs_sync"] = round(
-                best["samples_per_second"] / results["sync"]["samples_per_second"], 2
-            )
-    workload = {
-        name: value for name, value in vars(arguments).items() if name not in ("modes", "serve")
-    }
+            ratio = fully_async["samples_per_second"] / results["sync"]["samples_per_second"]
+            results["ratio_vs_sync"] = round(ratio, 2)
+
+    workload = dict(vars(arguments))
+    del workload["modes"], workload["serve"]
     print(json.dumps({**workload, **results}))
 
 

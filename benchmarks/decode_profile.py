@@ -1,5 +1,4 @@
-"""Profile of one decode step: milliseconds per part, with kernels and without, and the share of the
-machine's limit.
+"""Profile of one decode step: milliseconds per part, and the share of the machine's limit.
 
     python benchmarks/decode_profile.py [--batches 1 8 32] [--positions 256]
 
@@ -7,13 +6,13 @@ SmolLM2-135M in float32, once with ``jetstream.cpu_kernels`` (if there is a comp
 XLA alone. Each part runs by itself as the step computes it, as often as a dispatch of the engine
 has steps, in a loop on the device:
 
-- ``products``: those of all layers, with the norms before them and the activation; ``head``: that
-  with the vocabulary.
-- ``attention``: everything between the projections, with the new token's place in the cache. XLA's
-  includes the pages gathered before a dispatch's steps and written back after them.
+- ``products``: the matrix products of all layers, with the norms before them and the activation.
+- ``head``: the product with the vocabulary.
+- ``attention``: everything between the projections, with the write to the cache. XLA's includes the
+  pages gathered before a dispatch's steps and written back after them.
 - ``sampling``: one id for each slot.
 - ``rest``: what remains of ``step``, the engine's own program: residuals, rotary tables, embedding,
-  the loop, and what parts gain or lose beside the others.
+  the loop, and what parts gain or lose next to the others.
 
 ``floor`` reads all weights and the cache once and computes two operations a weight and id,
 whichever takes longer, as in ``decode.py``, at the best bandwidth and speed measured between the
@@ -44,7 +43,8 @@ from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.layers import ACTIVATIONS, product, rms_norm
 
-STEPS, REPEATS = 16, 3
+STEPS = 16
+REPEATS = 3
 
 
 class XlaEngine(JaxEngine):
@@ -55,8 +55,11 @@ class XlaEngine(JaxEngine):
 
 
 def step_seconds(part: Callable[..., Any], state: Any, *arguments: Any) -> float:
-    """Time ``part(step, state, *arguments) -> state``, repeated on the device as a dispatch repeats
-    it.
+    """Time one step of a part, repeated on the device as a dispatch repeats it.
+
+    Args:
+        part: called with the number of the step, the state and the arguments; returns the next
+            state.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -74,9 +77,12 @@ def step_seconds(part: Callable[..., Any], state: Any, *arguments: Any) -> float
 def multiply(
     config: DecoderConfig, native: bool, weight: jax.Array, x: jax.Array, norm: Any = None
 ) -> jax.Array:
+    """Multiply, after a norm if there is one."""
     if native:
         return cpu_kernels.product(config, weight, x, norm)
-    return product(weight, x if norm is None else rms_norm(config, x, norm, axis=0))
+    if norm is not None:
+        x = rms_norm(config, x, norm, axis=0)
+    return product(weight, x)
 
 
 def products(
@@ -84,15 +90,14 @@ def products(
 ) -> jax.Array:
     """Chain every layer's products, so that none is left out or moved out of the loop."""
     for layer in params.layers:
-        norm = layer["post_attention_norm"]
         qkv = multiply(config, native, layer["qkv"], x, layer["input_norm"]).reshape(-1, x.shape[1])
         x = multiply(config, native, layer["o"], qkv[: layer["o"].shape[1]])
+        norm = layer["post_attention_norm"]
         if native:
             hidden = cpu_kernels.gated_product(config, layer["gate_up"], x, norm)
         else:
-            hidden = ACTIVATIONS[config.activation](
-                *multiply(config, native, layer["gate_up"], x, norm)
-            )
+            gate, up = multiply(config, native, layer["gate_up"], x, norm)
+            hidden = ACTIVATIONS[config.activation](gate, up)
         x = multiply(config, native, layer["down"], hidden)
     return x
 
@@ -145,7 +150,7 @@ def draw(step: jax.Array, logits: jax.Array, slots: DecodeBatch) -> jax.Array:
     return logits.at[ids, jnp.arange(len(ids))].add(log_probs)
 
 
-def whole_step(engine: JaxEngine, params: EngineParams, slots: DecodeBatch) -> float:
+def full_step(engine: JaxEngine, params: EngineParams, slots: DecodeBatch) -> float:
     """Time a step of the engine's own program."""
     cache = engine.init_cache()
 
@@ -160,34 +165,36 @@ def whole_step(engine: JaxEngine, params: EngineParams, slots: DecodeBatch) -> f
 def attention_seconds(
     config: DecoderConfig, engine: JaxEngine, slots: DecodeBatch, native: bool
 ) -> float:
-    """Time attention and, if it reads rows, a step's share of gathering pages and writing them
-    back.
+    """Time a step's attention.
+
+    If it reads rows, this includes the step's share of gathering pages and writing them back.
     """
-    batch, heads, size = len(slots.tokens), config.num_kv_heads, config.head_dim
+    batch = len(slots.tokens)
+    heads = config.num_kv_heads
+    size = config.head_dim
     group = config.num_heads // heads
     cache = engine.init_cache()
     if native:
-        qkv, table = jnp.ones((heads, group + 2, size, batch)), (jnp.ones((size // 2, batch)),) * 2
-        return step_seconds(functools.partial(native_attention, config), (qkv, cache), slots, table)
-    q, one = jnp.ones((batch, heads, group, size)), jnp.ones((batch, heads, size))
-    rows = empty_cache(config, batch, slots.pages.shape[1] * cache.length, jnp.float32)
-    paged = jax.jit(
-        lambda cache, slots: write_back(
-            cache,
-            gather_pages(cache, slots.pages, slots.positions),
-            slots.pages,
-            slots.positions,
-            STEPS,
-        ),
-        donate_argnums=0,
-    )
+        qkv = jnp.ones((heads, group + 2, size, batch))
+        table = (jnp.ones((size // 2, batch)), jnp.ones((size // 2, batch)))
+        part = functools.partial(native_attention, config)
+        return step_seconds(part, (qkv, cache), slots, table)
 
-    def rows_once() -> None:
+    @functools.partial(jax.jit, donate_argnums=0)
+    def gather_and_write_back(cache: KVCache, slots: DecodeBatch) -> KVCache:
+        rows = gather_pages(cache, slots.pages, slots.positions)
+        return write_back(cache, rows, slots.pages, slots.positions, STEPS)
+
+    def dispatch() -> None:
         nonlocal cache
-        cache = jax.block_until_ready(paged(cache, slots))
+        cache = jax.block_until_ready(gather_and_write_back(cache, slots))
 
-    steps = step_seconds(attention, (q, rows), (one, one), slots.positions)
-    return steps + best_seconds(rows_once, REPEATS) / STEPS
+    q = jnp.ones((batch, heads, group, size))
+    new_key = jnp.ones((batch, heads, size))
+    new_value = jnp.ones((batch, heads, size))
+    rows = empty_cache(config, batch, slots.pages.shape[1] * cache.length, jnp.float32)
+    steps = step_seconds(attention, (q, rows), (new_key, new_value), slots.positions)
+    return steps + best_seconds(dispatch, REPEATS) / STEPS
 
 
 def parts(
@@ -206,22 +213,21 @@ def parts(
     params = engine.load_params(weights)
     slots = make_decode_batch(batch, shapes.context_pages)
     slots.pages[:] = 1 + np.arange(slots.pages.size).reshape(slots.pages.shape)
-    slots.positions[:], slots.remaining[:], slots.temperature[:] = (
-        positions - STEPS - 1,
-        STEPS + 1,
-        1,
-    )
+    slots.positions[:] = positions - STEPS - 1
+    slots.remaining[:] = STEPS + 1
+    slots.temperature[:] = 1
     slots.seed[:] = np.arange(batch)
     slots = jax.tree.map(jnp.asarray, slots)
+
     x = jnp.ones((config.hidden_size, batch))
-    found = {
+    seconds = {
         "products": step_seconds(functools.partial(products, config, native), x, params),
         "head": step_seconds(functools.partial(head, config, native), x, params),
         "attention": attention_seconds(config, engine, slots, native),
         "sampling": step_seconds(draw, jnp.ones((config.vocab_size, batch)), slots),
     }
-    step = whole_step(engine, params, slots)
-    return {**found, "rest": step - sum(found.values()), "step": step}
+    step = full_step(engine, params, slots)
+    return {**seconds, "rest": step - sum(seconds.values()), "step": step}
 
 
 def main() -> None:
@@ -233,18 +239,24 @@ def main() -> None:
     kinds = {"xla": XlaEngine}
     if cpu_kernels.kernels_digest() is not None:
         kinds = {"kernels": JaxEngine, **kinds}
-    bandwidth = flops = 0.0
-    found: dict[tuple[int, str], dict[str, float]] = {}
+
+    bandwidth = 0.0
+    flops = 0.0
+    measured: dict[tuple[int, str], dict[str, float]] = {}
     for batch in arguments.batches:
         for name, kind in kinds.items():
-            bandwidth, flops = max(bandwidth, read_bandwidth()), max(flops, sgemm_flops())
-            found[batch, name] = parts(config, weights, kind, batch, arguments.positions)
+            bandwidth = max(bandwidth, read_bandwidth())
+            flops = max(flops, sgemm_flops())
+            measured[batch, name] = parts(config, weights, kind, batch, arguments.positions)
+
     machine = f"{cpu()}: reads {bandwidth / 1e9:.1f} GB/s, sgemm {flops / 1e9:.0f} GFLOP/s"
     print(machine)
     result: dict[str, Any] = {"machine": machine, "positions": arguments.positions}
-    for (batch, name), seconds in found.items():
+    for (batch, name), seconds in measured.items():
         floor = step_floor(config, batch, arguments.positions, bandwidth, flops)
-        milliseconds = {part: round(1000 * s, 2) for part, s in {**seconds, "floor": floor}.items()}
+        milliseconds = {}
+        for part, part_seconds in {**seconds, "floor": floor}.items():
+            milliseconds[part] = round(1000 * part_seconds, 2)
         share = round(floor / seconds["step"], 3)
         result.setdefault(f"batch_{batch}", {})[name] = {
             "milliseconds": milliseconds,

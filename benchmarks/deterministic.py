@@ -1,14 +1,14 @@
-"""Cost of ``rollout.deterministic``: rollout and old log-probs by one program, against the fast
-engine.
+"""Cost of ``rollout.deterministic``, rollout and old log-probs by one program.
 
     python benchmarks/deterministic.py [--batch 8]
 
-SmolLM2-135M in float32; every request has 96 prompt ids of its own and samples 48. Each engine's
-wall time is from the first request to the last log-prob; the deterministic one scores the contexts
-once more, as its learner does before an update, while the fast one's learner needs no such pass
-(the log-probs of a single update are its own). The last line is one JSON object: ``rollout_ratio``
-(deterministic over fast), ``ratio`` (with scoring), and how far each engine's log-probs are from
-the scorer's: ``deterministic_gap`` must be 0.
+SmolLM2-135M in float32; every request has 96 prompt ids of its own and samples 48. The
+deterministic engine is compared with the fast one. Each engine's wall time is from the first
+request to the last log-prob; the deterministic one scores the contexts once more, as its learner
+does before an update, while the fast one's learner needs no such pass (the log-probs of a single
+update are its own). The last line is one JSON object: ``rollout_ratio`` (deterministic over fast),
+``ratio`` (with scoring), and how far each engine's log-probs are from the scorer's:
+``deterministic_gap`` must be 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from jax_agent_rl.jetstream.deterministic import DeterministicScorer
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.programs import ProgramTable
 
-PROMPT, NEW = 96, 48
+PROMPT = 96  # ids
+NEW = 48
 
 
 async def measure(batch: int) -> dict[str, float]:
@@ -42,21 +43,26 @@ async def measure(batch: int) -> dict[str, float]:
     prompts = random_ids(batch, PROMPT)
     seconds: dict[str, float] = {}
     gaps: dict[str, float] = {}
-    scoring = 0.0
-    for name, own_table in (("deterministic", table), ("fast", None)):
-        async with running(
-            JetStreamBackend(model, params, shapes, deterministic=own_table)
-        ) as backend:
+    scoring_seconds: dict[str, float] = {}
+    for name, engine_table in (("deterministic", table), ("fast", None)):
+        engine = JetStreamBackend(model, params, shapes, deterministic=engine_table)
+        async with running(engine) as backend:
             outputs, seconds[name] = await rollout(backend, prompts, NEW)
-        contexts = [[*p, *o.token_ids] for p, o in zip(prompts.tolist(), outputs, strict=True)]
-        begin = time.perf_counter()
+
+        contexts = []
+        for prompt_ids, output in zip(prompts.tolist(), outputs, strict=True):
+            contexts.append([*prompt_ids, *output.token_ids])
+        start = time.perf_counter()
         scores = score(params, contexts)
-        scoring = scoring or time.perf_counter() - begin
-        pairs = zip(outputs, scores, strict=True)
-        gaps[name] = max(
-            float(np.abs(np.asarray(o.log_probs, np.float32) - s[PROMPT - 1 :]).max())
-            for o, s in pairs
-        )
+        scoring_seconds[name] = time.perf_counter() - start
+
+        output_gaps = []
+        for output, context_scores in zip(outputs, scores, strict=True):
+            log_probs = np.asarray(output.log_probs, np.float32)
+            output_gaps.append(np.abs(log_probs - context_scores[PROMPT - 1 :]).max())
+        gaps[name] = float(np.max(output_gaps))
+
+    scoring = scoring_seconds["deterministic"]
     return {
         "batch": batch,
         "fast_seconds": seconds["fast"],

@@ -1,14 +1,14 @@
-"""How long a diagnosis takes, and whether it names what is wrong: faults in engines of the
-quickstart's model.
+"""How long a diagnosis takes, and whether it names what is wrong with an engine.
 
     python benchmarks/diagnosis.py [--faults eps temperature …] [--blind]
 
-SmolLM2-135M in float32; eight conversations of three turns about the quickstart's questions, of 150
-to 260 prompt ids, 16 sampled ids a turn and a tool's result after each turn but the last. A line
-for each fault: the seconds, the cause that was named, and what was not tried in time. Every program
-is compiled anew. ``--blind`` diagnoses by log-probs alone, as of an engine that cannot be looked
-into; then single tensors of the embeddings' and the head's kind cannot be named. The last line is
-one JSON object, by fault: ``seconds``, ``processor_seconds`` of all threads, ``cause``, ``named``.
+Engines of SmolLM2-135M in float32 have one fault each. They hold eight conversations of three turns
+about the quickstart's questions, of 150 to 260 prompt ids, 16 sampled ids a turn and a tool's
+result after each turn but the last. A line for each fault says the seconds, the cause that was
+named, and what was not tried in time. Every program is compiled anew. ``--blind`` diagnoses by
+log-probs alone, as of an engine that cannot be looked into; then single tensors of the embeddings'
+and the head's kind cannot be named. The last line is one JSON object, by fault: ``seconds``,
+``processor_seconds`` of all threads, ``cause``, ``named``.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ class Fault:
     """What is wrong with an engine; without changes nothing is.
 
     Attributes:
-        causes: any of which the diagnosis may say.
-        learner: what the learner has; the quickstart's model.
-        model: what the engine makes of its config.
-        params: what the engine makes of its weights.
+        causes: the diagnosis may name any of these.
+        learner: returns the learner's model and weights from the quickstart's.
+        model: returns the engine's model from the learner's.
+        params: returns the engine's weights from the learner's.
         options: of the engine.
-        sampling: what the engine makes of a request's parameters.
-        later_prompt: what the engine makes of a later turn's context, whose first sampled id has
-            the index given.
-        before_update: weights that the engine has in the first turn; the learner's follow. None: it
-            has those at once.
-        patch: what else is changed while it runs.
-        patch_update: what is changed while its weights are.
+        sampling: parameters with which the engine replaces those of a request.
+        later_prompt: returns what the engine computes in place of a later turn's context. The
+            second argument is the index of the first sampled id.
+        before_update: returns the weights that the engine has in the first turn; the learner's
+            follow. None: it has those at once.
+        patch: further changes while the engine runs.
+        patch_update: further changes while its weights are updated.
     """
 
     causes: tuple[Cause, ...]
@@ -102,15 +102,15 @@ class Fault:
 
 
 def with_layers(params: Params, **changed: jax.Array) -> Params:
+    """Return weights in which these parameters of the layers are replaced."""
     return params | {"layers": params["layers"] | changed}
 
 
 def with_head(model: DecoderConfig, params: Params) -> tuple[DecoderConfig, Params]:
-    """The model with a head of its own."""
+    """Return the model with a head that is not its embeddings."""
     noise = jax.random.normal(jax.random.key(1), params["embed"].shape) * jnp.std(params["embed"])
-    return replace(model, tie_word_embeddings=False), params | {
-        "lm_head": params["embed"] + 0.5 * noise
-    }
+    head = params["embed"] + 0.5 * noise
+    return replace(model, tie_word_embeddings=False), params | {"lm_head": head}
 
 
 def without_head(params: Params) -> Params:
@@ -118,12 +118,13 @@ def without_head(params: Params) -> Params:
 
 
 def exchanged(params: Params) -> Params:
+    """Exchange one matrix of two neighbouring layers."""
     up = params["layers"]["up"]
     return with_layers(params, up=up.at[7].set(up[8]).at[8].set(up[7]))
 
 
 def updated(params: Params) -> Params:
-    """Weights of another version."""
+    """Return weights of another version."""
 
     def move(x: jax.Array) -> jax.Array:
         return x + 0.01 * jnp.std(x) * jax.random.normal(jax.random.key(2), x.shape)
@@ -132,32 +133,32 @@ def updated(params: Params) -> Params:
 
 
 def later_positions() -> AbstractContextManager[Any]:
-    """Positions are two further from 280 on, in a later turn."""
-    tables = forward._rope
+    """Shift positions from 280 on, which are in a later turn, by two."""
+    rope = forward._rope
 
-    def further(config: DecoderConfig, positions: jax.Array) -> Any:
-        return tables(config, jnp.where(positions >= 280, positions + 2, positions))
+    def shifted_rope(config: DecoderConfig, positions: jax.Array) -> Any:
+        return rope(config, jnp.where(positions >= 280, positions + 2, positions))
 
-    return mock.patch.object(forward, "_rope", further)
+    return mock.patch.object(forward, "_rope", shifted_rope)
 
 
 def permuted_scales() -> AbstractContextManager[Any]:
-    """Each scale of an 8-bit tensor is that of the row before."""
+    """Give each row of an 8-bit tensor the scale of the previous row."""
 
     def permuted(x: jax.Array, dtype: Any, *, axis: int) -> Quantized:
-        right = quantized(x, dtype, axis=axis)
-        return Quantized(right.numbers, jnp.roll(right.scale, 1, axis=-2))
+        correct = quantized(x, dtype, axis=axis)
+        return Quantized(correct.numbers, jnp.roll(correct.scale, 1, axis=-2))
 
     return mock.patch.object(forward, "quantized", permuted)
 
 
-def kept_cache(backend: JetStreamBackend) -> AbstractContextManager[Any]:
-    """The prefix cache outlives its weights."""
+def stale_cache(backend: JetStreamBackend) -> AbstractContextManager[Any]:
+    """Let the prefix cache outlive its weights."""
     return mock.patch.object(backend._core.scheduler.block_manager, "reset", return_value=None)
 
 
 def without_an_id(ids: tuple[int, ...], prompt: int) -> tuple[int, ...]:
-    """The first id that was inserted is missing."""
+    """Leave out the first id that was inserted."""
     index = prompt + SAMPLED
     return ids[:index] + ids[index + 1 :]
 
@@ -176,7 +177,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "temperature": Fault(causes=(Cause.TEMPERATURE,), sampling={"temperature": 0.7}),
     "stale prefix": Fault(
-        causes=(Cause.STALE_PREFIX,), before_update=updated, patch_update=kept_cache
+        causes=(Cause.STALE_PREFIX,), before_update=updated, patch_update=stale_cache
     ),
     "int8 scales": Fault(
         causes=(Cause.WRONG_TENSOR,), options={"quantize": "int8"}, patch=permuted_scales
@@ -233,14 +234,18 @@ def read_prompts() -> list[list[Message]]:
     with tempfile.TemporaryDirectory() as folder:
         train, _, _ = prepare_shop(Path(folder), train=CONVERSATIONS, heldout=1)
         for number, line in enumerate(train.read_text().splitlines()):
-            system, *others = json.loads(line)["prompt"]
-            prompts.append([system, *others[SHORTER[number % len(SHORTER)] :]])
+            system, *messages = json.loads(line)["prompt"]
+            num_left_out = SHORTER[number % len(SHORTER)]
+            prompts.append([system, *messages[num_left_out:]])
     return prompts
 
 
 async def conversations(backend: JetStreamBackend, fault: Fault, params: Params) -> list[Group]:
-    """Let eight conversations be had; the engine's weights are updated to ``params`` after the
-    first turn, or not.
+    """Hold eight conversations with an engine.
+
+    Args:
+        params: to which the engine's weights are updated after the first turn, if the fault has
+            others before.
     """
     codec = ChatCodec.from_pretrained(
         fetch_quickstart_model(), tool_format="pythonic", tool_prompt="none"
@@ -252,15 +257,21 @@ async def conversations(backend: JetStreamBackend, fault: Fault, params: Params)
         if number == 1 and fault.before_update is not None:
             with fault.patch_update(backend):
                 await backend.update_weights(WeightUpdate(version=1, kind="arrays", payload=params))
+
         requests = []
         for i, context in enumerate(contexts):
-            asked = {"max_tokens": SAMPLED, "ignore_eos": True, "seed": 100 * number + i}
-            prompt = context if number == 0 else fault.later_prompt(context, len(prompts[i]))
-            sampling = SamplingParams(**asked | fault.sampling)
-            requests.append(
-                GenerateRequest(request_id=f"{number}-{i}", prompt_ids=prompt, sampling=sampling)
+            prompt_ids = context
+            if number > 0:
+                prompt_ids = fault.later_prompt(context, len(prompts[i]))
+            sampling = {"max_tokens": SAMPLED, "ignore_eos": True, "seed": 100 * number + i}
+            request = GenerateRequest(
+                request_id=f"{number}-{i}",
+                prompt_ids=prompt_ids,
+                sampling=SamplingParams(**sampling | fault.sampling),
             )
+            requests.append(request)
         outputs = await asyncio.gather(*map(backend.generate, requests))
+
         for i, output in enumerate(outputs):
             inserted: tuple[int, ...] = ()
             if number < TURNS - 1:
@@ -271,21 +282,23 @@ async def conversations(backend: JetStreamBackend, fault: Fault, params: Params)
             output = replace(output, context_digest=digest_ids(contexts[i]), supports=())
             turns[i].append(Turn(output=output, appended_ids=inserted))
             contexts[i] += inserted
-    members = [
-        Trajectory.from_turns(
-            prompt_ids=prompt,
+
+    members = []
+    for i, prompt_ids in enumerate(prompts):
+        trajectory = Trajectory.from_turns(
+            prompt_ids=prompt_ids,
             turns=turns[i],
             trajectory_id=f"t{i}",
             group_id="g",
             agent_name="tool_agent",
             finish_reason=FinishReason.ANSWER,
         )
-        for i, prompt in enumerate(prompts)
-    ]
+        members.append(trajectory)
     return [Group(group_id="g", trajectories=tuple(members))]
 
 
 async def view(backend: JetStreamBackend, *, blind: bool) -> EngineView:
+    """Return what a diagnosis may look at in an engine; nothing inside it if ``blind``."""
     precision = backend.capabilities.precision
     if blind:
         return EngineView(precision=precision)
@@ -300,10 +313,14 @@ async def view(backend: JetStreamBackend, *, blind: bool) -> EngineView:
 async def measure(fault: Fault, *, blind: bool, limit: float) -> tuple[Diagnosis, float, float]:
     """Return a diagnosis, with the seconds and processor seconds that it took."""
     model, params = fault.learner(*load_quickstart())
-    older = updated(params)
-    served = fault.params(params) if fault.before_update is None else fault.before_update(params)
+    previous_params = updated(params)
+    if fault.before_update is None:
+        engine_params = fault.params(params)
+    else:
+        engine_params = fault.before_update(params)
     options: dict[str, Any] = {"shapes": SHAPES, "seed": 3} | fault.options
-    backend = JetStreamBackend(fault.model(model), served, **options)
+    backend = JetStreamBackend(fault.model(model), engine_params, **options)
+
     async with running(backend):
         groups = await conversations(backend, fault, params)
         contexts = collect_contexts(groups, backend.policy_version)
@@ -314,25 +331,28 @@ async def measure(fault: Fault, *, blind: bool, limit: float) -> tuple[Diagnosis
             temperature=1.0,
             contexts=contexts,
             backend="jetstream",
-            older={"the version before": lambda: older},
+            older={"the version before": lambda: previous_params},
         )
         tolerance = JAX_ENGINE[backend.capabilities.precision]
         forget_programs(disk=True)
-        began = time.perf_counter()
-        processor_began = time.process_time()
+
+        start = time.perf_counter()
+        processor_start = time.process_time()
         engine = await view(backend, blind=blind)
-        found = await asyncio.to_thread(
+        diagnosis = await asyncio.to_thread(
             diagnose, subject, tolerance=tolerance, engine=engine, seconds=limit
         )
-        return found, time.perf_counter() - began, time.process_time() - processor_began
+        seconds = time.perf_counter() - start
+        processor_seconds = time.process_time() - processor_start
+        return diagnosis, seconds, processor_seconds
 
 
 def forget_programs(*, disk: bool) -> None:
     """Let programs be compiled anew: what is patched is not what was compiled before.
 
     Args:
-        disk: whether those in the compilation cache are forgotten as well, as a run's first
-            diagnosis has none there.
+        disk: whether programs in the compilation cache are forgotten as well; a run's first
+            diagnosis finds none there.
     """
     jax.config.update("jax_enable_compilation_cache", not disk)
     compilation_cache.reset_cache()
@@ -340,8 +360,9 @@ def forget_programs(*, disk: bool) -> None:
 
 
 def each_in_a_process(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure every fault in a process of its own: programs that were compiled for one must not
-    serve the next.
+    """Measure every fault in a process of its own.
+
+    Programs that were compiled for one must not serve the next.
     """
     options = ["--seconds", str(arguments.seconds)]
     if arguments.blind:
@@ -351,10 +372,10 @@ def each_in_a_process(arguments: argparse.Namespace) -> dict[str, Any]:
     results = {}
     for name in arguments.faults:
         command = [sys.executable, __file__, "--faults", name, *options]
-        output = subprocess.run(
+        process = subprocess.run(
             command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800
-        ).stdout
-        *lines, result = output.splitlines()
+        )
+        *lines, result = process.stdout.splitlines()
         print("\n".join(lines), flush=True)
         results |= json.loads(result)
     return results
@@ -378,19 +399,25 @@ def main() -> None:
         fault = FAULTS[name]
         forget_programs(disk=False)
         with fault.patch():
-            found, seconds, used = asyncio.run(
+            diagnosis, seconds, processor_seconds = asyncio.run(
                 measure(fault, blind=arguments.blind, limit=arguments.seconds)
             )
-        named = found.cause in fault.causes
-        times = {"seconds": round(seconds, 1), "processor_seconds": round(used, 1)}
-        results[name] = {**times, "cause": str(found.cause), "named": named}
-        verdict = "named" if named else "not named"
+
+        is_named = diagnosis.cause in fault.causes
+        results[name] = {
+            "seconds": round(seconds, 1),
+            "processor_seconds": round(processor_seconds, 1),
+            "cause": str(diagnosis.cause),
+            "named": is_named,
+        }
+        verdict = "named" if is_named else "not named"
         print(
-            f"{name}: {seconds:.1f} s ({used:.1f} s of all threads), {verdict}: {found.line}",
+            f"{name}: {seconds:.1f} s ({processor_seconds:.1f} s of all threads), {verdict}:"
+            f" {diagnosis.line}",
             flush=True,
         )
         if arguments.verbose:
-            print("\n".join(found.lines()), flush=True)
+            print("\n".join(diagnosis.lines()), flush=True)
     print(json.dumps(results))
 
 

@@ -1,9 +1,10 @@
-"""Train every curve of the gallery (``gallery.yaml``) and write docs/gallery.md with its pictures.
+r"""Train every curve of the gallery (``gallery.yaml``) and write docs/gallery.md with its pictures.
 
-    python benchmarks/gallery.py                           # what has no result yet: two to ten minutes a run
+    python benchmarks/gallery.py            # what has no result yet: two to ten minutes a run
     python benchmarks/gallery.py --only trees adapters --seeds 0
-    python benchmarks/gallery.py --page                    # train nothing
-    python benchmarks/gallery.py --only peers --trl-python /tmp/trl/bin/python --tunix-python /tmp/tunix/bin/python
+    python benchmarks/gallery.py --page     # train nothing
+    python benchmarks/gallery.py --only peers \
+        --trl-python /tmp/trl/bin/python --tunix-python /tmp/tunix/bin/python
 
 A curve is a list of commands as a user types them, the last of which is measured; figures that show
 the same curve share its runs. Results are kept in ``gallery.json`` per curve and seed: one that is
@@ -15,6 +16,7 @@ make them); without one its curves are left out.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -37,74 +39,95 @@ from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.utils.process import KEEP_MEMORY
 from jax_agent_rl.utils.yaml_text import load_yaml
 
-GALLERY, RESULTS = (ROOT / "benchmarks" / name for name in ("gallery.yaml", "gallery.json"))
-PAGE, PICTURES = ROOT / "docs" / "gallery.md", ROOT / "docs" / "images" / "gallery"
+GALLERY = ROOT / "benchmarks" / "gallery.yaml"
+RESULTS = ROOT / "benchmarks" / "gallery.json"
+PAGE = ROOT / "docs" / "gallery.md"
+PICTURES = ROOT / "docs" / "images" / "gallery"
 
 Results = dict[str, dict[str, Any]]
 """By curve and seed, what :func:`measure` returned."""
 
 
 def run(command: str) -> Path:
-    """Run a command of ``jax-agent-rl``, or a script, unless it has ended already, and return its
-    run folder.
+    """Run a command of ``jax-agent-rl``, or a script, unless it has ended already.
+
+    Returns:
+        Its run folder.
     """
     words = shlex.split(command)
-    folder = ROOT / next(word for word in words if word.startswith("run_dir=")).partition("=")[2]
-    if not (folder / "summary.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        print("+", command, flush=True)
-        program = (
-            []
-            if words[0] == "env" or "/" in words[0]
-            else [sys.executable, "-m", "jax_agent_rl.cli"]
-        )
-        environment = {"JAX_PLATFORMS": "cpu"} | os.environ
-        if words[1].endswith(".py"):  # a peer's script
-            environment.pop("PYTHONPATH", None)  # it is for our environment
-        else:
-            environment.setdefault("GLIBC_TUNABLES", KEEP_MEMORY)
-        subprocess.run(
-            [*program, *words], check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment
-        )
+    run_dir = next(word for word in words if word.startswith("run_dir=")).removeprefix("run_dir=")
+    folder = ROOT / run_dir
+    if (folder / "summary.json").exists():
+        return folder
+
+    shutil.rmtree(folder, ignore_errors=True)
+    print("+", command, flush=True)
+    if words[0] != "env" and "/" not in words[0]:
+        words = [sys.executable, "-m", "jax_agent_rl.cli", *words]
+        is_peer = False
+    else:
+        is_peer = words[1].endswith(".py")
+
+    environment = {"JAX_PLATFORMS": "cpu"} | os.environ
+    if is_peer:
+        environment.pop("PYTHONPATH", None)  # it is for our environment
+    else:
+        environment.setdefault("GLIBC_TUNABLES", KEEP_MEMORY)
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment)
     return folder
 
 
 def measure(
-    commands: Sequence[str], metric: str, seed: int, out: Path, slug: str, places: Mapping[str, str]
+    commands: Sequence[str], metric: str, seed: int, out: Path, slug: str, paths: Mapping[str, str]
 ) -> dict[str, Any]:
     """Run a curve's commands with a seed; return its values by training step, and what it cost.
+
+    Args:
+        metric: name of the values in ``metrics.jsonl``.
+        out: folder of the run folders.
+        slug: of the curve, for the names of its run folders.
+        paths: interpreters and folders that commands name.
 
     Raises:
         subprocess.CalledProcessError: a command failed.
     """
-    begin = time.monotonic()
+    start = time.monotonic()
     folders = []
     for number, command in enumerate(commands):
-        last = number == len(commands) - 1
-        name = slug if last else f"{slug}-{number}"
-        made = f"{command} seed={seed}".format(out=out, seed=seed, **places)
-        folders.append(run(made if "run_dir=" in made else f"{made} run_dir={out}/{name}-{seed}"))
-    records = [read_records(folder / "metrics.jsonl") for folder in folders]
-    train_seconds = sum(
-        line["step_seconds"] for lines in records for line in lines if line["kind"] == "step"
-    )
-    steps = [line for line in records[-1] if line["kind"] == "step"]
-    values = {line["step"]: line[metric] for line in records[-1] if metric in line}
+        is_last = number == len(commands) - 1
+        name = slug if is_last else f"{slug}-{number}"
+        command = f"{command} seed={seed}".format(out=out, seed=seed, **paths)
+        if "run_dir=" not in command:
+            command += f" run_dir={out}/{name}-{seed}"
+        folders.append(run(command))
+
+    # All commands cost time; the curve is the last one's.
+    records_by_command = [read_records(folder / "metrics.jsonl") for folder in folders]
+    train_seconds = 0.0
+    for records in records_by_command:
+        for record in records:
+            if record["kind"] == "step":
+                train_seconds += record["step_seconds"]
+
+    values = {}
+    sampled_tokens = 0.0
+    for record in records_by_command[-1]:
+        if metric in record:
+            values[record["step"]] = record[metric]
+        if record["kind"] == "step":
+            num_trajectories = sum(record["finish_reasons"].values())
+            sampled_tokens += record["sampled_tokens_mean"] * num_trajectories
+
     totals = json.loads((folders[-1] / "summary.json").read_text())
-    shutil.rmtree(
-        folders[-1] / "checkpoints", ignore_errors=True
-    )  # three gigabytes; other curves use exports
+    # Three gigabytes; other curves use exports.
+    shutil.rmtree(folders[-1] / "checkpoints", ignore_errors=True)
     return {
         "steps": list(values),
         "values": [round(value, 4) for value in values.values()],
         "train_seconds": round(train_seconds, 1),
-        "minutes": round((time.monotonic() - begin) / 60, 1),
+        "minutes": round((time.monotonic() - start) / 60, 1),
         "zero_variance": round(totals["dropped"].get("zero_variance", 0) / totals["started"], 3),
-        "sampled_tokens": round(
-            sum(
-                line["sampled_tokens_mean"] * sum(line["finish_reasons"].values()) for line in steps
-            )
-        ),
+        "sampled_tokens": round(sampled_tokens),
         "logprob_gap": totals["max_logprob_gap"],
         "warnings": sorted({warning["name"] for warning in totals["warnings"]}),
         "cpu": cpu(),
@@ -115,110 +138,127 @@ def measure(
 # --- the page -------------------------------------------------------------------------------------
 
 
+_INTRODUCTION = """\
+# Gallery
+
+What recipes and examples learn, over seeds: mean and range, SmolLM2-135M, two CPU cores.
+`benchmarks/gallery.py` trains the curves of `benchmarks/gallery.yaml` and writes this page and its
+pictures from `benchmarks/gallery.json`. Each command runs with seeds from 0 on. Accuracy is of
+held-out rows, sampled as in training. Minutes count the training steps alone, on machines that also
+did other work. *No gradient* is the share of trajectories in groups of equal rewards.
+"""
+
+
 def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results) -> str:
     """Return docs/gallery.md: every figure whose curves all have results."""
-    lines = [
-        "# Gallery",
-        "",
-        "What recipes and examples learn, over seeds: mean and range, SmolLM2-135M, two CPU cores.",
-        (
-            "`benchmarks/gallery.py` trains the curves of `benchmarks/gallery.yaml` and writes this"
-            " page and its pictures"
-        ),
-        (
-            "from `benchmarks/gallery.json`. Each command runs with seeds from 0 on. Accuracy is of"
-            " held-out rows,"
-        ),
-        (
-            "sampled as in training. Minutes count the training steps alone, on machines that also"
-            " did other work."
-        ),
-        "*No gradient* is the share of trajectories in groups of equal rewards.",
-    ]
+    lines = _INTRODUCTION.splitlines()
     for name, figure in figures.items():
-        shown = {label: results.get(label, {}) for label in figure["curves"]}
-        if not all(shown.values()):
+        runs_by_curve = {}
+        for label in figure["curves"]:
+            runs_by_curve[label] = list(results.get(label, {}).values())
+        if not all(runs_by_curve.values()):
             continue
-        lines += ["", f"## {figure['title']}", "", figure["lesson"].strip(), ""]
-        lines += [
-            (
-                f"![{figure['title']}: {metric_of(figure)} over training"
-                f" steps](images/gallery/{name}.svg)"
-            ),
-            "",
-        ]
-        lines += ["| curve | before | after, by seed | sampled tokens | training | no gradient |"]
-        lines += ["| --- | --- | --- | --- | --- | --- |"]
-        for label, seeds in shown.items():
-            runs = list(seeds.values())
-            before = float(np.mean([one["values"][0] for one in runs]))
-            after = ", ".join(as_text(one["values"][-1], metric_of(figure)) for one in runs)
-            minutes = (
-                f"{np.mean([one['train_seconds'] for one in runs]) / 60:.1f} min"
-                if figure.get("timed", True)
-                else "–"
-            )
-            lost = np.mean([one["zero_variance"] for one in runs])
-            tokens = (
-                f"{np.mean([one['sampled_tokens'] for one in runs]):,.0f}".removeprefix("0") or "–"
-            )
-            cells = [
-                label,
-                as_text(before, metric_of(figure)),
-                after,
-                tokens,
-                minutes,
-                f"{lost:.0%}",
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
-        lines += ["", "```bash"]
-        for label in shown:
-            lines += [f"# {label}"]
-            lines += [as_typed(command) for command in curves[label]["commands"]]
-        facts = sorted(
-            {(one["cpu"], one["date"]) for seeds in shown.values() for one in seeds.values()}
-        )
-        lines += ["```", "", "; ".join(f"{machine}, {date}" for machine, date in facts) + "."]
-        if warned := {
-            x: n
-            for x in shown
-            if (n := sorted({w for one in shown[x].values() for w in one["warnings"]}))
-        }:
-            said = "; ".join(
-                f"{label}: {', '.join(f'`{n}`' for n in names)}" for label, names in warned.items()
-            )
-            lines += ["", f"Warnings of these runs: {said}."]
+        commands = {label: curves[label]["commands"] for label in figure["curves"]}
+        lines += section(name, figure, commands, runs_by_curve)
     return "\n".join(lines) + "\n"
+
+
+def section(
+    name: str,
+    figure: Mapping[str, Any],
+    commands: Mapping[str, Sequence[str]],
+    runs_by_curve: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> list[str]:
+    """Return the lines of one figure.
+
+    Args:
+        name: of its picture.
+        commands: by curve, as in ``gallery.yaml``.
+        runs_by_curve: one per seed, as :func:`measure` returned them.
+    """
+    title = figure["title"]
+    picture = f"![{title}: {metric_of(figure)} over training steps](images/gallery/{name}.svg)"
+    lines = ["", f"## {title}", "", figure["lesson"].strip(), "", picture, ""]
+
+    lines.append("| curve | before | after, by seed | sampled tokens | training | no gradient |")
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    for label, runs in runs_by_curve.items():
+        cells = [label, *table_cells(figure, runs)]
+        lines.append("| " + " | ".join(cells) + " |")
+
+    lines += ["", "```bash"]
+    for label in runs_by_curve:
+        lines.append(f"# {label}")
+        lines += [as_typed(command) for command in commands[label]]
+
+    machines = set()
+    warnings_by_curve: dict[str, set[str]] = {}
+    for label, runs in runs_by_curve.items():
+        for one_run in runs:
+            machines.add((one_run["cpu"], one_run["date"]))
+            warnings_by_curve.setdefault(label, set()).update(one_run["warnings"])
+    facts = "; ".join(f"{machine}, {date}" for machine, date in sorted(machines))
+    lines += ["```", "", f"{facts}."]
+
+    warnings = []
+    for label, names in warnings_by_curve.items():
+        if names:
+            warnings.append(f"{label}: {', '.join(f'`{name}`' for name in sorted(names))}")
+    if warnings:
+        lines += ["", f"Warnings of these runs: {'; '.join(warnings)}."]
+    return lines
+
+
+def table_cells(figure: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the cells of a curve, from ``before`` on."""
+    metric = metric_of(figure)
+    before = float(np.mean([one_run["values"][0] for one_run in runs]))
+    after = ", ".join(as_text(one_run["values"][-1], metric) for one_run in runs)
+    num_tokens = np.mean([one_run["sampled_tokens"] for one_run in runs])
+    tokens = f"{num_tokens:,.0f}"
+    if tokens == "0":
+        tokens = "–"
+    minutes = "–"
+    if figure.get("timed", True):
+        seconds = np.mean([one_run["train_seconds"] for one_run in runs])
+        minutes = f"{seconds / 60:.1f} min"
+    zero_variance = np.mean([one_run["zero_variance"] for one_run in runs])
+    return [as_text(before, metric), after, tokens, minutes, f"{zero_variance:.0%}"]
 
 
 def as_typed(command: str) -> str:
     """Return a command as a user types it."""
     typed = command.replace("{out}", "runs").replace("-{seed}", "").removeprefix("env ")
-    typed = re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), typed)  # an interpreter, a folder
-    return typed if typed[0].isupper() or "/" in typed.split()[0] else f"jax-agent-rl {typed}"
+    # What remains in braces is an interpreter or a folder.
+    typed = re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), typed)
+    if typed[0].isupper() or "/" in typed.split()[0]:
+        return typed
+    return f"jax-agent-rl {typed}"
 
 
 def metric_of(figure: Mapping[str, Any]) -> str:
+    """Return the name of the metric that a figure shows."""
     return figure.get("metric", "accuracy")
 
 
 def as_text(value: float, metric: str) -> str:
-    return f"{value:.0%}" if metric == "accuracy" else f"{value:.2f}"
+    """Return a value of a metric for the table."""
+    if metric == "accuracy":
+        return f"{value:.0%}"
+    return f"{value:.2f}"
 
 
 def draw(figure: Mapping[str, Any], results: Results, file: Path) -> None:
     """Draw a figure's curves, mean and range over seeds."""
-    drawn = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = drawn.subplots()
+    picture = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = picture.subplots()
     for label in figure["curves"]:
-        runs = [
-            one for one in results[label].values() if one["steps"] == results[label]["0"]["steps"]
-        ]
-        values = np.asarray([one["values"] for one in runs])
-        (line,) = axes.plot(runs[0]["steps"], values.mean(0), label=label)
-        axes.fill_between(
-            runs[0]["steps"], values.min(0), values.max(0), color=line.get_color(), alpha=0.15
+        steps = results[label]["0"]["steps"]
+        values = np.asarray(
+            [one_run["values"] for one_run in results[label].values() if one_run["steps"] == steps]
         )
+        (line,) = axes.plot(steps, values.mean(0), label=label)
+        axes.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.15)
     axes.set(xlabel="training step", ylabel=metric_of(figure))
     if metric_of(figure) == "accuracy":
         axes.set(ylim=(0, 1), ylabel="held-out accuracy")
@@ -227,12 +267,13 @@ def draw(figure: Mapping[str, Any], results: Results, file: Path) -> None:
     axes.locator_params(axis="x", integer=True)
     file.parent.mkdir(exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "gallery"}):  # the same picture is the same file
-        drawn.savefig(file, metadata={"Date": None})
+        picture.savefig(file, metadata={"Date": None})
 
 
 def main() -> None:
     tree = load_yaml(GALLERY.read_text())
-    figures, curves = tree["figures"], tree["curves"]
+    figures = tree["figures"]
+    curves = tree["curves"]
     parser = argument_parser(__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=sorted(figures), default=list(figures), metavar="FIGURE"
@@ -246,49 +287,75 @@ def main() -> None:
         parser.add_argument(f"--{peer}-python", help=f"interpreter of {peer}'s environment")
     parser.add_argument("--minilm", help="folder of all-MiniLM-L6-v2")
     options = parser.parse_args()
-    places = {
-        name: value
-        for name, value in vars(options).items()
-        if name == "minilm" or name.endswith("_python")
-    }
+
     results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    wanted = {label: figures[name] for name in options.only for label in figures[name]["curves"]}
-    failed = []
-    for command in [] if options.page else tree["prepare"]:
-        subprocess.run(
-            [sys.executable, *shlex.split(command)], check=True, stdout=subprocess.DEVNULL, cwd=ROOT
-        )
-    for label, figure in {} if options.page else wanted.items():
-        slug = "-".join("".join(x if x.isalnum() else " " for x in label.lower()).split())
-        for seed in options.seeds:
-            if str(seed) in results.get(label, {}):
-                continue
-            commands = curves[label]["commands"]
-            if missing := [
-                name for name in places if f"{{{name}}}" in " ".join(commands) and not places[name]
-            ]:
-                print(f"{label}: --{missing[0].replace('_', '-')} is not given", flush=True)
-                break
-            try:
-                made = measure(commands, metric_of(figure), seed, options.out, slug, places)
-            except subprocess.CalledProcessError as error:
-                failed.append(f"{label}, seed {seed} (status {error.returncode})")
-                continue
-            results.setdefault(label, {})[str(seed)] = made
-            if not curves[label].get("keep"):  # two checkpoints of a run are 3 GB
-                shutil.rmtree(
-                    ROOT / options.out / f"{slug}-{seed}" / "checkpoints", ignore_errors=True
-                )
-            print(
-                f"{label}, seed {seed}: {made['values']} in {made['minutes']} minutes", flush=True
-            )
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    failures = []
+    if not options.page:
+        failures = train_missing(tree, results, options)
+
     for name, figure in figures.items():
         if all(results.get(label) for label in figure["curves"]):
             draw(figure, results, PICTURES / f"{name}.svg")
     PAGE.write_text(page(figures, curves, results))
-    if failed:
-        sys.exit("failed: " + "; ".join(failed))
+    if failures:
+        sys.exit("failed: " + "; ".join(failures))
+
+
+def train_missing(
+    tree: Mapping[str, Any], results: Results, options: argparse.Namespace
+) -> list[str]:
+    """Train what has no result yet, add the results, and write them after each run.
+
+    Args:
+        tree: of ``gallery.yaml``.
+
+    Returns:
+        The runs that failed.
+    """
+    for command in tree["prepare"]:
+        words = [sys.executable, *shlex.split(command)]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+
+    paths = {}
+    for name, value in vars(options).items():
+        if name == "minilm" or name.endswith("_python"):
+            paths[name] = value
+    metrics = {}
+    for name in options.only:
+        figure = tree["figures"][name]
+        for label in figure["curves"]:
+            metrics[label] = metric_of(figure)
+
+    failures = []
+    for label, metric in metrics.items():
+        curve = tree["curves"][label]
+        commands = curve["commands"]
+        slug = "-".join(re.findall(r"[^\W_]+", label.lower()))
+        missing = [
+            name for name in paths if f"{{{name}}}" in " ".join(commands) and not paths[name]
+        ]
+        for seed in options.seeds:
+            if str(seed) in results.get(label, {}):
+                continue
+            if missing:
+                print(f"{label}: --{missing[0].replace('_', '-')} is not given", flush=True)
+                break
+            try:
+                result = measure(commands, metric, seed, options.out, slug, paths)
+            except subprocess.CalledProcessError as error:
+                failures.append(f"{label}, seed {seed} (status {error.returncode})")
+                continue
+
+            results.setdefault(label, {})[str(seed)] = result
+            if not curve.get("keep"):  # two checkpoints of a run are 3 GB
+                folder = ROOT / options.out / f"{slug}-{seed}"
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            print(
+                f"{label}, seed {seed}: {result['values']} in {result['minutes']} minutes",
+                flush=True,
+            )
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    return failures
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Weight updates during generation: what each mode costs, and how far its log-probs are from exact
-ones.
+"""Weight updates during generation: what each mode costs, and how exact its log-probs are.
 
     python benchmarks/in_flight_update.py [--requests 24] [--updates 4] [--step 1e-5]
 
 SmolLM2-135M in float32 on the JAX engine, 8 slots; prompts of 160 random ids, responses of drawn
 lengths (median 60, at most 240), the same for all. New weights are published after every n-th
-sampled id, n so that there are so many updates; each moves every weight by ``--step`` up or down,
+sampled id, where n gives the number of updates; each moves every weight by ``--step`` up or down,
 which is what a step of Adam at that learning rate does.
 
 ``keep``: generations continue with the KV of the old weights. ``recompute``: they are interrupted
 and resumed, their whole context computed again. ``wait``: they finish first, and no other starts
-before (``trainer.in_flight_update``).
+until the update (``trainer.in_flight_update``).
 
 ``seconds_per_update`` is the time on top of the same work without updates; ``recomputed_ids`` are
 prompt ids computed on top. ``logprob_gap`` is the mean distance, over the ids sampled after a
@@ -41,7 +40,9 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.testing.simulate.workload import Draws
 from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput
 
-PROMPT, SLOTS, MAX_NEW = 160, 8, 240
+PROMPT = 160  # ids
+SLOTS = 8
+MAX_NEW = 240
 LENGTHS = Draws(median=60, least=1, most=MAX_NEW)
 MODES = {"none": None, "keep": PauseMode.KEEP, "recompute": PauseMode.ABORT, "wait": PauseMode.WAIT}
 
@@ -52,11 +53,15 @@ class Publications:
     def __init__(
         self, client: LLMServerClient, weights: Sequence[dict], mode: PauseMode | None, every: float
     ) -> None:
-        self._client, self._weights, self._mode, self._every = client, weights, mode, every
+        self._client = client
+        self._weights = weights
+        self._mode = mode
+        self._every = every
         self._sampled = 0
         self._event = asyncio.Event()
 
     def count(self, ids: Sequence[int]) -> None:
+        """Count sampled ids, of any request."""
         self._sampled += len(ids)
         self._event.set()
 
@@ -81,19 +86,23 @@ async def measure(
     async with running(backend):
         client = LLMServerClient([AsyncServer(backend)])
         publications = Publications(client, weights, MODES[name], sum(lengths) / len(weights))
-        requests = [
-            client.generate(
+        requests = []
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            request = client.generate(
                 f"r{i}",
                 prompt_ids=prompt.tolist(),
                 sampling_params=SamplingParams(max_tokens=length, ignore_eos=True, seed=i),
                 on_ids=publications.count,
             )
-            for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-        ]
-        begin = time.perf_counter()
-        publishing = asyncio.create_task(publications.run()) if name != "none" else None
+            requests.append(request)
+
+        start = time.perf_counter()
+        publishing = None
+        if name != "none":
+            publishing = asyncio.create_task(publications.run())
         outputs = await asyncio.gather(*requests)
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - start
+
         if publishing is not None:
             await publishing
         metrics = await backend.metrics()
@@ -104,8 +113,9 @@ async def measure(
 def gap(
     model: Any, prompts: np.ndarray, outputs: Sequence[TokenOutput], weights: Sequence[dict]
 ) -> float | None:
-    """Return the mean |log-prob of the engine - of a full pass| of ids sampled after a change in
-    their response.
+    """Return the mean |log-prob of the engine - of a full pass|.
+
+    It is over ids that were sampled after a change in their response; None if there are none.
     """
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -120,23 +130,25 @@ def gap(
         ids = np.zeros(PROMPT + MAX_NEW, np.int32)  # padded, for one program
         ids[: PROMPT + len(versions)] = np.concatenate([prompt, output.token_ids])
         for version in sorted(set(versions[versions > versions[0]].tolist())):
-            exact = np.asarray(logprobs(model, weights[version], jnp.asarray(ids)))[PROMPT - 1 :][
-                : len(versions)
-            ]
-            at = versions == version
-            distances.append(np.abs(np.asarray(output.log_probs)[at] - exact[at]))
-    return float(np.concatenate(distances).mean()) if distances else None
+            context_logprobs = np.asarray(logprobs(model, weights[version], jnp.asarray(ids)))
+            exact = context_logprobs[PROMPT - 1 :][: len(versions)]
+            is_of_version = versions == version
+            sampled = np.asarray(output.log_probs)[is_of_version]
+            distances.append(np.abs(sampled - exact[is_of_version]))
+    if not distances:
+        return None
+    return float(np.concatenate(distances).mean())
 
 
 def perturb(params: dict, size: float, key: jax.Array) -> dict:
     """Move every weight by ``size`` in a random direction."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
-    moved = [
-        x + size * jax.random.rademacher(k, x.shape, x.dtype)
-        for x, k in zip(leaves, keys, strict=True)
-    ]
-    return jax.tree.unflatten(tree, moved)
+    moved_leaves = []
+    for leaf, leaf_key in zip(leaves, keys, strict=True):
+        direction = jax.random.rademacher(leaf_key, leaf.shape, leaf.dtype)
+        moved_leaves.append(leaf + size * direction)
+    return jax.tree.unflatten(tree, moved_leaves)
 
 
 def main() -> None:
@@ -159,25 +171,18 @@ def main() -> None:
         prefill_buckets=(128, 256),
     )
     results: dict[str, dict[str, float | None]] = {}
-    base: dict[str, float] = {}
+    baseline: dict[str, float] = {}
     for name in MODES:
-        outputs, figures = asyncio.run(
-            measure(
-                JetStreamBackend(model, params, shapes, compile_ahead=True),
-                prompts,
-                lengths,
-                weights,
-                name,
-            )
-        )
-        base = base or figures  # the first mode's: no update
+        backend = JetStreamBackend(model, params, shapes, compile_ahead=True)
+        outputs, figures = asyncio.run(measure(backend, prompts, lengths, weights, name))
+        if name == "none":  # the first mode
+            baseline = figures
+        added_seconds = figures["seconds"] - baseline["seconds"]
         results[name] = {
             "seconds": round(figures["seconds"], 2),
-            "ratio_vs_none": round(figures["seconds"] / base["seconds"], 3),
-            "seconds_per_update": round(
-                (figures["seconds"] - base["seconds"]) / arguments.updates, 2
-            ),
-            "recomputed_ids": figures["prefilled"] - base["prefilled"],
+            "ratio_vs_none": round(figures["seconds"] / baseline["seconds"], 3),
+            "seconds_per_update": round(added_seconds / arguments.updates, 2),
+            "recomputed_ids": figures["prefilled"] - baseline["prefilled"],
             "logprob_gap": gap(model, prompts, outputs, weights),
             "prefilled": figures["prefilled"],
         }

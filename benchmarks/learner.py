@@ -1,12 +1,12 @@
-"""One learner step against a transformers AdamW step, same model, batch and machine, in one
-process.
+"""One learner step against a transformers AdamW step: same model, batch and machine.
 
     python benchmarks/learner.py
 
-SmolLM2-135M in float32, 8 sequences of 256 tokens without common prefixes, trained on all tokens (a
-policy gradient of advantage +-1, the same work as a weighted language-model loss). Needs torch (the
-test environment has it). The last line is one JSON object: ``ratio_vs_transformers``, and
-``share_of_sgemm``, the rate of the operations in our step relative to a large matrix product.
+Both run in one process. SmolLM2-135M in float32, 8 sequences of 256 tokens without common prefixes,
+trained on all tokens (a policy gradient of advantage +-1, the same work as a weighted
+language-model loss). Needs torch (the test environment has it). The last line is one JSON object:
+``ratio_vs_transformers``, and ``share_of_sgemm``, the rate of the operations in our step relative
+to a large matrix product.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.types import Group
 
-ROWS, LENGTH, REPEATS = 8, 256, 3
+ROWS = 8
+LENGTH = 256
+REPEATS = 3
 
 
 def sequences() -> np.ndarray:
@@ -40,34 +42,37 @@ def sequences() -> np.ndarray:
 
 def learner_and_group(ids: np.ndarray, **settings: Any) -> tuple[Learner, Group]:
     """Return a learner of two micro-batches per update, and a group to learn from."""
-    common = {
-        "pack_length": LENGTH,
-        "micro_batch_size": ROWS // 2,
-        "share_prefixes": False,
-        "learning_rate": 1e-6,
-    }
-    members = (
-        make_trajectory(row[:1], row[1:], group="g", index=i) for i, row in enumerate(ids.tolist())
+    learner = make_learner(
+        pack_length=LENGTH,
+        micro_batch_size=ROWS // 2,
+        share_prefixes=False,
+        learning_rate=1e-6,
+        **settings,
     )
-    return make_learner(**common, **settings), Group(group_id="g", trajectories=tuple(members))
+    members = []
+    for i, row in enumerate(ids.tolist()):
+        members.append(make_trajectory(row[:1], row[1:], group="g", index=i))
+    return learner, Group(group_id="g", trajectories=tuple(members))
 
 
 def measure(ids: np.ndarray) -> tuple[float, int, float]:
-    """Return seconds of one update, programs compiled after the first, and operations of an update."""
+    """Measure our update.
+
+    Returns:
+        Its seconds, the programs compiled after the first one, and its operations.
+    """
     learner, group = learner_and_group(ids)
     learner.update([group])
-    compiled = learner.programs_compiled
+    first_compiled = learner.programs_compiled
     seconds = best_seconds(lambda: learner.update([group]), REPEATS)
-    return (
-        seconds,
-        learner.programs_compiled - compiled,
-        counted_flops(learner.model.parameter_shapes()),
-    )
+    recompilations = learner.programs_compiled - first_compiled
+    return seconds, recompilations, counted_flops(learner.model.parameter_shapes())
 
 
 def transformers_seconds(ids: np.ndarray) -> float:
-    """Time forward, backward, clip and AdamW on the same batch (the faster of one batch and two
-    halves).
+    """Time forward, backward, clip and AdamW on the same batch.
+
+    The faster one of a whole batch and of two halves counts.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -92,28 +97,33 @@ def transformers_seconds(ids: np.ndarray) -> float:
 
 
 def counted_flops(shapes: dict) -> float:
-    """Count operations of a step: 6 per weight and token (the head only where a token is scored),
-    and attention.
+    """Count the operations of a step.
+
+    They are 6 per weight and token (the head only where a token is scored), and attention.
     """
-    body = sum(int(np.prod(s)) for s in shapes["layers"].values())
-    head = int(np.prod(shapes["embed"]))
-    hidden, layers = shapes["embed"][1], shapes["layers"]["q"][0]
-    attention = 3 * 4 * ROWS * (LENGTH * (LENGTH + 1) / 2) * hidden * layers
-    return 6 * ROWS * (LENGTH * body + (LENGTH - 1) * head) + attention
+    num_layer_weights = sum(int(np.prod(shape)) for shape in shapes["layers"].values())
+    num_head_weights = int(np.prod(shapes["embed"]))
+    _, hidden_size = shapes["embed"]
+    num_layers = shapes["layers"]["q"][0]
+
+    products = 6 * ROWS * (LENGTH * num_layer_weights + (LENGTH - 1) * num_head_weights)
+    visible_pairs = LENGTH * (LENGTH + 1) / 2
+    attention = 3 * 4 * ROWS * visible_pairs * hidden_size * num_layers
+    return products + attention
 
 
 def main() -> None:
     argument_parser(__doc__).parse_args()
     ids = sequences()
     peak = sgemm_flops()
-    theirs = transformers_seconds(ids)
-    print(f"transformers: {ids.size / theirs:.0f} tokens/s", flush=True)
-    ours, recompilations, flops = measure(ids)
+    peer_seconds = transformers_seconds(ids)
+    print(f"transformers: {ids.size / peer_seconds:.0f} tokens/s", flush=True)
+    seconds, recompilations, flops = measure(ids)
     result = {
-        "tokens_per_second": round(ids.size / ours, 1),
-        "transformers_tokens_per_second": round(ids.size / theirs, 1),
-        "ratio_vs_transformers": round(theirs / ours, 2),
-        "share_of_sgemm": round(flops / ours / peak, 3),
+        "tokens_per_second": round(ids.size / seconds, 1),
+        "transformers_tokens_per_second": round(ids.size / peer_seconds, 1),
+        "ratio_vs_transformers": round(peer_seconds / seconds, 2),
+        "share_of_sgemm": round(flops / seconds / peak, 3),
         "sgemm_gflop_s": round(peak / 1e9, 1),
         "recompilations": recompilations,
         "cpu": cpu(),

@@ -5,7 +5,7 @@
 SmolLM2-135M in float32, 8 sequences of 256 tokens in two micro-batches. Parts are programs of their
 own, with the shapes they have in the step:
 
-- ``products``: the matrix products of all layers and of the head, forward and both backward ones,
+- ``products``: the matrix products of all layers and of the head, one forward and two backward,
   without anything between them.
 - ``attention``: everything between the projections, less the rotation.
 - ``logprobs``: log-probs and entropies over the vocabulary, less the products of the head.
@@ -42,7 +42,6 @@ from jax_agent_rl.types import Group
 
 MICRO_BATCHES = 2
 TOKENS = ROWS * LENGTH // MICRO_BATCHES
-Timed = Callable[[Callable[..., Any]], float]
 PRODUCTS = {
     "forward": lambda x, weight, _: jnp.einsum("nd,od->no", x, weight),
     "d_input": lambda _, weight, d_out: jnp.einsum("no,od->nd", d_out, weight),
@@ -69,15 +68,16 @@ def product_seconds(timed: Callable[..., float], shapes: dict) -> dict[str, dict
 
     layers = dict.fromkeys(PRODUCTS, 0.0)
     for shape in shapes["layers"].values():
-        if len(shape) == 3:
-            count, out, size = shape
-            layers = {
-                name: layers[name] + count * one for name, one in directions(out, size).items()
-            }
+        if len(shape) != 3:  # a norm's
+            continue
+        num_layers, out, size = shape
+        for name, seconds in directions(out, size).items():
+            layers[name] += num_layers * seconds
     return {"layers": layers, "head": directions(*shapes["embed"])}
 
 
 def attention_seconds(timed: Callable[..., float], model: Any) -> dict[str, float]:
+    """Time attention in all layers, forward and backward."""
     rows = ROWS // MICRO_BATCHES
     q = normal(rows, model.num_heads, LENGTH, model.head_dim)
     k = v = normal(rows, model.num_kv_heads, LENGTH, model.head_dim)
@@ -95,13 +95,14 @@ def attention_seconds(timed: Callable[..., float], model: Any) -> dict[str, floa
 
 
 def logprob_seconds(timed: Callable[..., float], head: jax.Array) -> dict[str, float]:
+    """Time log-probs and entropies, the head's products included, forward and backward."""
     chunk = TARGETS_PER_CHUNK["cpu"] * ROWS // MICRO_BATCHES
     hidden = normal(TOKENS // chunk, chunk, head.shape[1])
     ids = jnp.zeros(hidden.shape[:2], jnp.int32)
-    kept = min(len(ids), KEPT_LOGITS // (4 * chunk * len(head)))
+    kept_chunks = min(len(ids), KEPT_LOGITS // (4 * chunk * len(head)))
 
     def score(hidden: jax.Array, head: jax.Array) -> Any:
-        return linear_logprobs(hidden, head, ids, ids == 0, 1.0, 1, kept)
+        return linear_logprobs(hidden, head, ids, ids == 0, 1.0, 1, kept_chunks)
 
     def backward(hidden: jax.Array, head: jax.Array) -> Any:
         scored, pull = jax.vjp(score, hidden, head)
@@ -123,11 +124,13 @@ def body_seconds(timed: Callable[..., float], learner: Learner, remat: str) -> d
         out, pull = jax.vjp(forward, params)
         return pull(out)
 
-    alone = timed(forward, learner.params)
-    return {"forward": alone, "backward": timed(backward, learner.params) - alone}
+    forward_seconds = timed(forward, learner.params)
+    backward_seconds = timed(backward, learner.params) - forward_seconds
+    return {"forward": forward_seconds, "backward": backward_seconds}
 
 
 def optimizer_seconds(learner: Learner, batch: Batch, repeats: int) -> float:
+    """Time norm, clip and AdamW."""
     policy = learner._policy
     gradients, _ = policy.gradients(learner._scorer.micro_batches(batch))
     return best_seconds(lambda: policy.apply(gradients, 0), repeats)
@@ -143,6 +146,7 @@ def main() -> None:
 
 
 def profile(learner: Learner, group: Group, repeats: int) -> dict[str, Any]:
+    """Time each part of a step, print it, and return the figures."""
     timed = functools.partial(program_seconds, repeats)
     shapes = learner.model.parameter_shapes()
     peak = sgemm_flops()
@@ -154,35 +158,43 @@ def profile(learner: Learner, group: Group, repeats: int) -> dict[str, Any]:
         print(f"{name:32s} {1000 * seconds:8.1f} ms", flush=True)
 
     products = product_seconds(timed, shapes)
-    for where, by_direction in products.items():
+    products_total = 0.0
+    for kind, by_direction in products.items():
         for direction, seconds in by_direction.items():
-            show(f"products/{where}/{direction}", seconds)
+            show(f"products/{kind}/{direction}", seconds)
+            products_total += seconds
+
     attention = attention_seconds(timed, learner.model)
     logprobs = logprob_seconds(timed, learner.params["embed"])
     for direction in ("forward", "backward"):
         show(f"attention/{direction}", attention[direction])
-    head, layers = products["head"], products["layers"]
+
+    # Parts that hold products or attention are shown without them.
+    head = products["head"]
+    layers = products["layers"]
     show("logprobs/forward", logprobs["forward"] - head["forward"])
     show("logprobs/backward", logprobs["backward"] - head["d_input"] - head["d_weight"])
-    plain, own = (body_seconds(timed, learner, name) for name in ("none", learner._objective.remat))
+    plain = body_seconds(timed, learner, "none")
+    rematerialised = body_seconds(timed, learner, learner._objective.remat)
     show("elementwise/forward", plain["forward"] - layers["forward"] - attention["forward"])
     show(
         "elementwise/backward",
         plain["backward"] - layers["d_input"] - layers["d_weight"] - attention["backward"],
     )
-    show("rematerialisation", sum(own.values()) - sum(plain.values()))
-    minis, made = learner._prepare([group])
+    show("rematerialisation", sum(rematerialised.values()) - sum(plain.values()))
+
+    mini_batches, prepared = learner._prepare([group])
     show("packing", best_seconds(lambda: learner._prepare([group]), repeats))
-    show("optimizer", optimizer_seconds(learner, learner._with_terms(minis[0], made)[0], repeats))
+    policy_batch, _ = learner._with_terms(mini_batches[0], prepared)
+    show("optimizer", optimizer_seconds(learner, policy_batch, repeats))
+
     step = best_seconds(lambda: learner.update([group]), repeats)
     show("other", step - sum(parts.values()))
     milliseconds = {name: round(1000 * seconds, 1) for name, seconds in parts.items()}
     return {
         "step_ms": round(1000 * step, 1),
         "parts_ms": milliseconds,
-        "products_share": round(
-            sum(s for n, s in parts.items() if n.startswith("products/")) / step, 3
-        ),
+        "products_share": round(products_total / step, 3),
         "share_of_sgemm": round(counted_flops(shapes) / step / peak, 3),
         "sgemm_gflop_s": round(peak / 1e9, 1),
         "tokens_per_second": round(ROWS * LENGTH / step, 1),

@@ -1,9 +1,8 @@
-"""Rollouts at a large model's pace on a small machine: drawn lengths and latencies, a paced engine,
-a tool server.
+"""Rollouts at a large model's pace on a small machine: a paced engine and a tool server.
 
-Turn lengths and tool latencies are log-normal with sigma 1: most are short, a few are long, as with
-reasoning models and sandboxes. They depend only on the trajectory's name and the turn, so all
-compared variants do the same work.
+Turn lengths and tool latencies are drawn, log-normal with sigma 1: most are short, a few are long,
+as with reasoning models and sandboxes. They depend only on the trajectory's name and the turn, so
+all compared variants do the same work.
 
 On an accelerator, the time of a decode step of a large model is the time to read its weights, about
 10 ms for 7B parameters in bfloat16 and their cache, whether the batch is full or nearly empty. Two
@@ -42,13 +41,13 @@ from jax_agent_rl.types import SamplingParams, TokenOutput
 
 OBSERVATION = " ok."
 PROMPT = [{"role": "user", "content": "What is 12 times 34?"}]
-MAX_PROMPT, MAX_OBSERVATION = 64, 16  # ids
+MAX_PROMPT = 64  # ids
+MAX_OBSERVATION = 16
 LETTERS = 125
 DECODE_STEPS = 4
 
 Work = Callable[[str], str]
 """Trajectory id to the name its draws depend on."""
-
 
 LENGTHS = Draws(median=100, least=1, most=1024)
 """Ids of a turn."""
@@ -70,28 +69,28 @@ def tool_seconds(latencies: Draws, name: str, turn: int) -> float:
 def serve(latencies: Draws, work: Work = str) -> None:
     """Answer each action after its latency, those of a batch concurrently; print the port."""
 
-    async def run(trajectory_id: str, step: int) -> None:
+    async def run_action(trajectory_id: str, step: int) -> None:
         await asyncio.sleep(tool_seconds(latencies, work(trajectory_id), step))
 
     async def observe(request):
         body = await request.json()
         if not all(body["finish"]):
             steps = [extra["current_step"] for extra in body["extra_fields"]]
-            await asyncio.gather(*map(run, body["trajectory_ids"], steps))
+            await asyncio.gather(*map(run_action, body["trajectory_ids"], steps))
         count = len(body["actions"])
-        return JSONResponse(
-            {
-                "observations": [OBSERVATION] * count,
-                "dones": [False] * count,
-                "valids": [True] * count,
-            }
-        )
+        answer = {
+            "observations": [OBSERVATION] * count,
+            "dones": [False] * count,
+            "valids": [True] * count,
+        }
+        return JSONResponse(answer)
 
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    print(listening.getsockname()[1], flush=True)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    _, port = listener.getsockname()
+    print(port, flush=True)
     app = Starlette(routes=[Route("/get_observation", observe, methods=["POST"])])
-    uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[listening])
+    uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[listener])
 
 
 @contextlib.contextmanager
@@ -101,7 +100,8 @@ def tool_server(*arguments: object) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+            port = int(server.stdout.readline())
+            yield f"http://127.0.0.1:{port}"
         finally:
             server.terminate()
 
@@ -117,8 +117,9 @@ def paced_parser(docstring: str | None) -> argparse.ArgumentParser:
 
 
 class LetterCodec(ChatCodec):
-    """Printable characters as ids, after three special ones; as much of a codec as the loop needs
-    here.
+    """Printable characters as ids, after three special ones.
+
+    It is as much of a codec as the loop needs here.
     """
 
     def __init__(self) -> None:
@@ -162,28 +163,37 @@ def small_model() -> tuple[DecoderConfig, dict]:
         config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple)
     )
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    return config, jax.tree.unflatten(
-        tree, [0.05 * jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
-    )
+    leaves = []
+    for key, shape in zip(keys, shapes, strict=True):
+        leaves.append(0.05 * jax.random.normal(key, shape))
+    return config, jax.tree.unflatten(tree, leaves)
 
 
 class PacedEngine(JaxEngine):
-    """Decodes at a large model's pace: a step takes ``step_seconds``, however few slots it has."""
+    """Decodes at a large model's pace: a step takes ``step_seconds``, however few slots it has.
+
+    Attributes:
+        planned_seconds: what all steps should have taken.
+        decode_seconds: what they took.
+    """
 
     step_seconds = 0.0
-    planned = taken = 0.0  # seconds of all steps
+    planned_seconds = 0.0
+    decode_seconds = 0.0
 
     def decode(self, *args):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         cache, sampled = super().decode(*args)
-        seconds = int((sampled.ids >= 0).any(axis=1).sum()) * self.step_seconds
-        time.sleep(max(0.0, begin + seconds - time.perf_counter()))
-        self.planned, self.taken = self.planned + seconds, self.taken + time.perf_counter() - begin
+        num_steps = int((sampled.ids >= 0).any(axis=1).sum())
+        seconds = num_steps * self.step_seconds
+        time.sleep(max(0.0, start + seconds - time.perf_counter()))
+        self.planned_seconds += seconds
+        self.decode_seconds += time.perf_counter() - start
         return cache, sampled
 
 
 class PacedBackend(JetStreamBackend):
-    """The JAX engine with :class:`PacedEngine`'s pace, with a slot and cache for each of ``slots``."""
+    """The JAX engine with :class:`PacedEngine`'s pace, and cache for each of ``slots``."""
 
     def __init__(self, *, slots: int, max_model_len: int, step_seconds: float) -> None:
         config, params = small_model()
@@ -204,10 +214,11 @@ class PacedBackend(JetStreamBackend):
 
     @property
     def pace(self) -> tuple[float, float]:
-        """Seconds the decode steps so far should have taken, and took; more if the machine was too
-        slow.
+        """Seconds that the decode steps so far should have taken, and took.
+
+        They took more if the machine was too slow.
         """
-        return self._engine.planned, self._engine.taken
+        return self._engine.planned_seconds, self._engine.decode_seconds
 
 
 class TurnLengths(LLMServerClient):
@@ -215,7 +226,8 @@ class TurnLengths(LLMServerClient):
 
     def __init__(self, servers: Sequence[AsyncServer], *, lengths: Draws, work: Work = str):
         super().__init__(servers)
-        self._lengths, self._work = lengths, work
+        self._lengths = lengths
+        self._work = work
         self._turns: dict[str, int] = {}
 
     async def generate(
@@ -239,9 +251,12 @@ def max_context_len(lengths: Draws, turns: int) -> int:
     return MAX_PROMPT + max_response_len(lengths, turns)
 
 
-def agent_settings(url: str, lengths: Draws, turns: int, **more: object) -> dict[str, object]:
-    """Return ``agent`` of a configuration: exactly so many tool calls, answered by the server at
-    ``url``.
+def agent_settings(url: str, lengths: Draws, turns: int, **settings: object) -> dict[str, object]:
+    """Return ``agent`` of a configuration, for trajectories of exactly so many tool calls.
+
+    Args:
+        url: of the server that answers them.
+        settings: further keys.
     """
     return {
         "tool_server_url": url,
@@ -251,5 +266,5 @@ def agent_settings(url: str, lengths: Draws, turns: int, **more: object) -> dict
         "max_prompt_length": MAX_PROMPT,
         "max_response_length": max_response_len(lengths, turns),
         "tool_prompt": "none",
-        **more,
+        **settings,
     }

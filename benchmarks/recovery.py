@@ -40,12 +40,11 @@ def under_faults(kind: str, seconds: float, seed: int) -> dict[str, float]:
     Raises:
         subprocess.CalledProcessError: an invariant did not hold.
     """
-    only = [] if kind == "all" else ["--only", kind]
-    command = [*COMMAND, "chaos", "--json", f"--seconds={seconds}", f"--seed={seed}", *only]
-    lines = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ).stdout.splitlines()
-    report = json.loads(lines[-1])
+    command = [*COMMAND, "chaos", "--json", f"--seconds={seconds}", f"--seed={seed}"]
+    if kind != "all":
+        command += ["--only", kind]
+    process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    report = json.loads(process.stdout.splitlines()[-1])
     return {
         "strikes": sum(report["faults"].values()),
         "servers_lost": report["servers_lost"],
@@ -58,8 +57,13 @@ def under_faults(kind: str, seconds: float, seed: int) -> dict[str, float]:
 def step_seconds(folder: Path) -> dict[int, float]:
     """Return the duration of every step so far."""
     file = folder / "metrics.jsonl"
-    records = read_records(file) if file.exists() else []
-    return {line["step"]: line["step_seconds"] for line in records if line["kind"] == "step"}
+    if not file.exists():
+        return {}
+    seconds = {}
+    for record in read_records(file):
+        if record["kind"] == "step":
+            seconds[record["step"]] = record["step_seconds"]
+    return seconds
 
 
 def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> float:
@@ -81,33 +85,39 @@ def kill_and_resume(folder: Path, steps: int) -> dict[str, float]:
     Raises:
         RuntimeError: a run ended too early, or the resumed one failed.
     """
-    settings = [f"run_dir={folder}", f"trainer.steps={steps}", "trainer.checkpoint_every=1"]
-    settings += [
+    settings = [
+        f"run_dir={folder}",
+        f"trainer.steps={steps}",
+        "trainer.checkpoint_every=1",
+        # Nothing but steps.
         "data.eval=null",
         "data.eval_limit=null",
         "rollout.eval_temperature=null",
-    ]  # nothing beside the steps
+    ]
     command = [*COMMAND, "train", "configs/quickstart.yaml", *settings]
-    begin = time.monotonic()
+    started = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as process:
         saved = wait_for_step(process, folder, KILLED_AFTER)
-        before = step_seconds(folder)
-        time.sleep(before[KILLED_AFTER] / 2)
+        seconds_before_kill = step_seconds(folder)
+        time.sleep(seconds_before_kill[KILLED_AFTER] / 2)
         process.kill()
     killed = time.monotonic()
+
     with subprocess.Popen([*command, "--resume"], stdout=subprocess.DEVNULL, cwd=ROOT) as process:
-        again = wait_for_step(process, folder, KILLED_AFTER + 1)
-        end = wait_for_step(process, folder, steps)
+        next_step_ended = wait_for_step(process, folder, KILLED_AFTER + 1)
+        ended = wait_for_step(process, folder, steps)
         if process.wait():
             raise RuntimeError(f"the resumed run ended with status {process.returncode}")
-    taken = step_seconds(folder)
-    first = saved - sum(before.values())
+
+    seconds = step_seconds(folder)
+    first_step_began = saved - sum(seconds_before_kill.values())
+    next_step_began = next_step_ended - seconds[KILLED_AFTER + 1]
     return {
-        "start_seconds": round(first - begin, 1),
-        "step_seconds": round(sum(taken.values()) / steps, 1),
+        "start_seconds": round(first_step_began - started, 1),
+        "step_seconds": round(sum(seconds.values()) / steps, 1),
         "lost_seconds": round(killed - saved, 1),
-        "restart_seconds": round(again - killed - taken[KILLED_AFTER + 1], 1),
-        "effective_share": round(sum(taken.values()) / (end - first), 3),
+        "restart_seconds": round(next_step_began - killed, 1),
+        "effective_share": round(sum(seconds.values()) / (ended - first_step_began), 3),
     }
 
 

@@ -1,7 +1,7 @@
-"""Scaling of each trainer from 1 to 4,096 engines, simulated: where more engines stop helping, and
-why.
+r"""Scaling of each trainer from 1 to 4,096 simulated engines: where more stop helping, and why.
 
-    python benchmarks/scaling.py [--engines 1 4 16 64 256 1024 4096] [--trajectories 2048] [--turns 3]
+    python benchmarks/scaling.py [--engines 1 4 16 64 256 1024 4096] [--trajectories 2048] \
+        [--turns 3]
 
 The batch stays the same while engines are added, and the learner grows with them: it could always
 train on what they could sample. ``jax-agent-rl simulate`` runs the trainers, collector, buffer and
@@ -34,25 +34,35 @@ RECIPE = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 GROUP = 16
 LEARNER_TOKENS_PER_SECOND = 10_000
 """Per engine: more than its 64 slots sample, prompts and tool results included."""
-BUSY, HELPS = 0.8, 1.5
+BUSY = 0.8
+"""Share of its time from which an engine or a learner counts as busy."""
+HELPS = 1.5
+"""Speed-up by four times as many engines from which they count as a help."""
 
 
 def limit(result: SimulationResult) -> str:
     """Return what a step waits for."""
     if result.slots_used >= BUSY:
         return "engines"
-    return "learner" if result.learner_busy >= BUSY else "longest trajectories"
+    if result.learner_busy >= BUSY:
+        return "learner"
+    return "longest trajectories"
 
 
-def where_it_stops(rates: dict[int, float]) -> int | None:
-    """Return the first number of engines after which the next gives too little for what it adds;
-    None if none does.
+def last_helpful_count(rates: dict[int, float]) -> int | None:
+    """Return the number of engines from which the next larger one gives too little.
+
+    Args:
+        rates: trajectories per second by number of engines.
+
+    Returns:
+        None if even the largest number helps.
     """
     counts = sorted(rates)
-    for fewer, more in zip(counts, counts[1:], strict=False):
-        wanted = 1 + (HELPS - 1) * (more / fewer - 1) / 3  # 1.5 for four times as many
-        if rates[more] < wanted * rates[fewer]:
-            return fewer
+    for count, next_count in zip(counts, counts[1:], strict=False):
+        min_speedup = 1 + (HELPS - 1) * (next_count / count - 1) / 3  # 1.5 for four times as many
+        if rates[next_count] < min_speedup * rates[count]:
+            return count
     return None
 
 
@@ -76,8 +86,13 @@ def main() -> None:
             "rollout.max_in_flight=1000000",
         ],
     )
-    found: dict[str, Any] = {"cpu": cpu(), "trajectories": args.trajectories, "turns": args.turns}
-    found |= {f"{count} engines": {} for count in args.engines}
+    figures: dict[str, Any] = {
+        "cpu": cpu(),
+        "trajectories": args.trajectories,
+        "turns": args.turns,
+    }
+    for count in args.engines:
+        figures[f"{count} engines"] = {}
     for mode in args.modes:
         results: dict[int, SimulationResult] = {}
         for count in args.engines:
@@ -87,24 +102,30 @@ def main() -> None:
                 f"agent.turns={args.turns}",
                 f"steps={args.steps}",
             ]
-            results[count] = one = simulate(
-                config, load_assumptions(None, overrides), mode, POLICIES[mode]
+            assumptions = load_assumptions(None, overrides)
+            result = simulate(config, assumptions, mode, POLICIES[mode])
+            results[count] = result
+            rate = result.samples_per_second
+            figures[f"{count} engines"][f"{mode}, trajectories/s"] = rate
+            print(
+                f"{mode}, {count} engines: {rate:.1f} trajectories/s,"
+                f" a step {result.step_seconds:.1f} s, slots {result.slots_used:.0%},"
+                f" learner {result.learner_busy:.0%}: {limit(result)}",
+                flush=True,
             )
-            found[f"{count} engines"][f"{mode}, trajectories/s"] = one.samples_per_second
-            shares = f"slots {one.slots_used:.0%}, learner {one.learner_busy:.0%}"
-            speed = f"{one.samples_per_second:.1f} trajectories/s, a step {one.step_seconds:.1f} s"
-            print(f"{mode}, {count} engines: {speed}, {shares}: {limit(one)}", flush=True)
-        stop = where_it_stops({count: one.samples_per_second for count, one in results.items()})
-        there = results[max(args.engines) if stop is None else stop]
-        found[mode] = {
+
+        rates = {count: result.samples_per_second for count, result in results.items()}
+        stop = last_helpful_count(rates)
+        result_at_stop = results[max(args.engines) if stop is None else stop]
+        figures[mode] = {
             "stops at": "-" if stop is None else stop,
-            "slots used": there.slots_used,
-            "learner busy": there.learner_busy,
-            "step seconds": there.step_seconds,
-            "limited by": limit(there),
-            "shortest step seconds": min(one.step_seconds for one in results.values()),
+            "slots used": result_at_stop.slots_used,
+            "learner busy": result_at_stop.learner_busy,
+            "step seconds": result_at_stop.step_seconds,
+            "limited by": limit(result_at_stop),
+            "shortest step seconds": min(result.step_seconds for result in results.values()),
         }
-    print(json.dumps(found))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

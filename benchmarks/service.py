@@ -54,92 +54,116 @@ def serving(overrides: list[str]) -> Iterator[str]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
-            lines = iter(process.stdout.readline, "")
-            line = next((line for line in lines if line.startswith("serving ")), None)
-            if line is None:
+            for line in process.stdout:
+                if line.startswith("serving "):
+                    break
+            else:
                 raise RuntimeError(
                     f"the server ended with status {process.wait()}: {' '.join(command)}"
                 )
-            yield line.rpartition("=")[2].strip()
+            _, _, url = line.rpartition("=")
+            yield url.strip()
         finally:
             process.terminate()
             process.wait()
 
 
 class Client:
-    """One client: an adapter, and the seconds of what it did.
+    """One client, with an adapter.
 
     Args:
-        url: of the server.
-        number: of the client; its sequences are drawn with it.
-        arguments: of the command.
-        together: waits for all clients.
+        number: seed of the adapter and of the sequences.
+        barrier: waits for all clients.
     """
 
     def __init__(
-        self, url: str, number: int, arguments: argparse.Namespace, together: Barrier
+        self, url: str, number: int, arguments: argparse.Namespace, barrier: Barrier
     ) -> None:
         self._service = tinker.ServiceClient(base_url=url, api_key="tml-local")
         self._trainer = self._service.create_lora_training_client(
             base_model=NAME, rank=32, seed=number
         ).result()
-        self._number, self._arguments, self._together = number, arguments, together
+        self._number = number
+        self._arguments = arguments
+        self._barrier = barrier
 
     def round(self, seed: int) -> tuple[float, float, float]:
-        """Train, publish and sample once; return seconds of training, of sampling, and of the whole
-        round.
+        """Train, publish and sample once.
+
+        Returns:
+            Seconds until all clients have trained, seconds until all have sampled after that, and
+            the seconds that this client alone took for both.
         """
-        own, seed = self._arguments, 1000 * self._number + seed
-        rows = random_ids(own.sequences, own.length + 1, seed=seed)
-        batch = [
-            tinker.Datum(
-                model_input=tinker.ModelInput.from_ints(row[:-1]),
-                loss_fn_inputs={"target_tokens": row[1:]},
-            )
-            for row in rows.tolist()
-        ]
-        self._together.wait()
-        begin = time.perf_counter()
+        seed += 1000 * self._number
+        batch = self._draw_batch(seed)
+
+        self._barrier.wait()
+        start = time.perf_counter()
         computed = self._trainer.forward_backward(batch, "cross_entropy")
         self._trainer.optim_step(tinker.AdamParams(learning_rate=1e-4)).result()
         computed.result()
         sampler = self._trainer.save_weights_and_get_sampling_client().result()
-        alone = time.perf_counter()
-        self._together.wait()
-        trained = time.perf_counter()
-        prompts = random_ids(own.prompts, own.prompt_length, seed=seed).tolist()
-        asked = tinker.SamplingParams(max_tokens=own.tokens, temperature=1.0, stop=[])
-        futures = [
-            sampler.sample(tinker.ModelInput.from_ints(ids), own.samples, asked) for ids in prompts
-        ]
-        answers = [future.result() for future in futures]
-        end = time.perf_counter()
-        assert all(len(one.tokens) == own.tokens for answer in answers for one in answer.sequences)
-        self._together.wait()
-        return trained - begin, time.perf_counter() - trained, alone - begin + end - trained
+        own_training_seconds = time.perf_counter() - start
+
+        self._barrier.wait()
+        sampling_start = time.perf_counter()
+        self._sample(sampler, seed)
+        own_sampling_seconds = time.perf_counter() - sampling_start
+
+        self._barrier.wait()
+        training_seconds = sampling_start - start
+        sampling_seconds = time.perf_counter() - sampling_start
+        return training_seconds, sampling_seconds, own_training_seconds + own_sampling_seconds
+
+    def _draw_batch(self, seed: int) -> list[tinker.Datum]:
+        arguments = self._arguments
+        rows = random_ids(arguments.sequences, arguments.length + 1, seed=seed)
+        batch = []
+        for row in rows.tolist():
+            datum = tinker.Datum(
+                model_input=tinker.ModelInput.from_ints(row[:-1]),
+                loss_fn_inputs={"target_tokens": row[1:]},
+            )
+            batch.append(datum)
+        return batch
+
+    def _sample(self, sampler: tinker.SamplingClient, seed: int) -> None:
+        arguments = self._arguments
+        params = tinker.SamplingParams(max_tokens=arguments.tokens, temperature=1.0, stop=[])
+        prompts = random_ids(arguments.prompts, arguments.prompt_length, seed=seed)
+        futures = []
+        for ids in prompts.tolist():
+            prompt = tinker.ModelInput.from_ints(ids)
+            futures.append(sampler.sample(prompt, arguments.samples, params))
+        for future in futures:
+            for sequence in future.result().sequences:
+                assert len(sequence.tokens) == arguments.tokens
 
 
 def measure(url: str, count: int, arguments: argparse.Namespace) -> dict[str, object]:
     """Return the figures of so many adapters."""
-    together = Barrier(count)
-    clients = [Client(url, number, arguments, together) for number in range(count)]
+    barrier = Barrier(count)
+    clients = [Client(url, number, arguments, barrier) for number in range(count)]
+    rounds = []
     with ThreadPoolExecutor(count) as pool:
-        rounds = [
-            list(pool.map(Client.round, clients, [seed] * count))
-            for seed in range(arguments.rounds + 1)
-        ][1:]
-    training, sampling, own = np.array(rounds).transpose(2, 0, 1)  # [rounds, clients] each
-    trained = count * arguments.sequences * arguments.length
-    sampled = count * arguments.prompts * arguments.samples * arguments.tokens
-    whole = np.mean(training.max(1) + sampling.max(1))
+        for seed in range(arguments.rounds + 1):
+            rounds.append(list(pool.map(Client.round, clients, [seed] * count)))
+
+    # [rounds, clients] each, without the first round, which compiles.
+    training, sampling, client_seconds = np.array(rounds[1:]).transpose(2, 0, 1)
+    trained_tokens = count * arguments.sequences * arguments.length
+    sampled_tokens = count * arguments.prompts * arguments.samples * arguments.tokens
+    training_seconds = training.max(1).mean()
+    sampling_seconds = sampling.max(1).mean()
+    round_seconds = np.mean(training.max(1) + sampling.max(1))
     return {
         "adapters": count,
-        "trained_per_s": round(trained / whole, 1),
-        "sampled_per_s": round(sampled / whole, 1),
-        "trained_per_s_of_training": round(trained / training.max(1).mean(), 1),
-        "sampled_per_s_of_sampling": round(sampled / sampling.max(1).mean(), 1),
-        "round_median_s": round(float(np.median(own)), 2),
-        "round_max_s": round(float(own.max()), 2),
+        "trained_per_s": round(trained_tokens / round_seconds, 1),
+        "sampled_per_s": round(sampled_tokens / round_seconds, 1),
+        "trained_per_s_of_training": round(trained_tokens / training_seconds, 1),
+        "sampled_per_s_of_sampling": round(sampled_tokens / sampling_seconds, 1),
+        "round_median_s": round(float(np.median(client_seconds)), 2),
+        "round_max_s": round(float(client_seconds.max()), 2),
     }
 
 

@@ -6,7 +6,8 @@ SmolLM2-135M in float32; groups of 8 samples with 256 shared prompt tokens and 4
 each. Both sides are the project's learner: ``share_prefixes`` off, with a row per sample, and on,
 with a group in one row. The last line is one JSON object: ``ratio`` of samples per second, and
 ``max_grad_diff``, the largest difference between the two gradients of the first update (read from
-AdamW's first moment), relative to the largest gradient."""
+AdamW's first moment), relative to the largest gradient.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ from common import (
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.types import Group
 
-SAMPLES, SHARED, OWN, REPEATS = 8, 256, 40, 4
+SAMPLES = 8
+SHARED = 256  # ids
+OWN = 40
+REPEATS = 4
 SIDES = {
     "naive": {
         "share_prefixes": False,
@@ -40,28 +44,26 @@ SIDES = {
 
 def groups(count: int) -> list[Group]:
     """Make groups of random ids; half of each group's samples are rewarded."""
-    prompts, completions = random_ids(count, SHARED), random_ids(count, SAMPLES, OWN, seed=1)
-    return [
-        Group(
-            group_id=name,
-            trajectories=tuple(
-                make_trajectory(prompt, ids, group=name, index=i) for i, ids in enumerate(own)
-            ),
-        )
-        for name, prompt, own in zip(
-            map(str, range(count)), prompts.tolist(), completions.tolist(), strict=True
-        )
-    ]
+    prompts = random_ids(count, SHARED).tolist()
+    completions = random_ids(count, SAMPLES, OWN, seed=1).tolist()
+    result = []
+    for number in range(count):
+        name = str(number)
+        members = []
+        for i, ids in enumerate(completions[number]):
+            members.append(make_trajectory(prompts[number], ids, group=name, index=i))
+        result.append(Group(group_id=name, trajectories=tuple(members)))
+    return result
 
 
 def measure(side: dict[str, Any], batch: list[Group]) -> tuple[float, list[np.ndarray], float]:
     """Return seconds of one update, the first update's gradient, and tokens computed per update."""
-    learner = make_learner(
-        **side, learning_rate=1e-9, max_grad_norm=1e9
-    )  # nothing moves, nothing is clipped
-    computed = learner.update(batch).metrics["computed_tokens"]
+    # Nothing moves, and nothing is clipped.
+    learner = make_learner(**side, learning_rate=1e-9, max_grad_norm=1e9)
+    computed_tokens = learner.update(batch).metrics["computed_tokens"]
     gradient = jax.tree.leaves(first_gradient(learner, LearnerConfig().adam_b1))
-    return best_seconds(lambda: learner.update(batch), REPEATS), gradient, computed
+    seconds = best_seconds(lambda: learner.update(batch), REPEATS)
+    return seconds, gradient, computed_tokens
 
 
 def main() -> None:
@@ -70,19 +72,24 @@ def main() -> None:
     arguments = parser.parse_args()
     batch = groups(arguments.groups)
     samples = arguments.groups * SAMPLES
-    seconds, gradients = {}, {}
+    seconds = {}
+    gradients = {}
     for name, side in SIDES.items():
-        seconds[name], gradients[name], computed = measure(side, batch)
+        seconds[name], gradients[name], computed_tokens = measure(side, batch)
         print(
-            f"{name}: {samples / seconds[name]:.2f} samples/s, {computed:.0f} tokens computed",
+            f"{name}: {samples / seconds[name]:.2f} samples/s,"
+            f" {computed_tokens:.0f} tokens computed",
             flush=True,
         )
-    largest = max(float(np.abs(leaf).max()) for leaf in gradients["naive"])
-    pairs = zip(gradients["naive"], gradients["shared"], strict=True)
-    difference = max(float(np.abs(a - b).max()) for a, b in pairs)
+
+    largest_elements = []
+    largest_differences = []
+    for naive, shared in zip(gradients["naive"], gradients["shared"], strict=True):
+        largest_elements.append(float(np.abs(naive).max()))
+        largest_differences.append(float(np.abs(naive - shared).max()))
     result = {
         "ratio": round(seconds["naive"] / seconds["shared"], 2),
-        "max_grad_diff": difference / largest,
+        "max_grad_diff": max(largest_differences) / max(largest_elements),
         "naive_samples_per_second": round(samples / seconds["naive"], 2),
         "shared_samples_per_second": round(samples / seconds["shared"], 2),
     }

@@ -32,7 +32,10 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, TokenOutput
 
-GROUP, NEW, SPECULATIVE, LONGEST = 12, 48, 7, 352
+GROUP = 12
+NEW = 48  # ids
+SPECULATIVE = 7
+LONGEST = 352
 REQUESTS = {1: 24, 4: 60, 8: 96, 32: 192}
 """Requests of a round by batch size, so that all take about as long."""
 
@@ -47,12 +50,13 @@ def encoded_questions(count: int) -> list[tuple[int, ...]]:
     tokenizer = AutoTokenizer.from_pretrained(fetch_quickstart_model(), trust_remote_code=False)
     with tempfile.TemporaryDirectory() as folder:
         rows, *_ = prepare_shop(Path(folder), train=count, heldout=1)
-        messages = [row["prompt"] for _, row in read_row_file(rows)]
-    texts = [
-        tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True)
-        for m in messages
-    ]
-    return [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+        conversations = [row["prompt"] for _, row in read_row_file(rows)]
+
+    prompts = []
+    for messages in conversations:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompts.append(tuple(tokenizer(text, add_special_tokens=False).input_ids))
+    return prompts
 
 
 @dataclass
@@ -65,19 +69,21 @@ class Side:
 
     async def sample(self, requests: Sequence[GenerateRequest], batch: int) -> None:
         """Sample all requests, a batch of them at a time."""
-        free = asyncio.Semaphore(batch)
+        slots = asyncio.Semaphore(batch)
 
-        async def one(request: GenerateRequest) -> TokenOutput:
-            async with free:
+        async def generate(request: GenerateRequest) -> TokenOutput:
+            async with slots:
                 return await self.backend.generate(request)
 
-        begin = time.perf_counter()
-        self.outputs += await asyncio.gather(*map(one, requests))
-        self.seconds += time.perf_counter() - begin
+        start = time.perf_counter()
+        self.outputs += await asyncio.gather(*map(generate, requests))
+        self.seconds += time.perf_counter() - start
 
     @property
     def speed(self) -> float:
-        return sum(len(output.token_ids) for output in self.outputs) / self.seconds
+        """Ids per second."""
+        num_ids = sum(len(output.token_ids) for output in self.outputs)
+        return num_ids / self.seconds
 
 
 async def compare(
@@ -100,39 +106,48 @@ async def compare(
     count = questions_of(batch)
 
     def requests(number: int) -> list[GenerateRequest]:
-        own = questions[number * count : (number + 1) * count]
-        return [
-            GenerateRequest(
-                request_id=f"{number} {question} {member}",
-                prompt_ids=ids,
-                sampling=SamplingParams(max_tokens=NEW, temperature=temperature, seed=member),
-            )
-            for question, ids in enumerate(own)
-            for member in range(GROUP)
-        ]
+        """Return the requests of a round."""
+        result = []
+        for question, ids in enumerate(questions[number * count : (number + 1) * count]):
+            for member in range(GROUP):
+                request = GenerateRequest(
+                    request_id=f"{number} {question} {member}",
+                    prompt_ids=ids,
+                    sampling=SamplingParams(max_tokens=NEW, temperature=temperature, seed=member),
+                )
+                result.append(request)
+        return result
 
-    speculative = replace(shapes, num_speculative_tokens=SPECULATIVE)
+    speculative_shapes = replace(shapes, num_speculative_tokens=SPECULATIVE)
     async with (
-        running(JetStreamBackend(config, params, shapes)) as first,
-        running(JetStreamBackend(config, params, speculative)) as second,
+        running(JetStreamBackend(config, params, shapes)) as plain_backend,
+        running(JetStreamBackend(config, params, speculative_shapes)) as speculative_backend,
     ):
-        for backend in (first, second):
+        # Other questions compile the programs.
+        for backend in (plain_backend, speculative_backend):
             await Side(backend).sample(requests(0), batch)
-        before = await second.metrics()
-        plain, drafted = Side(first), Side(second)
+
+        start_metrics = await speculative_backend.metrics()
+        plain = Side(plain_backend)
+        speculative = Side(speculative_backend)
         for number in range(1, rounds + 1):
-            for side in (plain, drafted):
+            for side in (plain, speculative):
                 await side.sample(requests(number), batch)
-        done = (await second.metrics()).since(before)
-    pairs = list(zip(plain.outputs, drafted.outputs, strict=True))
+        metrics = (await speculative_backend.metrics()).since(start_metrics)
+
+    num_requests = len(plain.outputs)
+    num_same = 0
+    for plain_output, speculative_output in zip(plain.outputs, speculative.outputs, strict=True):
+        if plain_output.token_ids == speculative_output.token_ids:
+            num_same += 1
     return {
         "plain_tokens_per_second": round(plain.speed, 1),
-        "speculative_tokens_per_second": round(drafted.speed, 1),
-        "ratio": round(drafted.speed / plain.speed, 2),
-        "accepted_per_draft": round(done.accepted_tokens / max(1, done.drafts), 2),
-        "drafts_per_request": round(done.drafts / len(pairs), 2),
-        "same": round(sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs), 3),
-        "recompilations": done.recompilations,
+        "speculative_tokens_per_second": round(speculative.speed, 1),
+        "ratio": round(speculative.speed / plain.speed, 2),
+        "accepted_per_draft": round(metrics.accepted_tokens / max(1, metrics.drafts), 2),
+        "drafts_per_request": round(metrics.drafts / num_requests, 2),
+        "same": round(num_same / num_requests, 3),
+        "recompilations": metrics.recompilations,
     }
 
 
@@ -144,13 +159,22 @@ def main() -> None:
     arguments = parser.parse_args()
     print(cpu(), flush=True)
     config, params = load_quickstart()
-    most = max(map(questions_of, arguments.batches))
-    questions = encoded_questions((1 + arguments.rounds) * most)
+    max_questions = max(map(questions_of, arguments.batches))
+    questions = encoded_questions((1 + arguments.rounds) * max_questions)
     result = {}
     for batch in arguments.batches:
-        options = {"batch": batch, "rounds": arguments.rounds, "temperature": arguments.temperature}
-        result[f"batch_{batch}"] = asyncio.run(compare(config, params, questions, **options))
-        print(f"batch {batch}: {result[f'batch_{batch}']}", flush=True)
+        figures = asyncio.run(
+            compare(
+                config,
+                params,
+                questions,
+                batch=batch,
+                rounds=arguments.rounds,
+                temperature=arguments.temperature,
+            )
+        )
+        result[f"batch_{batch}"] = figures
+        print(f"batch {batch}: {figures}", flush=True)
     print(json.dumps(result))
 
 

@@ -1,6 +1,7 @@
 """``sft`` and ``dpo`` against TRL: same model, ids and machine, one after the other.
 
-    python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0     # a CPU build where the index has one
+    # a CPU build of torch where the index has one
+    python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0
     /tmp/trl/bin/pip install trl==1.16.0 transformers==5.23.0
     python benchmarks/supervised_peers.py --trl-python /tmp/trl/bin/python
 
@@ -65,13 +66,18 @@ def read_rows(count: int) -> dict[str, list[Any]]:
             pack_length=1024,
         )
         examples = encoder.examples([DataSource(path=str(demonstrations))])
-        lines = [row for _, row in read_row_file(demonstrations)]
-        wrong = [{"role": "assistant", "content": "I do not know."}]
+
+        wrong_answer = [{"role": "assistant", "content": "I do not know."}]
+        rows = []
+        for _, row in read_row_file(demonstrations):
+            rows.append(
+                {
+                    "prompt": row["prompt"],
+                    "chosen": row["completion"][:1],
+                    "rejected": wrong_answer,
+                }
+            )
         preferences = Path(folder) / "preferences.jsonl"
-        rows = [
-            {"prompt": line["prompt"], "chosen": line["completion"][:1], "rejected": wrong}
-            for line in lines
-        ]
         write_rows(preferences, rows)
         pairs = encoder.pairs([DataSource(path=str(preferences))])
     return {"sft": examples, "dpo": pairs}
@@ -79,25 +85,31 @@ def read_rows(count: int) -> dict[str, list[Any]]:
 
 def as_trl_rows(method: str, rows: list[Any]) -> list[dict[str, list[int]]]:
     """Return the same ids in TRL's columns."""
+    trl_rows = []
+    for row in rows:
+        if method == "sft":
+            (sequence,) = row
+            labels = np.where(sequence.loss_mask, sequence.token_ids, -100)
+            trl_rows.append({"input_ids": sequence.token_ids.tolist(), "labels": labels.tolist()})
+        else:
+            prompt_ids, chosen_ids = split_prompt(row.chosen)
+            _, rejected_ids = split_prompt(row.rejected)
+            trl_rows.append(
+                {
+                    "prompt_ids": prompt_ids,
+                    "chosen_ids": chosen_ids,
+                    "rejected_ids": rejected_ids,
+                }
+            )
+    return trl_rows
 
-    def parts(example: Example) -> tuple[list[int], list[int]]:
-        (sequence,) = example
-        ids, begin = sequence.token_ids.tolist(), int(np.argmax(sequence.loss_mask))
-        return ids[:begin], ids[begin:]
 
-    if method == "sft":
-        return [
-            {
-                "input_ids": s.token_ids.tolist(),
-                "labels": np.where(s.loss_mask, s.token_ids, -100).tolist(),
-            }
-            for (s,) in rows
-        ]
-    made = []
-    for pair in rows:
-        (prompt, chosen), (_, rejected) = parts(pair.chosen), parts(pair.rejected)
-        made.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
-    return made
+def split_prompt(example: Example) -> tuple[list[int], list[int]]:
+    """Return the ids before the first one in the loss, and those from it on."""
+    (sequence,) = example
+    ids = sequence.token_ids.tolist()
+    prompt_length = int(np.argmax(sequence.loss_mask))
+    return ids[:prompt_length], ids[prompt_length:]
 
 
 def ours(
@@ -108,23 +120,24 @@ def ours(
     learner = SequenceLearner(
         decoder, params, config=LearnerConfig(**config), reference=method == "dpo"
     )
-    trained: Sft | Dpo = Sft(learner=learner)
+    objective: Sft | Dpo = Sft(learner=learner)
     if method == "dpo":
-        trained = Dpo(learner=learner, beta=BETA, label_smoothing=0.0)
-    numbers = AdamParams(
+        objective = Dpo(learner=learner, beta=BETA, label_smoothing=0.0)
+    adam = AdamParams(
         learning_rate=OPTIMIZER["learning_rate"],
         beta1=OPTIMIZER["adam_b1"],
         beta2=OPTIMIZER["adam_b2"],
         eps=OPTIMIZER["adam_eps"],
         grad_clip_norm=OPTIMIZER["max_grad_norm"],
     )
-    losses, seconds = [], []
+    losses = []
+    seconds = []
     for _ in range(updates):
-        begin = time.perf_counter()
-        losses.append(trained.step(rows)["loss"])
-        learner.optim_step(numbers)
+        start = time.perf_counter()
+        losses.append(objective.step(rows)["loss"])
+        learner.optim_step(adam)
         jax.block_until_ready(learner.trained)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - start)
     return losses, min(seconds[1:])
 
 
@@ -133,22 +146,21 @@ def trl(
 ) -> tuple[list[float], float]:
     """Return the same of TRL's trainer, run in its environment."""
     with tempfile.TemporaryDirectory() as folder:
+        batch = {"method": method, "rows": as_trl_rows(method, rows), "beta": BETA} | OPTIMIZER
         file = Path(folder) / "batch.json"
-        file.write_text(
-            json.dumps(
-                {"method": method, "rows": as_trl_rows(method, rows), "beta": BETA} | OPTIMIZER
-            )
-        )
+        file.write_text(json.dumps(batch))
         command = [python, str(PEER), f"--model={model}", f"--batch={file}", f"--updates={updates}"]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
+        # PYTHONPATH is for our environment.
+        environment = dict(os.environ)
+        environment.pop("PYTHONPATH", None)
+        process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if process.returncode:
         sys.exit(
             f"{' '.join(command)} failed; is its environment the one this file's docstring"
-            f" makes?\n{done.stderr}"
+            f" makes?\n{process.stderr}"
         )
-    line = json.loads(done.stdout.splitlines()[-1])
-    return line["losses"], min(line["seconds"][1:])
+    result = json.loads(process.stdout.splitlines()[-1])
+    return result["losses"], min(result["seconds"][1:])
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -156,37 +168,36 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"cpu": cpu()}
     data = read_rows(arguments.rows)
     # Before ours, which keep the memory that they freed.
-    peers = {
-        method: trl(arguments.trl_python, method, rows, arguments.updates, model=arguments.model)
-        for method, rows in data.items()
-    }
+    peers = {}
     for method, rows in data.items():
-        lengths = [
-            len(s.token_ids)
-            for row in rows
-            for s in ((*row.chosen, *row.rejected) if method == "dpo" else row)
-        ]
-        alone = {
+        peers[method] = trl(
+            arguments.trl_python, method, rows, arguments.updates, model=arguments.model
+        )
+
+    for method, rows in data.items():
+        lengths = []
+        for row in rows:
+            sequences = (*row.chosen, *row.rejected) if method == "dpo" else row
+            lengths += [len(sequence.token_ids) for sequence in sequences]
+        row_per_sequence = {
             "pack_length": max(lengths),
             "micro_batch_size": len(rows),
             "share_prefixes": False,
         }
-        sides = {
-            "own_rows": ours(method, rows, arguments.updates, model=arguments.model, **alone),
-            "shared": ours(method, rows, arguments.updates, model=arguments.model),
-        }
+
         peer_losses, peer_seconds = peers[method]
         results[method] = {"trl_seconds": peer_seconds, "trl_losses": peer_losses}
-        for name, (losses, seconds) in sides.items():
+        for name, config in (("own_rows", row_per_sequence), ("shared", {})):
+            losses, seconds = ours(method, rows, arguments.updates, model=arguments.model, **config)
+            differences = [abs(a - b) for a, b in zip(losses, peer_losses, strict=True)]
             results[method][name] = {
                 "seconds": seconds,
                 "ratio": peer_seconds / seconds,
-                "loss_difference": max(
-                    abs(a - b) for a, b in zip(losses, peer_losses, strict=True)
-                ),
+                "loss_difference": max(differences),
             }
             print(
-                f"{method}, {name}: {seconds:.2f} s an update, TRL {peer_seconds:.2f} s", flush=True
+                f"{method}, {name}: {seconds:.2f} s an update, TRL {peer_seconds:.2f} s",
+                flush=True,
             )
     return results
 

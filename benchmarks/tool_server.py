@@ -1,7 +1,7 @@
-"""Soak test of the tool server: many trajectories at once, some of them hostile, and nothing left
-behind.
+r"""Soak test of the tool server: many trajectories at once, some hostile, and nothing left behind.
 
-    python benchmarks/tool_server.py [--seconds 600] [--trajectories 256] [--workers 2] [--kill-every 0]
+    python benchmarks/tool_server.py [--seconds 600] [--trajectories 256] [--workers 2] \
+        [--kill-every 0]
 
 Every trajectory takes a few actions in a Python session or a shell; some exit, hang, flood, fork,
 disconnect during an action or are never finished. At the end every environment must have been
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -31,8 +32,9 @@ from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.tool_server.sandbox.limits import process_tree
 from jax_agent_rl.tool_server.server import ToolServer
 
-PYTHON, BASH = "<python>{}</python>", "<bash>{}</bash>"
-ACTIONS = [
+PYTHON = "<python>{}</python>"
+BASH = "<bash>{}</bash>"
+ACTIONS = [  # with their weights
     (30, PYTHON.format("total = globals().get('total', 0) + 1\ntotal")),
     (20, BASH.format("echo $((count += 1))")),
     (10, PYTHON.format("import math\n[math.sqrt(n) for n in range(10)]")),
@@ -49,7 +51,18 @@ ACTIONS = [
 
 @dataclass(kw_only=True)
 class Report:
-    """The outcome of a soak test."""
+    """The outcome of a soak test.
+
+    Attributes:
+        trajectories: how many were begun.
+        actions: how many were sent.
+        seconds: from the first trajectory to the end of the last one.
+        errors: why trajectories ended early, by kind.
+        environments: opened, closed, lost with a worker, and still open.
+        processes_left: that belong to no worker.
+        descriptors: the workers' open files, after the warm-up and in the end.
+        memory_mb: the workers' memory, after the warm-up and in the end.
+    """
 
     trajectories: int = 0
     actions: int = 0
@@ -63,19 +76,20 @@ class Report:
     @property
     def problems(self) -> list[str]:
         """Descriptions of what is wrong; empty if nothing is."""
-        found = []
-        if self.environments["opened"] != self.environments["closed"] + self.environments["lost"]:
-            found.append(f"environments were not closed exactly once: {self.environments}")
-        if self.environments["open"] or self.processes_left:
-            found.append(
-                f"{self.environments['open']} environments and {self.processes_left} processes are"
-                " left"
+        problems = []
+        environments = self.environments
+        if environments["opened"] != environments["closed"] + environments["lost"]:
+            problems.append(f"environments were not closed exactly once: {environments}")
+        if environments["open"] or self.processes_left:
+            problems.append(
+                f"{environments['open']} environments and {self.processes_left} processes are left"
             )
-        if self.descriptors[1] > self.descriptors[0]:
-            found.append(
-                f"open descriptors grew from {self.descriptors[0]} to {self.descriptors[1]}"
+        descriptors_at_start, descriptors_at_end = self.descriptors
+        if descriptors_at_end > descriptors_at_start:
+            problems.append(
+                f"open descriptors grew from {descriptors_at_start} to {descriptors_at_end}"
             )
-        return found
+        return problems
 
 
 async def soak(
@@ -91,10 +105,10 @@ async def soak(
 
     Args:
         seconds: for how long trajectories are begun.
-        trajectories: at the same time.
-        workers: of the server.
+        trajectories: how many run at the same time.
+        workers: processes of the server.
         kill_every: seconds between the deaths of workers; 0 kills none.
-        idle_seconds: after which what was left open is closed.
+        idle_seconds: after which the server closes an environment that is left open.
         seed: of everything that is random.
     """
     settings = ToolServerSettings.model_validate(
@@ -107,32 +121,35 @@ async def soak(
             "step_seconds": 300.0,
         }
     )
-    report, before = Report(), set(process_tree(os.getpid()))
+    report = Report()
+    processes_at_start = set(process_tree(os.getpid()))
     async with ToolServer(settings) as server:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(server.url, connector=connector) as session:
             await _warm_up(session, workers)
-            report.descriptors = (_descriptors(server), 0)
-            report.memory_mb = (_memory_mb(server), 0)
-            began = time.monotonic()
-            killing = asyncio.create_task(_kill(server, kill_every)) if kill_every else None
-            clients = [
-                _client(
-                    session, report, random.Random(seed * 100_003 + n), began + seconds, f"c{n}"
-                )
-                for n in range(trajectories)
-            ]
+            descriptors_at_start = _descriptors(server)
+            memory_at_start = _memory_mb(server)
+
+            start = time.monotonic()
+            killing = None
+            if kill_every:
+                killing = asyncio.create_task(_kill(server, kill_every))
+            clients = []
+            for n in range(trajectories):
+                rng = random.Random(seed * 100_003 + n)
+                clients.append(_client(session, report, rng, start + seconds, f"c{n}"))
             await asyncio.gather(*clients)
-            report.seconds = time.monotonic() - began
+            report.seconds = time.monotonic() - start
             if killing is not None:
                 killing.cancel()
                 await asyncio.gather(killing, return_exceptions=True)
+
             await _wait_until_closed(session)
             report.environments = await _environments(session)
-            known = before | set(server.worker_pids)
-            report.processes_left = len(set(process_tree(os.getpid())) - known)
-            report.descriptors = (report.descriptors[0], _descriptors(server))
-            report.memory_mb = (report.memory_mb[0], _memory_mb(server))
+            expected_processes = processes_at_start | set(server.worker_pids)
+            report.processes_left = len(set(process_tree(os.getpid())) - expected_processes)
+            report.descriptors = (descriptors_at_start, _descriptors(server))
+            report.memory_mb = (memory_at_start, _memory_mb(server))
     return report
 
 
@@ -148,13 +165,16 @@ async def _client(
         report.trajectories += 1
         for _ in range(rng.randint(1, 5)):
             action = rng.choices(actions, weights)[0]
-            disconnects = rng.random() < 0.02
-            answer = await _post(
-                session, trajectory, action, seconds=rng.uniform(0, 1) if disconnects else None
-            )
+            max_seconds = None
+            if rng.random() < 0.02:  # it disconnects
+                max_seconds = rng.uniform(0, 1)
+            answer = await _post(session, trajectory, action, seconds=max_seconds)
             report.actions += 1
-            if answer is None or answer["dones"][0]:
-                report.errors["disconnected" if answer is None else answer["errors"][0]] += 1
+            if answer is None:
+                report.errors["disconnected"] += 1
+                break
+            if answer["dones"][0]:
+                report.errors[answer["errors"][0]] += 1
                 break
         if rng.random() < 0.95:  # the others are left to become idle
             await _post(session, trajectory, "", finish=True)
@@ -188,7 +208,8 @@ async def _warm_up(session: aiohttp.ClientSession, workers: int) -> None:
 
 
 async def _kill(server: ToolServer, every: float) -> None:
-    for turn in range(1_000_000):
+    """Kill one worker after another."""
+    for turn in itertools.count():
         await asyncio.sleep(every)
         pid = server.worker_pids[turn % len(server.worker_pids)]
         if pid is not None:
@@ -205,27 +226,41 @@ async def _wait_until_closed(session: aiohttp.ClientSession) -> None:
 
 
 async def _environments(session: aiohttp.ClientSession) -> dict[str, float]:
+    """Return how many environments the server opened, closed, lost and has open."""
     counts = dict.fromkeys(("opened", "closed", "lost"), 0.0)
     async with session.get("/metrics") as response:
-        for line in (await response.text()).splitlines():
-            for what in counts:
-                if line.startswith(f"toolserver_environments_{what}_total"):
-                    counts[what] += float(line.rpartition(" ")[2])
+        metrics = await response.text()
+    for line in metrics.splitlines():
+        for event in counts:
+            if line.startswith(f"toolserver_environments_{event}_total"):
+                _, _, value = line.rpartition(" ")
+                counts[event] += float(value)
+
     async with session.get("/health") as response:
-        return counts | {"open": (await response.json())["open_environments"]}
+        health = await response.json()
+    return counts | {"open": health["open_environments"]}
 
 
 def _descriptors(server: ToolServer) -> int:
-    """Count the workers' open descriptors except sockets, as connections are kept alive and vary in
-    number.
+    """Count the workers' open descriptors.
+
+    Sockets are left out: connections are kept alive, and vary in number.
     """
-    files = (fd for pid in server.worker_pids for fd in Path(f"/proc/{pid}/fd").iterdir())
-    return sum(not os.readlink(fd).startswith("socket:") for fd in files)
+    count = 0
+    for pid in server.worker_pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            if not os.readlink(descriptor).startswith("socket:"):
+                count += 1
+    return count
 
 
 def _memory_mb(server: ToolServer) -> int:
-    pages = (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in server.worker_pids)
-    return sum(pages) * os.sysconf("SC_PAGE_SIZE") >> 20
+    """Return the workers' resident memory in MiB."""
+    num_pages = 0
+    for pid in server.worker_pids:
+        _, resident, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+        num_pages += int(resident)
+    return num_pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 def main() -> None:
@@ -261,12 +296,13 @@ def main() -> None:
         f"workers' descriptors {report.descriptors}, memory in MiB {report.memory_mb} (before,"
         " after)"
     )
-    counts = {"trajectories": report.trajectories, "ended_early": sum(report.errors.values())}
-    print(
-        json.dumps(
-            counts | {"actions_per_second": round(rate, 1), "processes_left": report.processes_left}
-        )
-    )
+    figures = {
+        "trajectories": report.trajectories,
+        "ended_early": sum(report.errors.values()),
+        "actions_per_second": round(rate, 1),
+        "processes_left": report.processes_left,
+    }
+    print(json.dumps(figures))
     if report.problems:
         sys.exit("FAILED: " + "; ".join(report.problems))
 

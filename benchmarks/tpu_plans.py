@@ -1,15 +1,14 @@
-"""Fit, time of a step and cost of a million trained tokens, for well-known models on TPU slices; no
-TPU is needed.
+"""Fit, time of a step and cost of a million trained tokens, for well-known models on TPU slices.
 
     python benchmarks/tpu_plans.py [--only 8b/v5p] [--price v5p=4.2 ...] [--set KEY=VALUE ...]
 
 Plans ``configs/tpu_8b.yaml`` for other models and slices, as ``jax-agent-rl plan`` does: all
-programs are compiled and their times predicted. A step has 64 trajectories per chip, as that recipe
-on its slice. What does not fit with the changes of ``CASES`` and of ``--set`` is planned again with
-those that the plan advises, up to five times. Trained tokens are the sampled ones; their cost
-includes the rollout. Prices are dollars per chip-hour, on demand, as Google listed them for US
-regions; ``--price`` sets others. Extra: plan. A row takes minutes and is printed when it is ready,
-in Markdown.
+programs are compiled and their times predicted; no TPU is needed. A step has 64 trajectories per
+chip, as that recipe on its slice. What does not fit with the changes of ``CASES`` and of ``--set``
+is planned again with the changes that the plan advises, up to five times. Trained tokens are the
+sampled ones; their cost includes the rollout. Prices are dollars per chip-hour, on demand, as
+Google listed them for US regions; ``--price`` sets others. Extra: plan. A row takes minutes and is
+printed when it is ready, in Markdown.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.jetstream.shapes import kv_cache_tokens
 
 PRICES = {"v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
-MOST_CHANGES = 5
+MAX_CHANGES = 5
 COLUMNS = (
     "model",
     "slice",
@@ -75,19 +74,20 @@ CASES = (  # with changes without which they would not fit
 
 def scale_batch(case: Case) -> list[str]:
     """Return overrides that give each chip as many trajectories as the recipe does on its slice."""
-    chips, rollout = Slice.parse(case.topology).chips, load(RECIPE, case.overrides).rollout
-    held = TRAJECTORIES * rollout.jetstream.mesh.engine_devices
-    cache = kv_cache_tokens(
-        rollout.max_model_len, min(rollout.jetstream.max_concurrent_decodes, held), held
-    )
+    chips = Slice.parse(case.topology).chips
+    rollout = load(RECIPE, case.overrides).rollout
+    engine_trajectories = TRAJECTORIES * rollout.jetstream.mesh.engine_devices
+    slots = min(rollout.jetstream.max_concurrent_decodes, engine_trajectories)
+    # Set it, since on several hosts the default is for all trajectories.
+    cache_tokens = kv_cache_tokens(rollout.max_model_len, slots, engine_trajectories)
     return [
         f"rollout.prompts_per_step={TRAJECTORIES * chips // rollout.group_size}",
         f"rollout.max_in_flight={TRAJECTORIES * chips}",
-        f"rollout.jetstream.kv_cache_tokens={cache}",  # on several hosts the default is of all trajectories
+        f"rollout.jetstream.kv_cache_tokens={cache_tokens}",
     ]
 
 
-def planned(case: Case, price: float, changes: dict[str, str]) -> dict[str, Any]:
+def make_plan(case: Case, price: float, changes: dict[str, str]) -> dict[str, Any]:
     """Return a plan as JSON (``jax_agent_rl.deploy.plan.report.as_json``).
 
     Raises:
@@ -109,45 +109,56 @@ def planned(case: Case, price: float, changes: dict[str, str]) -> dict[str, Any]
             width=100,
             colours=False,
         )
-        return plan_in_subprocess(
-            task, lambda text: print(f"  {text}", file=sys.stderr, flush=True)
-        ).made
+
+        def print_progress(text: str) -> None:
+            print(f"  {text}", file=sys.stderr, flush=True)
+
+        return plan_in_subprocess(task, print_progress).made
 
 
-def advised(made: dict[str, Any]) -> dict[str, str]:
-    """Return the first changes that a plan advises; none if it fits or advises something else, as a
-    larger slice.
+def advised_changes(plan: dict[str, Any]) -> dict[str, str]:
+    """Return the first changes that a plan advises.
+
+    There are none if it fits or advises something else, such as a larger slice.
     """
-    hints = (
-        hint.split()
-        for program in made["programs"]
-        if not program["fits"]
-        for hint in program["change"]
-    )
-    words = next(
-        (words for words in hints if all(re.fullmatch(r"[\w.]+=\S+", word) for word in words)), []
-    )
-    return as_changes(words)
+    for program in plan["programs"]:
+        if program["fits"]:
+            continue
+        for hint in program["change"]:
+            words = hint.split()
+            if all(re.fullmatch(r"[\w.]+=\S+", word) for word in words):
+                return as_changes(words)
+    return {}
 
 
 def as_changes(words: Iterable[str]) -> dict[str, str]:
+    """Return words ``key=value`` by key."""
     return dict(word.split("=", 1) for word in words)
 
 
 def as_words(changes: dict[str, str]) -> list[str]:
+    """Invert :func:`as_changes`."""
     return [f"{key}={value}" for key, value in changes.items()]
 
 
-def row(made: dict[str, Any]) -> list[str]:
+def row(plan: dict[str, Any]) -> list[str]:
     """Return a plan's cells, from the chips on."""
-    step, capacity = made["step"], made["capacity"]
-    fullest = max(program["total"] for program in made["programs"])
-    fit = f"{fullest / 2**30:.1f} of {capacity / 2**30:.1f} GiB"
-    if not made["fits"]:
-        return [str(made["chips"]), f"{fit}: does not fit", *["-"] * 5]
-    times = [f"{step[part]:.0f} s" for part in ("seconds", "rollout", "learner")]
-    speed = f"{step['sampled'] / step['seconds']:,.0f}"
-    return [str(made["chips"]), fit, *times, speed, f"{made['cost_of_million_trained_tokens']:.2f}"]
+    chips = str(plan["chips"])
+    fullest = max(program["total"] for program in plan["programs"])
+    fit = f"{fullest / 2**30:.1f} of {plan['capacity'] / 2**30:.1f} GiB"
+    if not plan["fits"]:
+        return [chips, f"{fit}: does not fit", "-", "-", "-", "-", "-"]
+
+    step = plan["step"]
+    return [
+        chips,
+        fit,
+        f"{step['seconds']:.0f} s",
+        f"{step['rollout']:.0f} s",
+        f"{step['learner']:.0f} s",
+        f"{step['sampled'] / step['seconds']:,.0f}",
+        f"{plan['cost_of_million_trained_tokens']:.2f}",
+    ]
 
 
 def main() -> None:
@@ -160,26 +171,29 @@ def main() -> None:
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of configs/tpu_8b.yaml"
     )
     args = parser.parse_args()
-    prices = PRICES | {
-        name: float(price) for name, _, price in (one.partition("=") for one in args.price)
-    }
+
+    prices = dict(PRICES)
+    for generation, price in as_changes(args.price).items():
+        prices[generation] = float(price)
+
     for cells in (COLUMNS, ["---"] * len(COLUMNS)):
         print(f"| {' | '.join(cells)} |", flush=True)
-    for case, own in CASES:
+    for case, case_changes in CASES:
         if not any(part in f"{case.model}/{case.topology}" for part in args.only):
             continue
-        price, changes = (
-            prices[case.topology.partition(":")[0]],
-            as_changes([*own.split(), *args.set]),
-        )
+
+        generation, _, _ = case.topology.partition(":")
+        price = prices[generation]
+        changes = as_changes([*case_changes.split(), *args.set])
         try:
-            made = planned(case, price, changes)
-            for _ in range(MOST_CHANGES):
-                if not (more := advised(made)):
+            plan = make_plan(case, price, changes)
+            for _ in range(MAX_CHANGES):
+                new_changes = advised_changes(plan)
+                if not new_changes:
                     break
-                changes |= more
-                made = planned(case, price, changes)
-            cells = row(made)
+                changes |= new_changes
+                plan = make_plan(case, price, changes)
+            cells = row(plan)
         except (CompilerError, ConfigError) as error:
             cells = ["", textwrap.shorten(str(error), 200)]
         name = ", ".join([case.model, *(f"`{change}`" for change in as_words(changes))])

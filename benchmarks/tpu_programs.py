@@ -1,14 +1,14 @@
-"""Predicted times of TPU programs and their share of the ideal, for well-known models; no TPU is
-needed.
+r"""Predicted times of TPU programs and their share of the ideal, for well-known models.
 
-    python benchmarks/tpu_programs.py [--only qwen3-8b/v5e] [--programs decode learner] [--layers 2 4] [--set KEY=VALUE]
+    python benchmarks/tpu_programs.py [--only qwen3-8b/v5e] [--programs decode learner] \
+        [--layers 2 4] [--set KEY=VALUE]
 
-Each program is compiled with few layers, twice, and its time scaled to the model's number: what a
-layer adds is the difference. A step of decoding has all slots at the end of their contexts; a
-gradient has one micro-batch. The ideal is that of ``jax-agent-rl plan``: weights and visible keys
-and values read once, the model's operations at the chips' peak, or the exchanges at the links'
-speed, whichever takes longest. Extra: plan. Compiling takes minutes per row; rows are printed as
-they are ready, as a table in Markdown.
+No TPU is needed. Each program is compiled with few layers, twice, and its time scaled to the
+model's number: what a layer adds is the difference. A step of decoding has all slots at the end of
+their contexts; a gradient has one micro-batch. The ideal is as in ``jax-agent-rl plan``: weights
+and visible keys and values read once, the model's operations at the chips' peak, or the exchanges
+at the links' speed, whichever takes longest. Extra: plan. Compiling takes minutes per row; rows are
+printed as they are ready, as a table in Markdown.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAIN = {"decode": "decode", "prefill": "prefill", "learner": "policy gradient"}
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a slice, and the meshes of an engine and of the learner, as ``fsdp=4 expert=2``."""
+    """A model on a slice, and the meshes of engine and learner, such as ``fsdp=4 expert=2``."""
 
     model: str
     topology: str
@@ -46,17 +46,16 @@ class Case:
     @property
     def overrides(self) -> list[str]:
         """Return the changes of the recipe."""
-        # The recipe splits its engine by tensor.
+        overrides = []
         meshes = {"rollout.jetstream.mesh": self.engine, "learner.mesh": self.learner}
-        return [
-            f"{mesh}.{part}"
-            for mesh, parts in meshes.items()
-            for part in ("tensor=1", *parts.split())
-        ]
+        for mesh, axes in meshes.items():
+            overrides.append(f"{mesh}.tensor=1")  # the recipe splits its engine by tensor
+            overrides += [f"{mesh}.{axis}" for axis in axes.split()]
+        return overrides
 
 
 def cases() -> Iterator[Case]:
-    """Yield models of 1.5B, 8B and 32B parameters, and a mixture of experts, on every generation."""
+    """Yield models of 1.5B to 32B parameters, one of experts among them, on every generation."""
     for topology in ("v5e:2x4", "v5p:2x2x1", "v6e:2x4"):
         chips = Slice.parse(topology).chips
         fsdp = f"fsdp={chips}"
@@ -66,16 +65,28 @@ def cases() -> Iterator[Case]:
         yield Case("qwen3-30b-a3b", topology, "expert=4", f"fsdp={chips // 2} expert=2")
 
 
-def compiled_with(case: Case, program: Profile, layers: int, more: list[str]) -> Compiled:
-    """Compile a program of a model with so many layers."""
+def compiled_with(case: Case, program: Profile, layers: int, changes: list[str]) -> Compiled:
+    """Compile a program of a model with so many layers.
+
+    Args:
+        changes: of the recipe, besides those of the case.
+    """
     fields = ARCHITECTURES[case.model] | {"num_hidden_layers": layers}
-    slice = Slice.parse(case.topology)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(fields))
-        alone = "rollout.jetstream.mesh.data=1"  # an engine has all slots
-        config = load(RECIPE, [f"model.path={folder}", alone, *case.overrides, *more])
-        made = compile_profiled(config, check(config), slice, profile=program)
-    return next(one for one in made if one.program.name.startswith(MAIN[program]))
+        overrides = [
+            f"model.path={folder}",
+            "rollout.jetstream.mesh.data=1",  # one engine has all slots
+            *case.overrides,
+            *changes,
+        ]
+        config = load(RECIPE, overrides)
+        topology = Slice.parse(case.topology)
+        all_compiled = compile_profiled(config, check(config), topology, profile=program)
+    for compiled in all_compiled:
+        if compiled.program.name.startswith(MAIN[program]):
+            return compiled
+    raise RuntimeError(f"{case.model} has no program {MAIN[program]!r}")
 
 
 def main() -> None:
@@ -97,40 +108,57 @@ def main() -> None:
     args = parser.parse_args()
     print("| model | slice | program | chips | ideal | bound by | predicted | share |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    chosen = cases()
+    all_cases = list(cases())
     if args.case:
-        chosen = [Case(*args.case)]
-    for case in chosen:
+        all_cases = [Case(*args.case)]
+    for case in all_cases:
         if args.only not in f"{case.model}/{case.topology}":
             continue
-        chip = Slice.parse(case.topology).chip
         for program in args.programs:
-            few, more = (compiled_with(case, program, layers, args.set) for layers in args.layers)
-            where = (
-                f"| {case.model} | {case.topology} | {more.program.name} |"
-                f" {more.program.mesh.size} |"
-            )
-            if few.prediction is None or more.prediction is None:
-                print(f"{where} does not fit with {args.layers[1]} layers | | | |", flush=True)
-                continue
-            # Each resource alone: few layers may be bound by another one than all.
-            fewer, own = vars(ideal_seconds(few, chip)), vars(ideal_seconds(more, chip))
-            ideal = Seconds(
-                **{part: scaled(case, args.layers, (fewer[part], own[part])) for part in own}
-            )
-            predicted = scaled(case, args.layers, (few.prediction.seconds, more.prediction.seconds))
-            steps = more.program.loops
-            numbers = (
-                f"{ideal.total / steps * 1e3:.2f} ms | {ideal.bound} |"
-                f" {predicted / steps * 1e3:.2f} ms"
-            )
-            print(f"{where} {numbers} | {ideal.total / predicted:.0%} |", flush=True)
+            print(row(case, program, args.layers, args.set), flush=True)
 
 
-def scaled(case: Case, layers: list[int], seconds: tuple[float, float]) -> float:
-    """Return the time with all layers of a model, from that with few and with more."""
-    each = (seconds[1] - seconds[0]) / (layers[1] - layers[0])
-    return seconds[1] + each * (ARCHITECTURES[case.model]["num_hidden_layers"] - layers[1])
+def row(case: Case, program: Profile, layers: list[int], changes: list[str]) -> str:
+    """Return a line of the table.
+
+    Args:
+        layers: how many are compiled, few and more.
+        changes: of the recipe, besides those of the case.
+    """
+    few_layers, more_layers = layers
+    smaller = compiled_with(case, program, few_layers, changes)
+    larger = compiled_with(case, program, more_layers, changes)
+    program_name = larger.program.name
+    num_chips = larger.program.mesh.size
+    start = f"| {case.model} | {case.topology} | {program_name} | {num_chips} |"
+    if smaller.prediction is None or larger.prediction is None:
+        return f"{start} does not fit with {more_layers} layers | | | |"
+
+    # Each resource alone: few layers may be bound by another one than all.
+    chip = Slice.parse(case.topology).chip
+    smaller_ideal = vars(ideal_seconds(smaller, chip))
+    larger_ideal = vars(ideal_seconds(larger, chip))
+    ideal_by_resource = {}
+    for resource, seconds in larger_ideal.items():
+        ideal_by_resource[resource] = scaled(case, layers, smaller_ideal[resource], seconds)
+    ideal = Seconds(**ideal_by_resource)
+
+    predicted = scaled(case, layers, smaller.prediction.seconds, larger.prediction.seconds)
+    steps = larger.program.loops
+    ideal_ms = ideal.total / steps * 1e3
+    predicted_ms = predicted / steps * 1e3
+    return (
+        f"{start} {ideal_ms:.2f} ms | {ideal.bound} | {predicted_ms:.2f} ms |"
+        f" {ideal.total / predicted:.0%} |"
+    )
+
+
+def scaled(case: Case, layers: list[int], few_seconds: float, more_seconds: float) -> float:
+    """Return the time with all layers of a model, from the times with few and with more layers."""
+    few_layers, more_layers = layers
+    layer_seconds = (more_seconds - few_seconds) / (more_layers - few_layers)
+    num_layers = ARCHITECTURES[case.model]["num_hidden_layers"]
+    return more_seconds + layer_seconds * (num_layers - more_layers)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
     python benchmarks/weight_publication.py [--rounds 3] [--dtype bfloat16]
     python benchmarks/weight_publication.py --steps 4 [--learning-rate 1e-6]
 
-SmolLM2-135M in float32; with ``--dtype bfloat16`` engines take it in bfloat16, in which files and
-folders then are. The routes take turns, round by round, in one process; the shortest time counts,
-from the learner's arrays to arrays in the engine's layout. On CPUs six devices are simulated:
+SmolLM2-135M in float32; with ``--dtype bfloat16`` engines, files and folders have it in bfloat16.
+The routes take turns, round by round, in one process; the shortest time counts, from the learner's
+arrays to arrays in the engine's layout. On CPUs six devices are simulated:
 
     arrays            learner and engine on one device, one program
-    arrays_resharded  learner fsdp 3 on devices 0-2 ─► engine tensor 3 on devices 3-5, shard by shard
+    arrays_resharded  learner fsdp 3 on devices 0-2 ─► engine tensor 3 on devices 3-5, by shards
     files             safetensors in shared memory with digests, read by an engine of one device
     upload            the same files over HTTP on loopback
     tensorstore       learner fsdp 3 ─► folder in shared memory ─► engine tensor 3
@@ -66,6 +66,8 @@ SHAPES = EngineShapes(
     prefill_buckets=(32,),
 )
 SHARED_MEMORY = Path("/dev/shm")
+MakeUpdate = Callable[[int], WeightUpdate]
+SendUpdate = Callable[[WeightUpdate], Awaitable[None]]
 
 
 class WeightReceiver:
@@ -101,110 +103,121 @@ class WeightReceiver:
 
 
 async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
-    model, whole = load_quickstart()
-    split = jax.tree.map(
-        place, whole, parameter_shardings(make_mesh(MeshConfig(fsdp=3)), model.parameter_shapes())
-    )
-    count = sum(x.size for x in jax.tree.leaves(whole))
+    """Time every route."""
+    model, params = load_quickstart()
+    shardings = parameter_shardings(make_mesh(MeshConfig(fsdp=3)), model.parameter_shapes())
+    sharded_params = jax.tree.map(place, params, shardings)
+    num_parameters = sum(x.size for x in jax.tree.leaves(params))
     files = WeightFiles(model, probe_ids=[list(range(3, 35))])
     root = tempfile.mkdtemp(
         prefix="jax_agent_rl-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     )
-    one, spread = EngineMeshConfig(), EngineMeshConfig(tensor=3)
-    receivers = {"arrays": WeightReceiver(model, whole, one, dtype=dtype)}
-    receivers["arrays_resharded"] = WeightReceiver(
-        model, split, spread, device_offset=3, dtype=dtype
-    )
-    rounded_whole, rounded_split = (
-        jax.tree.map(lambda x: rounded(x, dtype), params) for params in (whole, split)
-    )
-    receivers |= {
-        name: WeightReceiver(model, rounded_whole, one, dtype=dtype) for name in ("files", "upload")
+
+    # Arrays cross as they are, and are rounded by the engine; the others are rounded before.
+    rounded_params = jax.tree.map(lambda x: rounded(x, dtype), params)
+    rounded_shards = jax.tree.map(lambda x: rounded(x, dtype), sharded_params)
+    one_device = EngineMeshConfig()
+    three_devices = EngineMeshConfig(tensor=3)
+    receivers = {
+        "arrays": WeightReceiver(model, params, one_device, dtype=dtype),
+        "arrays_resharded": WeightReceiver(
+            model, sharded_params, three_devices, device_offset=3, dtype=dtype
+        ),
+        "files": WeightReceiver(model, rounded_params, one_device, dtype=dtype),
+        "upload": WeightReceiver(model, rounded_params, one_device, dtype=dtype),
+        "tensorstore": WeightReceiver(
+            model, rounded_shards, three_devices, device_offset=3, dtype=dtype
+        ),
     }
-    receivers["tensorstore"] = WeightReceiver(
-        model, rounded_split, spread, device_offset=3, dtype=dtype
-    )
     server = RolloutServer(receivers["upload"])  # type: ignore[arg-type]
     await server.start()
     remote = RemoteBackend(server.url, shares_disk=False)
     await remote.start()
 
+    def make_arrays(version: int) -> WeightUpdate:
+        return WeightUpdate(version=version, kind="arrays", payload=params)
+
+    def make_sharded_arrays(version: int) -> WeightUpdate:
+        return WeightUpdate(version=version, kind="arrays", payload=sharded_params)
+
     def write_files(version: int) -> WeightUpdate:
-        paths = files.write(whole, version, dtype=dtype)
+        paths = files.write(params, version, dtype=dtype)
         return WeightUpdate(
             version=version, kind="safetensors", payload=paths, digests=files.digests
         )
 
     def write_shards(version: int) -> WeightUpdate:
         folder = stored.version_folder(root, version)
-        stored.write_part(folder, split, part=0, dtype=dtype)
+        stored.write_part(folder, sharded_params, part=0, dtype=dtype)
         digests = {stored.MANIFEST: stored.publish(folder, parts=1)}
         stored.remove(stored.version_folder(root, version - 1))
         return WeightUpdate(version=version, kind="tensorstore", payload=folder, digests=digests)
 
-    routes: dict[
-        str, tuple[Callable[[int], WeightUpdate], Callable[[WeightUpdate], Awaitable[None]]]
-    ] = {
-        "arrays": (
-            lambda v: WeightUpdate(version=v, kind="arrays", payload=whole),
-            receivers["arrays"].update_weights,
-        ),
-        "arrays_resharded": (
-            lambda v: WeightUpdate(version=v, kind="arrays", payload=split),
-            receivers["arrays_resharded"].update_weights,
-        ),
+    routes: dict[str, tuple[MakeUpdate, SendUpdate]] = {
+        "arrays": (make_arrays, receivers["arrays"].update_weights),
+        "arrays_resharded": (make_sharded_arrays, receivers["arrays_resharded"].update_weights),
         "files": (write_files, receivers["files"].update_weights),
         "upload": (write_files, remote.update_weights),
         "tensorstore": (write_shards, receivers["tensorstore"].update_weights),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *routes)}
-    source, target = np.ones(count, np.float32), np.zeros(count, np.float32)
+    all_seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *routes)}
+    source = np.ones(num_parameters, np.float32)
+    target = np.zeros(num_parameters, np.float32)
     for version in range(1, rounds + 2):  # the first round compiles
-        begin = time.perf_counter()
+        start = time.perf_counter()
         np.copyto(target, source)
-        seconds["memcpy"].append(time.perf_counter() - begin)
+        all_seconds["memcpy"].append(time.perf_counter() - start)
         for name, (make, send) in routes.items():
-            begin = time.perf_counter()
+            start = time.perf_counter()
             await send(make(version))
-            seconds[name].append(time.perf_counter() - begin)
+            all_seconds[name].append(time.perf_counter() - start)
+
     await remote.close()
     await server.close()
     files.close()
     stored.remove(stored.address(root))
-    best = {name: min(times[1:]) for name, times in seconds.items()}
-    return {
-        name: {
-            "seconds_per_billion": time / count * 1e9,
-            "bytes_per_parameter": (
-                4 if name in ("memcpy", "arrays", "arrays_resharded") else jnp.dtype(dtype).itemsize
-            ),
-            "gb_per_s": 4 * count / time / 1e9,
-            "share_of_memcpy": best["memcpy"] / time,
+
+    memcpy_seconds = min(all_seconds["memcpy"][1:])
+    results = {}
+    for name, round_seconds in all_seconds.items():
+        seconds = min(round_seconds[1:])
+        is_rounded = name not in ("memcpy", "arrays", "arrays_resharded")
+        results[name] = {
+            "seconds_per_billion": seconds / num_parameters * 1e9,
+            "bytes_per_parameter": jnp.dtype(dtype).itemsize if is_rounded else 4,
+            "gb_per_s": 4 * num_parameters / seconds / 1e9,
+            "share_of_memcpy": memcpy_seconds / seconds,
         }
-        for name, time in best.items()
-    }
+    return results
 
 
 async def measure_deltas(steps: int, learning_rate: float) -> dict[str, list[float]]:
-    """Return per step: share of numbers that stayed, bytes and seconds whole, and of what changed."""
-    settings = {
-        "pack_length": 256,
-        "micro_batch_size": 4,
-        "share_prefixes": False,
-        "mesh": MeshConfig(fsdp=1),
-    }
-    learner = make_learner(learning_rate=learning_rate, **settings)
-    members = (
-        make_trajectory(row[:1], row[1:], group="g", index=i)
-        for i, row in enumerate(random_ids(8, 256).tolist())
+    """Send every version in whole files, and as what changed.
+
+    Returns:
+        Lists with a number per step: the share of numbers that stayed the same, and for both ways
+        megabytes, and seconds to make and to send.
+    """
+    learner = make_learner(
+        learning_rate=learning_rate,
+        pack_length=256,
+        micro_batch_size=4,
+        share_prefixes=False,
+        mesh=MeshConfig(fsdp=1),
     )
+    members = []
+    for i, row in enumerate(random_ids(8, 256).tolist()):
+        members.append(make_trajectory(row[:1], row[1:], group="g", index=i))
     group = Group(group_id="g", trajectories=tuple(members))
-    start = jax.tree.map(lambda x: x.astype(jnp.bfloat16), learner.params)
+    first_params = as_bfloat16(learner.params)
+
     result: dict[str, list[float]] = {"unchanged": []}
     async with contextlib.AsyncExitStack() as stack:
         routes = {}
         for name, full_every in (("whole", 1), ("changes", steps + 2)):
-            receiver = WeightReceiver(learner.model, start, EngineMeshConfig(), dtype="bfloat16")
+            receiver = WeightReceiver(
+                learner.model, first_params, EngineMeshConfig(), dtype="bfloat16"
+            )
             server = RolloutServer(receiver)  # type: ignore[arg-type]
             await server.start()
             stack.push_async_callback(server.close)
@@ -213,30 +226,45 @@ async def measure_deltas(steps: int, learning_rate: float) -> dict[str, list[flo
             stack.push_async_callback(remote.close)
             files = WeightFiles(learner.model, probe_ids=[list(range(3, 35))])
             stack.callback(files.close)
-            routes[name] = FilePublisher(files, lambda: "bfloat16", full_every=full_every), remote
+            publisher = FilePublisher(files, lambda: "bfloat16", full_every=full_every)
+            routes[name] = (publisher, remote)
             result |= {f"{name}_mb": [], f"{name}_make_seconds": [], f"{name}_send_seconds": []}
+
         for version in range(1, steps + 2):  # the first sends the weights before training
-            before = jax.tree.map(lambda x: x.astype(jnp.bfloat16), learner.params)
+            previous_params = as_bfloat16(learner.params)
             if version > 1:
                 learner.update([group])
-                same = jax.tree.map(
-                    lambda x, y: float((x == y.astype(x.dtype)).sum()), before, learner.params
-                )
-                count = sum(x.size for x in jax.tree.leaves(before))
-                result["unchanged"].append(sum(jax.tree.leaves(same)) / count)
+                result["unchanged"].append(unchanged_share(previous_params, learner.params))
+
             for name, (publisher, remote) in routes.items():
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 update = publisher.make(learner, version)
-                made = time.perf_counter()
+                make_seconds = time.perf_counter() - start
+                start = time.perf_counter()
                 await remote.update_weights(update)
+                send_seconds = time.perf_counter() - start
                 if version > 1:
-                    sent = update.deltas or update.payload
-                    result[f"{name}_mb"].append(
-                        sum(Path(file).stat().st_size for file in sent) / 1e6
-                    )
-                    result[f"{name}_make_seconds"].append(made - begin)
-                    result[f"{name}_send_seconds"].append(time.perf_counter() - made)
+                    sent_files = update.deltas or update.payload
+                    num_bytes = sum(Path(file).stat().st_size for file in sent_files)
+                    result[f"{name}_mb"].append(num_bytes / 1e6)
+                    result[f"{name}_make_seconds"].append(make_seconds)
+                    result[f"{name}_send_seconds"].append(send_seconds)
     return result
+
+
+def as_bfloat16(params: Params) -> Params:
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+
+def unchanged_share(previous_params: Params, params: Params) -> float:
+    """Return the share of numbers that are the same, in the dtype of ``previous_params``."""
+    num_same = 0.0
+    num_parameters = 0
+    leaves = jax.tree.leaves(params)
+    for previous, current in zip(jax.tree.leaves(previous_params), leaves, strict=True):
+        num_same += float((previous == current.astype(previous.dtype)).sum())
+        num_parameters += previous.size
+    return num_same / num_parameters
 
 
 def main() -> None:
@@ -247,20 +275,16 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
     if options.steps:
-        print(
-            json.dumps(
-                asyncio.run(measure_deltas(options.steps, options.learning_rate)) | {"cpu": cpu()}
-            )
-        )
+        deltas = asyncio.run(measure_deltas(options.steps, options.learning_rate))
+        print(json.dumps(deltas | {"cpu": cpu()}))
         return
+
     result = asyncio.run(measure(options.rounds, options.dtype))
+    figures = {}
     for name, numbers in result.items():
         print(f"{name:17} " + "  ".join(f"{key} {value:.3g}" for key, value in numbers.items()))
-    print(
-        json.dumps(
-            {name: {k: round(v, 4) for k, v in numbers.items()} for name, numbers in result.items()}
-        )
-    )
+        figures[name] = {key: round(value, 4) for key, value in numbers.items()}
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Every exception this package raises on purpose, in one tree; and the reasons why trajectories end or are dropped.
+"""Every exception this package raises on purpose, and why trajectories end or are dropped.
 
-::
+The exceptions are one tree; what follows an arrow mends the failure::
 
     JaxAgentRLError
-    ├── ConfigError                 the user's YAML / overrides            -> fix the config, nothing ran
-    ├── ModelError                  weights or tokenizer files             -> fix the path or the checkpoint
-    ├── DataError                   a dataset file or one of its rows      -> fix the data
+    ├── ConfigError                 the user's YAML / overrides -> fix the config, nothing ran
+    ├── ModelError                  weights or tokenizer files -> fix the path or the checkpoint
+    ├── DataError                   a dataset file or one of its rows -> fix the data
     ├── TrajectoryError             one rollout is lost, the batch goes on (carries a DropReason)
     │   ├── TokenDriftError         the engine's context is not the trajectory's ids
     │   ├── PromptTooLongError      prompt does not fit the budget
@@ -32,15 +32,15 @@
     ├── ToolDefinitionError         a tool is declared wrongly (raised at import / start)
     ├── WeightUpdateError           new weights were refused; the old ones are still served
     ├── CheckpointError             nothing to restore, or it does not match the config
-    ├── StorageError                a file of the run could not be written -> make space, then --resume
-    ├── CompilerError               a planned program cannot be compiled, for a fault of the compiler
-    ├── WorkerDiedError             a worker of the tool server went away -> it is started again, its calls fail
-    ├── LaunchError                 a host, GPU, port or process of a launch -> fix it there, the message names it
+    ├── StorageError                a file of the run was not written -> make space, then --resume
+    ├── CompilerError               a planned program cannot be compiled, for a compiler's fault
+    ├── WorkerDiedError             a tool server's worker went away; its calls fail, it restarts
+    ├── LaunchError                 a host, GPU, port or process of a launch -> fix what it names
     │   ├── LaunchTargetError       the requested cloud resource does not exist
     │   └── LaunchUnansweredError   the cloud could not be reached, which may pass
     ├── NothingToTrainError         every trajectory of several batches in a row was lost
-    ├── DisagreementError           engine and learner disagree about the same weights -> do what the diagnosis says
-    └── NonFiniteError              too many steps in a row in which no update of a model was finite
+    ├── DisagreementError           engine and learner disagree -> do what the diagnosis says
+    └── NonFiniteError              a model had no finite update in too many steps in a row
 
 Two questions decide what happens to a failure: *whose* it is (config, data, engine, tool, reward)
 and *how far* it reaches. ``TrajectoryError`` reaches one rollout: it is counted under its
@@ -81,19 +81,24 @@ class FinishReason(StrEnum):
 
         Otherwise the policy answered, or the tool server, the user or the environment ended it.
         """
-        return (
-            self in (FinishReason.MAX_ASSISTANT_TURNS, FinishReason.MAX_USER_TURNS)
-            or self.out_of_tokens
-        )
+        if self in (FinishReason.MAX_ASSISTANT_TURNS, FinishReason.MAX_USER_TURNS):
+            return True
+        return self.out_of_tokens
 
     @property
     def out_of_tokens(self) -> bool:
-        """Whether a token limit ended it, so that the last turn may be a fragment; a turn limit leaves whole turns."""
+        """Whether a token limit ended it.
+
+        The last turn may then be a fragment. A turn limit leaves complete turns.
+        """
         return self in (FinishReason.RESPONSE_LENGTH, FinishReason.ACTION_LENGTH)
 
 
 class DropReason(StrEnum):
-    """Why a started trajectory was not trained on. ``started = trained + sum(dropped) + in flight``."""
+    """Why a started trajectory was not trained on.
+
+    At every step, ``started = trained + sum(dropped) + in flight``.
+    """
 
     ZERO_VARIANCE = "zero_variance"
     """All rewards of its group are equal, so every advantage (and the gradient) is zero."""
@@ -109,8 +114,7 @@ class DropReason(StrEnum):
     """Every token was rejected as too far from the learner's policy
     (``rollout_correction.rollout_rs``)."""
     CONSTRAINED = "constrained"
-    """A grammar (``response_format``, ``tool_choice``) decided every token, so none carries loss.
-    """
+    """A grammar (``response_format``, ``tool_choice``) decided every token: none carries loss."""
     VOID_TURN = "void_turn"
     VOID_TRAJECTORY = "void_trajectory"
     ALL_TOOL_CALLS_FAILED = "all_tool_calls_failed"
@@ -162,10 +166,14 @@ class ConfigError(JaxAgentRLError):
     """One or more configuration keys are wrong. ``problems`` lists all of them, one line each."""
 
     def __init__(self, problems: list[str] | str):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        if isinstance(problems, str):
+            problems = [problems]
+        self.problems = list(problems)
+
         count = len(self.problems)
-        head = "configuration error" if count == 1 else f"{count} configuration errors"
-        super().__init__(head + ":\n" + "\n".join(f"  - {line}" for line in self.problems))
+        heading = "configuration error" if count == 1 else f"{count} configuration errors"
+        items = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"{heading}:\n{items}")
 
 
 class ModelError(JaxAgentRLError):
@@ -180,7 +188,7 @@ class TrajectoryError(JaxAgentRLError):
     """One rollout is lost. It is counted under :attr:`drop_reason`; the batch goes on.
 
     Attributes:
-        failed_at: file and line of the user's code that failed, if it was that.
+        failed_at: file and line of the user's code that raised; empty if none did.
     """
 
     drop_reason: DropReason = DropReason.AGENT_ERROR
@@ -218,7 +226,10 @@ class RewardTimeoutError(RewardError):
 
 
 class ToolServerError(TrajectoryError):
-    """The tool server is unreachable, refuses, or gives an unusable answer; names its URL and the key to change."""
+    """The tool server is unreachable, refuses, or gives an unusable answer.
+
+    The message names its URL and the configuration key to change.
+    """
 
     drop_reason = DropReason.TOOL_SERVER_ERROR
 
@@ -254,13 +265,13 @@ class AgentTimeoutError(TrajectoryError):
 
 
 class HistoryEditedError(TrajectoryError):
-    """A request does not extend the conversation before it, and ``agent.edited_history`` is ``drop``."""
+    """A request does not extend its conversation, and ``agent.edited_history`` is ``drop``."""
 
     drop_reason = DropReason.HISTORY_EDITED
 
 
 class ReplayError(TrajectoryError):
-    """A stateful tool, called again for a branch, did not answer as it had answered the branch's parent."""
+    """A stateful tool, called again for a branch, did not answer as it had answered its parent."""
 
     drop_reason = DropReason.REPLAY_MISMATCH
 
@@ -280,7 +291,9 @@ class BackendClosedError(BackendError):
 
 
 class TurnRefusedError(JaxAgentRLError):
-    """A limit of the ``agent`` section allows no further turn. The trajectory so far is whole; it ends here.
+    """A limit of the ``agent`` section allows no further turn.
+
+    The trajectory so far is complete, and it ends here.
 
     Attributes:
         finish_reason: the limit.
@@ -308,7 +321,7 @@ class ToolTimeoutError(ToolError):
 
 
 class UnusableTestsError(ToolError):
-    """Tests of a program are none: they cannot be parsed, ask it nothing, or pass whatever it answers."""
+    """Tests of a program cannot be parsed, ask it nothing, or pass whatever it answers."""
 
 
 class ToolDefinitionError(JaxAgentRLError):
@@ -316,7 +329,10 @@ class ToolDefinitionError(JaxAgentRLError):
 
 
 class WeightUpdateError(JaxAgentRLError):
-    """A weight update was refused. The backend still serves the previous version, or says that it serves none."""
+    """A weight update was refused.
+
+    The backend still serves the previous version, or says that it serves none.
+    """
 
 
 class CheckpointError(JaxAgentRLError):
@@ -328,7 +344,7 @@ class StorageError(JaxAgentRLError):
 
 
 class CompilerError(JaxAgentRLError):
-    """A planned program was not compiled because the compiler failed, not for lack of a chip's memory."""
+    """A planned program was not compiled: the compiler failed, not for lack of a chip's memory."""
 
 
 class WorkerDiedError(JaxAgentRLError):
@@ -336,7 +352,10 @@ class WorkerDiedError(JaxAgentRLError):
 
 
 class LaunchError(JaxAgentRLError):
-    """A launch cannot go on: a host, its driver or GPUs, a port, or one of its processes. The message names it."""
+    """A launch cannot go on, for a host, its driver or GPUs, a port, or one of its processes.
+
+    The message names which.
+    """
 
 
 class LaunchTargetError(LaunchError):
@@ -352,8 +371,11 @@ class NothingToTrainError(JaxAgentRLError):
 
 
 class NonFiniteError(JaxAgentRLError):
-    """A model had no update with a finite gradient in several training steps in a row; the run was stopped."""
+    """A model had no finite gradient in several training steps in a row; the run was stopped."""
 
 
 class DisagreementError(JaxAgentRLError):
-    """Engine and learner log-probs of the same tokens and weights differ by more than rounding explains."""
+    """Log-probs of engine and learner differ by more than rounding explains.
+
+    Both are of the same tokens, under the same weights.
+    """

@@ -1,7 +1,7 @@
-"""Data types of one generation, frozen and keyword-only; import them from :mod:`jax_agent_rl.types`.
+"""Data types of one generation, frozen and keyword-only.
 
-Two of them are what an engine reports of its draws so that the learner can replay them, as compact
-bytes and text.
+Import them from :mod:`jax_agent_rl.types`. Two of them are what an engine reports of its draws so
+that the learner can replay them, as compact bytes and text.
 
 Router replay (Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and
 Inference Routers", arXiv 2510.11370): engine and learner round differently, so that close router
@@ -13,8 +13,8 @@ a draw. The learner scores the same one, so that both normalize over the same id
 bit per id, and is text, as it travels in JSON: at most about V / 6 characters, in one of two
 forms::
 
-    "i" + base64(ids)          uint32, little-endian, ascending        a nucleus: few ids
-    "m" + base64(zlib(mask))   uint32 [ceil(V / 32)], little-endian    a grammar's mask: nearly all ids
+    "i" + base64(ids)          uint32, little-endian, ascending        few ids: a nucleus
+    "m" + base64(zlib(mask))   uint32 [ceil(V / 32)], little-endian    nearly all: a grammar's mask
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 ID_BOUND = 2**31
+"""Exclusive bound of ids and counts: engines store them as int32."""
 MAX_STOPS = 1024
 MAX_STOP_LENGTH = 1024
 """Limits of stop strings and ids: all are looked for after each id."""
 MAX_GRAMMAR_LENGTH = 1_000_000
-"""Exclusive bound of ids and counts: engines store them as int32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,8 @@ class RoutedExperts:
     wide: bool = False
 
     def __post_init__(self) -> None:
-        size = math.prod(self.shape) * (1 + self.wide)
+        bytes_each = 2 if self.wide else 1
+        size = math.prod(self.shape) * bytes_each
         if self.start < 0 or len(self.shape) != 3 or len(self.data) != size:
             raise ValueError(
                 f"routed experts {self.shape} from {self.start} on take {size} bytes, not"
@@ -68,11 +69,11 @@ class RoutedExperts:
             )
 
     @classmethod
-    def of(cls, start: int, chosen: Any) -> RoutedExperts:
+    def of(cls, start: int, choices: Any) -> RoutedExperts:
         """Encode a numpy array of choices [n, L, k], unsigned integers of one byte or two."""
-        n, layers, per_token = chosen.shape
-        wide = chosen.dtype.itemsize > 1
-        data = chosen.astype("<u2" if wide else "u1").tobytes()
+        n, layers, per_token = choices.shape
+        wide = choices.dtype.itemsize > 1
+        data = choices.astype("<u2" if wide else "u1").tobytes()
         return cls(start=start, shape=(n, layers, per_token), data=data, wide=wide)
 
     @property
@@ -87,28 +88,38 @@ class RoutedExperts:
 
     def until(self, end: int) -> RoutedExperts:
         """Return the positions below ``end``."""
-        count = min(max(end - self.start, 0), self.shape[0])
-        bytes_each = len(self.data) // self.shape[0] if self.shape[0] else 0
-        return replace(self, shape=(count, *self.shape[1:]), data=self.data[: count * bytes_each])
+        positions, *layers_and_experts = self.shape
+        count = min(max(end - self.start, 0), positions)
+        bytes_each = len(self.data) // positions if positions else 0
+        return replace(
+            self,
+            shape=(count, *layers_and_experts),
+            data=self.data[: count * bytes_each],
+        )
 
 
 def routed_to_json(fields: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the fields of a :class:`RoutedExperts` with its bytes in base64."""
-    return None if fields is None else {**fields, "data": base64.b64encode(fields["data"]).decode()}
+    if fields is None:
+        return None
+    return {**fields, "data": base64.b64encode(fields["data"]).decode()}
 
 
 def routed_from_json(data: Mapping[str, Any] | None) -> RoutedExperts | None:
     """Invert :func:`routed_to_json`."""
     if data is None:
         return None
-    chosen = base64.b64decode(data["data"], validate=True)
-    return RoutedExperts(**{**data, "shape": tuple(data["shape"]), "data": chosen})
+    fields = dict(data)
+    fields["data"] = base64.b64decode(data["data"], validate=True)
+    fields["shape"] = tuple(data["shape"])
+    return RoutedExperts(**fields)
 
 
-def join_routed(first: RoutedExperts | None, rest: RoutedExperts | None) -> RoutedExperts | None:
-    """Join choices of one context; where both have a position, ``first`` counts, as its ids were sampled with it.
+def join_routed(first: RoutedExperts | None, second: RoutedExperts | None) -> RoutedExperts | None:
+    """Join the choices of two consecutive parts of a context.
 
-    What lies beyond a gap, or is of another model, is left out.
+    Where both have a position, ``first`` counts, as its ids were sampled with it. What is beyond a
+    gap, or of another model, is left out.
 
     >>> a = RoutedExperts(start=0, shape=(2, 1, 1), data=bytes([5, 6]))
     >>> b = RoutedExperts(start=1, shape=(2, 1, 1), data=bytes([7, 8]))
@@ -116,20 +127,29 @@ def join_routed(first: RoutedExperts | None, rest: RoutedExperts | None) -> Rout
     >>> joined.start, joined.shape, list(joined.data)
     (0, (3, 1, 1), [5, 6, 8])
     """
-    if first is None or rest is None:
-        return first or rest
-    same = first.shape[1:] == rest.shape[1:] and first.wide == rest.wide
-    if not same or not rest.start <= first.end < rest.end:
+    if first is None or second is None:
+        return first or second
+
+    same_model = first.shape[1:] == second.shape[1:] and first.wide == second.wide
+    continues = second.start <= first.end < second.end
+    if not same_model or not continues:
         return first
-    skipped = (first.end - rest.start) * (len(rest.data) // rest.shape[0])
-    count = first.shape[0] + rest.end - first.end
-    return replace(first, shape=(count, *first.shape[1:]), data=first.data + rest.data[skipped:])
+
+    bytes_each = len(second.data) // second.shape[0]
+    overlap = (first.end - second.start) * bytes_each
+    count = first.shape[0] + second.end - first.end
+    return replace(
+        first,
+        shape=(count, *first.shape[1:]),
+        data=first.data + second.data[overlap:],
+    )
 
 
 Support = str
 """The ids that one restricted draw was made from, encoded as above."""
-_IDS, _MASK = "i", "m"
-_CACHED = 512  # a grammar leaves the same ids again and again
+_IDS = "i"
+_MASK = "m"
+_CACHE_SIZE = 512  # a grammar leaves the same ids again and again
 
 
 def mask_words(vocab_size: int) -> int:
@@ -142,19 +162,19 @@ def encode_supports(masks: np.ndarray) -> list[Support]:
     return [_encode(mask.tobytes()) for mask in masks]
 
 
-@functools.lru_cache(_CACHED)
+@functools.lru_cache(_CACHE_SIZE)
 def _encode(mask: bytes) -> Support:
     import numpy as np
 
     words = np.frombuffer(mask, "<u4")
-    used = np.flatnonzero(words)
-    if len(used) < len(words) / 4:
-        bits = np.unpackbits(words[used].view(np.uint8), bitorder="little").reshape(-1, 32)
-        which, bit = np.nonzero(bits)
-        if len(which) < len(words) / 2:
-            return (
-                _IDS + base64.b64encode((used[which] * 32 + bit).astype("<u4").tobytes()).decode()
-            )
+    nonzero_words = np.flatnonzero(words)
+    if len(nonzero_words) < len(words) / 4:
+        nonzero_bytes = words[nonzero_words].view(np.uint8)
+        bits = np.unpackbits(nonzero_bytes, bitorder="little").reshape(-1, 32)
+        row, bit = np.nonzero(bits)
+        if len(row) < len(words) / 2:
+            ids = nonzero_words[row] * 32 + bit
+            return _IDS + base64.b64encode(ids.astype("<u4").tobytes()).decode()
     return _MASK + base64.b64encode(zlib.compress(mask, 1)).decode()
 
 
@@ -166,19 +186,18 @@ def decode_supports(supports: Sequence[Support | None], vocab_size: int) -> np.n
     """
     import numpy as np
 
-    words = mask_words(vocab_size)
-    masks = np.full((len(supports), words), 0xFFFFFFFF, np.uint32)
+    num_words = mask_words(vocab_size)
+    masks = np.full((len(supports), num_words), 0xFFFFFFFF, np.uint32)
     for mask, support in zip(masks, supports, strict=True):
         if support is None:
             continue
         try:
-            kind, data = support[:1], base64.b64decode(support[1:], validate=True)
-            if (
-                kind == _MASK
-            ):  # of exactly this size, however much a damaged or hostile one claims to hold
-                mask[:] = np.frombuffer(
-                    zlib.decompressobj().decompress(data, 4 * words), "<u4", words
-                )
+            kind = support[:1]
+            data = base64.b64decode(support[1:], validate=True)
+            if kind == _MASK:
+                # Read exactly this size, however much a damaged or hostile one claims to hold.
+                unpacked = zlib.decompressobj().decompress(data, 4 * num_words)
+                mask[:] = np.frombuffer(unpacked, "<u4", num_words)
             elif kind == _IDS and data:
                 ids = np.frombuffer(data, "<u4")
                 mask[:] = 0
@@ -244,10 +263,17 @@ class SamplingParams:
             raise ValueError(f"min_p={self.min_p}: must be in [0, 1] (0 is off)")
         if self.seed is not None:
             check_int("seed", self.seed, least=-(2**63), below=2**64)
+        self._check_stops()
+        check_bool("ignore_eos", self.ignore_eos)
+        self._check_grammar()
+
+    def _check_stops(self) -> None:
+        check_collection("stop", self.stop, of="strings")
+        check_collection("stop_token_ids", self.stop_token_ids, of="ids")
         for name, values in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
-            check_collection(name, values, of="strings" if name == "stop" else "ids")
             if len(values) > MAX_STOPS:
                 raise ValueError(f"{name} has {len(values)} entries: there may be {MAX_STOPS}")
+
         for text in self.stop:
             check_str("stop string", text)
             if len(text) > MAX_STOP_LENGTH:
@@ -258,29 +284,37 @@ class SamplingParams:
             raise ValueError(
                 "stop contains an empty string, which would end every generation at once"
             )
-        for token in self.stop_token_ids:
-            check_int("stop token id", token, least=0, below=ID_BOUND)
-        check_bool("ignore_eos", self.ignore_eos)
-        if self.grammar is not None:
-            check_str("grammar", self.grammar)
-            if len(self.grammar) > MAX_GRAMMAR_LENGTH:
-                raise ValueError(
-                    f"a grammar has {len(self.grammar)} characters: it may have"
-                    f" {MAX_GRAMMAR_LENGTH}"
-                )
-            if self.ignore_eos:
-                raise ValueError(
-                    "ignore_eos=True: nothing may follow the EOS that ends a grammar; leave it out"
-                )
+
+        for token_id in self.stop_token_ids:
+            check_int("stop token id", token_id, least=0, below=ID_BOUND)
+
+    def _check_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        check_str("grammar", self.grammar)
+        if len(self.grammar) > MAX_GRAMMAR_LENGTH:
+            raise ValueError(
+                f"a grammar has {len(self.grammar)} characters: it may have {MAX_GRAMMAR_LENGTH}"
+            )
+        if self.ignore_eos:
+            raise ValueError(
+                "ignore_eos=True: nothing may follow the EOS that ends a grammar; leave it out"
+            )
 
     @property
     def truncated(self) -> bool:
-        """Whether top-p, top-k or min-p leave only a part of the ids to draw from; greedy draws have none of them."""
+        """Whether top-p, top-k or min-p leave only a part of the ids to draw from.
+
+        Greedy draws are not truncated, whatever these say.
+        """
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def restricted(self) -> bool:
-        """Whether draws are from a part of the ids, which a backend with ``Capabilities.sampling_replay`` reports."""
+        """Whether draws are from a part of the ids.
+
+        A backend with ``Capabilities.sampling_replay`` reports that part.
+        """
         return self.truncated or self.grammar is not None
 
 
@@ -307,17 +341,16 @@ class TokenOutput:
         token_ids: sampled ids, the stop token included.
         log_probs: natural-log probability of each id under the distribution it was sampled from.
         policy_versions: version of the weights that produced each id.
-        stop_reason: why it ended.
         stop_match: the stop string (or the stop id, as text) that ended it, else None.
         context_digest: :func:`digest_ids` of the prompt plus ``token_ids`` as the engine saw them.
         cached_tokens: prompt ids whose KV was reused instead of computed.
         num_preempted: times the request lost its slot and was recomputed.
         constrained: for each id whether a grammar kept it from being sampled freely, so that it
             carries no loss; empty if none was, or if the supports say what it was sampled from.
-        routed_experts: of the context's positions that were asked for and fed, see
-            ``Capabilities.routed_experts``.
+        routed_experts: the choices at those positions of the context that were asked for and fed,
+            see ``Capabilities.routed_experts``.
         supports: for each id the support of its draw, over which its log-prob is normalized; None:
-            all ids. Empty if none was restricted, see ``Capabilities.sampling_replay``.
+            all ids. Empty if no draw was restricted, see ``Capabilities.sampling_replay``.
     """
 
     token_ids: tuple[int, ...]
@@ -333,26 +366,26 @@ class TokenOutput:
     supports: tuple[Support | None, ...] = ()
 
     def __post_init__(self) -> None:
-        n = len(self.token_ids)
-        values = (
-            self.log_probs,
-            self.policy_versions,
-            self.constrained or self.token_ids,
-            self.supports or self.token_ids,
-        )
-        if any(len(of_ids) != n for of_ids in values):
-            counts = "{} log-probs, {} versions, {} grammar marks, {} supports".format(
-                *map(len, values)
+        num_ids = len(self.token_ids)
+        num_log_probs = len(self.log_probs)
+        num_versions = len(self.policy_versions)
+        num_marks = len(self.constrained or self.token_ids)  # an empty field has no marks to count
+        num_supports = len(self.supports or self.token_ids)
+        if {num_log_probs, num_versions, num_marks, num_supports} != {num_ids}:
+            raise ValueError(
+                f"TokenOutput has {num_ids} ids, {num_log_probs} log-probs,"
+                f" {num_versions} versions, {num_marks} grammar marks, {num_supports} supports"
             )
-            raise ValueError(f"TokenOutput has {n} ids, {counts}")
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
         """1 for each id that carries loss: those sampled freely."""
-        return tuple(int(not mark) for mark in self.constrained) or (1,) * len(self.token_ids)
+        if not self.constrained:
+            return (1,) * len(self.token_ids)
+        return tuple(int(not mark) for mark in self.constrained)
 
-    def then(self, rest: TokenOutput) -> TokenOutput:
-        """Return this (aborted) output joined with its resumption, per-token versions kept.
+    def then(self, resumption: TokenOutput) -> TokenOutput:
+        """Return this (aborted) output joined with its resumption; each id keeps its version.
 
         >>> a = TokenOutput(token_ids=(5,), log_probs=(-1.0,), policy_versions=(1,),
         ...                 stop_reason=StopReason.ABORTED, context_digest="x")
@@ -361,34 +394,51 @@ class TokenOutput:
         >>> a.then(b).policy_versions
         (1, 2)
         """
-        parts = (self, rest)
-        marks = [part.constrained or (False,) * len(part.token_ids) for part in parts]
-        supports = [part.supports or (None,) * len(part.token_ids) for part in parts]
+        constrained: tuple[bool, ...] = ()
+        if self.constrained or resumption.constrained:
+            for part in (self, resumption):
+                constrained += part.constrained or (False,) * len(part.token_ids)
+
+        supports: tuple[Support | None, ...] = ()
+        if self.supports or resumption.supports:
+            for part in (self, resumption):
+                supports += part.supports or (None,) * len(part.token_ids)
+
         return replace(
-            rest,
-            token_ids=self.token_ids + rest.token_ids,
-            log_probs=self.log_probs + rest.log_probs,
-            policy_versions=self.policy_versions + rest.policy_versions,
+            resumption,
+            token_ids=self.token_ids + resumption.token_ids,
+            log_probs=self.log_probs + resumption.log_probs,
+            policy_versions=self.policy_versions + resumption.policy_versions,
             cached_tokens=self.cached_tokens,
-            num_preempted=self.num_preempted + rest.num_preempted,
-            constrained=sum(marks, ()) if self.constrained or rest.constrained else (),
-            routed_experts=join_routed(self.routed_experts, rest.routed_experts),
-            supports=sum(supports, ()) if self.supports or rest.supports else (),
+            num_preempted=self.num_preempted + resumption.num_preempted,
+            constrained=constrained,
+            routed_experts=join_routed(self.routed_experts, resumption.routed_experts),
+            supports=supports,
         )
 
     def first(self, count: int, **changes: Any) -> TokenOutput:
-        """Return the first ``count`` ids with their values, and ``changes`` of other fields; the digest is void."""
-        routed = self.routed_experts
+        """Return the first ``count`` ids with their values.
+
+        Its digest is empty, since this output's is of another context.
+
+        Args:
+            changes: other fields to replace.
+        """
+        routed_experts = self.routed_experts
+        if routed_experts is not None:
+            num_left_out = max(0, len(self.token_ids) - count)
+            routed_experts = routed_experts.until(routed_experts.end - num_left_out)
+
+        changes.setdefault("context_digest", "")
         return replace(
             self,
             token_ids=self.token_ids[:count],
             log_probs=self.log_probs[:count],
             policy_versions=self.policy_versions[:count],
             constrained=self.constrained[:count],
-            routed_experts=routed
-            and routed.until(routed.end - max(0, len(self.token_ids) - count)),
+            routed_experts=routed_experts,
             supports=self.supports[:count],
-            **{"context_digest": "", **changes},
+            **changes,
         )
 
 
@@ -398,9 +448,9 @@ class TokenScores:
 
     Attributes:
         log_probs: of each scored id.
-        top_ids: for each, the likeliest ids at its position, the likeliest first; empty unless
-            asked for.
-        top_log_probs: theirs.
+        top_ids: for each scored id, the likeliest ids at its position, the likeliest first; empty
+            unless asked for.
+        top_log_probs: log-probs of the ``top_ids``.
     """
 
     log_probs: tuple[float, ...]

@@ -4,18 +4,19 @@
 :attr:`Trajectory.reward` is that less the penalties of ``algorithm.shaping``. ``reward_parts``
 holds the other numbers of the function, and the penalties::
 
-    reward function ─► score ─► accuracy     right or wrong: the part `accuracy`, or `acc` as in verl, else the score
-                         │
+    reward function ─► score ─► accuracy     right or wrong: the part `accuracy`, or `acc` as in
+                         │                   verl, else the score
                         (1) shaping: overlong, repetition
                          ▼
                        reward
                          │
-                        (2) + rewards of turns (algorithm.turn_reward): tool rewards, or the share of calls that work
+                        (2) + rewards of turns (algorithm.turn_reward): tool rewards, or the
+                         │    share of calls that work
                          ▼
                        total        S of the estimators
                          │
                         (3) - KL per token (algorithm.kl.where=reward), in the learner
-                        (4) - baseline, scaled: mean of the group, greedy rollout, RAE's mean, critic
+                        (4) - baseline, scaled: the group's mean, greedy rollout, RAE's mean, critic
                         (5) whitened over the step
                         (6) - KL per token (algorithm.kl.where=advantage)
                          ▼
@@ -24,24 +25,31 @@ holds the other numbers of the function, and the penalties::
 Tool rewards and turn scores are a part of the score only if the reward function reads them. Every
 reader reads at one place, the same in all trainers:
 
-==================================  ==================================  ==============================================
-reader                              reads                               so that
-==================================  ==================================  ==============================================
-filter_zero_variance, refills,      accuracy, or score and turns (2):   (1) cannot make a group look mixed that is all
-zero_variance_share                 ``algorithm.filter_metric``         right or all wrong. A group of equal totals is
-                                                                        left out as well: it has no advantages
-estimators                          total, after (3)                    every change is learned from
-estimator gdpo                      reward, and reward_parts            penalties are in its key ``score``
-estimator mt_grpo                   reward, and (2) apart               outcome and turns are compared separately
-baselines of remax and rae          total                               they have what they are subtracted from
-held-out accuracy, target_accuracy  accuracy                            it is comparable whatever is penalized
-eval, rollout, doctor               score                               shaping is for training alone
-reward_mean, best and worst         reward                              they show what is learned from
-trajectories, report, role metrics
-score_mean, warnings                score                               a penalty is no lost ability
-strategies, trees, buffer           nothing                             what is sampled does not depend on rewards
-groups continued after a restart    score                               (1) is applied to it as in the first run
-==================================  ==================================  ==============================================
+============================  ================================  ====================================
+reader                        reads                             so that
+============================  ================================  ====================================
+filter_zero_variance,         accuracy, or score and turns      (1) cannot make a group look mixed
+refills, zero_variance_share  (2): ``algorithm.filter_metric``  that is all right or all wrong. A
+                                                                group of equal totals is left out as
+                                                                well: it has no advantages
+estimators                    total, after (3)                  every change is learned from
+estimator gdpo                reward, and reward_parts          penalties are in its key ``score``
+estimator mt_grpo             reward, and (2) apart             outcome and turns are compared
+                                                                separately
+baselines of remax and rae    total                             they have what they are subtracted
+                                                                from
+held-out accuracy,            accuracy                          it is comparable whatever is
+target_accuracy                                                 penalized
+eval, rollout, doctor         score                             shaping is for training alone
+reward_mean, best and worst   reward                            they show what is learned from
+trajectories, report, role
+metrics
+score_mean, warnings          score                             a penalty is no lost ability
+strategies, trees, buffer     nothing                           what is sampled does not depend on
+                                                                rewards
+groups continued after a      score                             (1) is applied to it as in the first
+restart                                                         run
+============================  ================================  ====================================
 """
 
 from __future__ import annotations
@@ -51,12 +59,17 @@ from collections.abc import Callable, Sequence
 from jax_agent_rl.types import ToolCallRecord, Trajectory, Turn
 
 ACCURACY_PARTS = ("accuracy", "acc")
-"""Parts of a reward that say whether the answer was right; the first one that is there. verl's is
-``acc``."""
+"""Parts of a reward that say whether the answer was right; the first that a reward has counts.
+
+verl names it ``acc``.
+"""
 
 
 def accuracy(trajectory: Trajectory) -> float:
-    """Return whether the answer was right, as its reward function says: its part of that name, else its score."""
+    """Return whether the answer was right, as the reward function says.
+
+    That is its part ``accuracy`` or ``acc``; the score if it returns neither.
+    """
     for name in ACCURACY_PARTS:
         if name in trajectory.reward_parts:
             return trajectory.reward_parts[name]
@@ -72,15 +85,21 @@ TURN_REWARDS: dict[str, Callable[[Sequence[ToolCallRecord]], float]] = {
 
 
 def reward_of_turn(turn: Turn, source: str) -> float:
-    """Return what a turn earns besides the reward, by ``algorithm.turn_reward``; 0 without tool calls."""
-    return TURN_REWARDS[source](turn.tool_calls) if turn.tool_calls else 0.0
+    """Return what a turn earns besides the reward; 0 without tool calls.
+
+    Args:
+        source: ``algorithm.turn_reward``, a key of :data:`TURN_REWARDS`.
+    """
+    if not turn.tool_calls:
+        return 0.0
+    return TURN_REWARDS[source](turn.tool_calls)
 
 
 def turn_rewards_sum(trajectory: Trajectory, source: str) -> float:
     """Return what the turns of all sequences of a trajectory earn."""
     total = 0.0
-    for part in (*trajectory.segments, trajectory):
-        for turn in part.turns:
+    for sequence in (*trajectory.segments, trajectory):
+        for turn in sequence.turns:
             total += reward_of_turn(turn, source)
     return total
 

@@ -2,11 +2,11 @@
 
 ::
 
-    with tracer.trajectory(...) as run:             collector        run ─┬─ wait      for a slot
-        with span("generate") as traced:            client                ├─ generate ── wait   for an engine
-            output = await ...                                            ├─ tool      calculator
-            if traced:                                                    ├─ generate
-                traced.set(stop_reason="eos")                             └─ reward
+    with tracer.trajectory(...) as run:       collector     run ─┬─ wait      for a slot
+        with span("generate") as traced:      client             ├─ generate ── wait  for an engine
+            output = await ...                                   ├─ tool      calculator
+            if traced:                                           ├─ generate
+                traced.set(stop_reason="eos")                    └─ reward
 
 A context variable holds the open span, the parent of new ones, also across tasks and threads.
 Without a traced trajectory, :func:`span` returns :data:`NO_SPAN`, which is false and does nothing.
@@ -78,7 +78,10 @@ class Trace:
 
 
 class OpenSpan:
-    """A started span, used as a context manager. Make it with :func:`span` or :meth:`Tracer.trajectory`."""
+    """A started span, used as a context manager.
+
+    Make it with :func:`span` or :meth:`Tracer.trajectory`.
+    """
 
     __slots__ = (
         "name",
@@ -92,8 +95,10 @@ class OpenSpan:
     )
 
     def __init__(self, record: _Record, name: SpanName, about: str, parent: int) -> None:
-        self.name, self.about = name, about
-        self._record, self._parent = record, parent
+        self.name = name
+        self.about = about
+        self._record = record
+        self._parent = parent
         self._attributes: dict[str, Any] = {}
         self._number, self._start = record.begin()
 
@@ -116,20 +121,21 @@ class OpenSpan:
         trace: TracebackType | None,
     ) -> None:
         _OPEN.reset(self._token)
-        self._record.end(
-            self._number,
-            Span(
-                name=self.name,
-                about=self.about,
-                parent=self._parent,
-                start_ns=self._start,
-                end_ns=self._record.now(),
-                attributes=self._attributes,
-                error=(
-                    None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
-                ),
-            ),
+
+        reason = None
+        if error is not None:
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+
+        ended_span = Span(
+            name=self.name,
+            about=self.about,
+            parent=self._parent,
+            start_ns=self._start,
+            end_ns=self._record.now(),
+            attributes=self._attributes,
+            error=reason,
         )
+        self._record.end(self._number, ended_span)
 
 
 class NoSpan:
@@ -156,8 +162,10 @@ _OPEN: ContextVar[OpenSpan | None] = ContextVar("open_span", default=None)
 
 def span(name: SpanName, about: str = "") -> OpenSpan | NoSpan:
     """Start a span of the traced trajectory; return :data:`NO_SPAN` if there is none."""
-    around = _OPEN.get()
-    return NO_SPAN if around is None else around.child(name, about)
+    parent = _OPEN.get()
+    if parent is None:
+        return NO_SPAN
+    return parent.child(name, about)
 
 
 def current() -> OpenSpan | None:
@@ -166,9 +174,13 @@ def current() -> OpenSpan | None:
 
 
 @contextlib.contextmanager
-def under(around: OpenSpan | None) -> Iterator[None]:
-    """Make ``around`` the parent of spans: for work on behalf of a trajectory in a task that is not its own."""
-    token = _OPEN.set(around)
+def under(parent: OpenSpan | None) -> Iterator[None]:
+    """Make ``parent`` the open span.
+
+    This is for work on behalf of a trajectory in a task that was not started by it. None traces
+    nothing.
+    """
+    token = _OPEN.set(parent)
     try:
         yield
     finally:
@@ -180,9 +192,9 @@ class Tracer:
 
     Args:
         emit: receives a trace when its trajectory ends; must be quick and must not raise.
-        max_per_step: most trajectories traced per step and per evaluation: whole groups in order of
-            their start (rows are shuffled, so this is unbiased); of a larger group, its first
-            members.
+        max_per_step: how many trajectories are traced at most, per step and per evaluation. They
+            are whole groups in order of their start (rows are shuffled, so this is unbiased), or
+            the first members of a larger group.
         clock: nanoseconds, monotonic.
         wall: nanoseconds since the epoch.
     """
@@ -195,9 +207,13 @@ class Tracer:
         clock: Callable[[], int] = time.perf_counter_ns,
         wall: Callable[[], int] = time.time_ns,
     ) -> None:
-        self._emit, self._max_per_step = emit, max_per_step
-        self._clock, self._wall = clock, wall
-        self._chosen: defaultdict[tuple[bool, int], dict[str, int]] = defaultdict(dict)
+        self._emit = emit
+        self._max_per_step = max_per_step
+        self._clock = clock
+        self._wall = wall
+
+        # How many members of each group are traced, by whether it is an evaluation, and step.
+        self._traced_members: defaultdict[tuple[bool, int], dict[str, int]] = defaultdict(dict)
 
     @contextlib.contextmanager
     def trajectory(
@@ -211,45 +227,60 @@ class Tracer:
         rollout: int,
         validate: bool,
     ) -> Iterator[OpenSpan | NoSpan]:
-        """Trace one trajectory of a group of ``group_size``, see :class:`Trace`; its span is ``run``."""
-        if rollout >= self._members(group_id, group_size, self._chosen[validate, step]):
+        """Trace one trajectory of a group of ``group_size``; its span is ``run``.
+
+        :class:`Trace` describes the other arguments.
+        """
+        traced_members = self._traced_members[validate, step]
+        if rollout >= self._count_members(group_id, group_size, traced_members):
             yield NO_SPAN
             return
+
         record = _Record(clock=self._clock, epoch=self._wall() - self._clock())
         try:
             with OpenSpan(record, "run", trajectory_id, -1) as run:
                 yield run
         finally:
-            self._emit(
-                Trace(
-                    trajectory_id=trajectory_id,
-                    group_id=group_id,
-                    step=step,
-                    sample=sample,
-                    rollout=rollout,
-                    validate=validate,
-                    spans=record.close(),
-                )
+            trace = Trace(
+                trajectory_id=trajectory_id,
+                group_id=group_id,
+                step=step,
+                sample=sample,
+                rollout=rollout,
+                validate=validate,
+                spans=record.close(),
             )
+            self._emit(trace)
 
-    def _members(self, group_id: str, group_size: int, chosen: dict[str, int]) -> int:
-        """Return how many members of a group are traced; choose the group if its step has room."""
-        if group_id not in chosen:
-            room = self._max_per_step - sum(chosen.values())
-            if group_size > room and chosen:
+    def _count_members(self, group_id: str, group_size: int, traced_members: dict[str, int]) -> int:
+        """Return how many members of a group are traced; choose the group if its step has room.
+
+        Args:
+            traced_members: the groups chosen in this step, with that number.
+        """
+        if group_id not in traced_members:
+            room = self._max_per_step - sum(traced_members.values())
+            if group_size > room and traced_members:
                 return 0
-            chosen[group_id] = min(group_size, room)
-        return chosen[group_id]
+            traced_members[group_id] = min(group_size, room)
+        return traced_members[group_id]
 
 
 @dataclass(kw_only=True, slots=True)
 class _Record:
-    """Spans of an unfinished trace."""
+    """Spans of an unfinished trace.
+
+    Attributes:
+        clock: nanoseconds, monotonic.
+        epoch: what to add to the clock for nanoseconds since the epoch.
+        ended: spans that have ended, by number.
+        num_spans: spans so far, open ones included.
+    """
 
     clock: Callable[[], int]
     epoch: int
     ended: dict[int, Span] = field(default_factory=dict)
-    begun: int = 0
+    num_spans: int = 0
 
     def now(self) -> int:
         """Return nanoseconds since the epoch, monotonic within a trace."""
@@ -257,15 +288,28 @@ class _Record:
 
     def begin(self) -> tuple[int, int]:
         """Return the number and start of a new span."""
-        self.begun += 1
-        return self.begun - 1, self.now()
+        number = self.num_spans
+        self.num_spans += 1
+        return number, self.now()
 
     def end(self, number: int, span: Span) -> None:
+        """Record a span, unless it is a short wait."""
         if span.name != "wait" or span.end_ns - span.start_ns >= MIN_WAIT_NS:
             self.ended[number] = span
 
     def close(self) -> tuple[Span, ...]:
-        """Return the ended spans, renumbered; children of unfinished spans become the first span's."""
+        """Return the ended spans, renumbered.
+
+        Children of unfinished spans become the first span's.
+        """
         ended = sorted(self.ended.items())
-        numbers = {number: place for place, (number, _) in enumerate(ended)} | {-1: -1}
-        return tuple(replace(span, parent=numbers.get(span.parent, 0)) for _, span in ended)
+
+        new_numbers = {-1: -1}
+        for new_number, (number, _) in enumerate(ended):
+            new_numbers[number] = new_number
+
+        spans = []
+        for _, span in ended:
+            parent = new_numbers.get(span.parent, 0)
+            spans.append(replace(span, parent=parent))
+        return tuple(spans)

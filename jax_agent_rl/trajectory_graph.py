@@ -4,18 +4,18 @@ A node is a sampled turn: two trajectories share it iff their ids are equal up t
 branch left its parent in the middle of a turn (``Fork.tokens``), that turn is two nodes. A worked
 example, ids as letters::
 
-    t0 = a b c               t1: fork of t0, turns 1          t2: fork of t0, turns 1, tokens 1 (b = b' b")
+    t0 = a b c        t1: fork of t0, turns 1        t2: fork of t0, turns 1, tokens 1 (b = b' b")
     t1 = a d
-    t2 = a b' e              nodes   a ─┬─ b' ─┬─ b" ─ c      paths   t0 = [0 1 2 3]
-    t3 = f                   0       0  │  1   ├─ 2 ── 3              t1 = [0 4]
-                                        │      └─ e ─ 5               t2 = [0 1 5]
-                                        └─ d ─ 4                      t3 = [6]
-                                     f ─ 6
+    t2 = a b' e       nodes   a ─┬─ b' ─┬─ b" ─ c    paths   t0 = [0 1 2 3]
+    t3 = f                    0  │  1   ├─ 2 ── 3            t1 = [0 4]
+                                 │      └─ e ─ 5             t2 = [0 1 5]
+                                 └─ d ─ 4                    t3 = [6]
+                              f ─ 6
 
 Credit is assigned along it (``learner/advantages/estimators.py``), ``jax-agent-rl view --tree``
 shows it, and the metrics of a step count it.
 
-A trajectory of several contexts is a graph, too: :func:`timeline` has its turns in the order in
+A trajectory of several contexts is a graph as well: :func:`timeline` has its turns in the order in
 which they were sampled, :func:`session_graph` says which context left which, and where.
 """
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from jax_agent_rl.types import Trajectory, Turn
 
@@ -50,12 +49,12 @@ class TrajectoryGraph:
     """See the module docstring; build it with :meth:`of`.
 
     Attributes:
-        trajectories: what it was made of.
+        trajectories: of one group.
         nodes: in the order in which the trajectories, one after another, come to them.
         paths: for each trajectory its nodes, through all its segments, in the order in which they
             were sampled.
-        ends: for each trajectory where those nodes end in its response (that of all sequences, one
-            after another): the position after the node's last id.
+        ends: for each trajectory where those nodes end in its response (of all sequences, one after
+            another): the position after the node's last id.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -66,62 +65,79 @@ class TrajectoryGraph:
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> TrajectoryGraph:
         """Build the graph of one group's trajectories (possibly none)."""
-        cuts = {context for t in trajectories if (context := _fork_context(t))}
+        fork_contexts = set()
+        for trajectory in trajectories:
+            fork_context = _fork_context(trajectory)
+            if fork_context:
+                fork_contexts.add(fork_context)
+
+        # All ids up to a node's end identify it: the first trajectory with them adds the node.
         numbers: dict[tuple[int, ...], int] = {}
-        found: list[_Piece] = []
+        pieces: list[_Piece] = []
         members: list[list[int]] = []
-        paths, ends = [], []
-        for which, trajectory in enumerate(trajectories):
-            path, end = [], []
-            for piece in sorted(_laid_out(trajectory, cuts), key=lambda piece: piece.when):
-                number = numbers.setdefault(piece.context, len(found))
-                if number == len(found):
-                    found.append(piece)
+        paths = []
+        ends = []
+        for index, trajectory in enumerate(trajectories):
+            path = []
+            path_ends = []
+            in_order = sorted(_pieces(trajectory, fork_contexts), key=lambda piece: piece.sort_key)
+            for piece in in_order:
+                number = numbers.setdefault(piece.context, len(pieces))
+                if number == len(pieces):
+                    pieces.append(piece)
                     members.append([])
-                if which not in members[number][-1:]:
-                    members[number].append(which)
+                if index not in members[number][-1:]:
+                    members[number].append(index)
                 path.append(number)
-                end.append(piece.end)
+                path_ends.append(piece.end)
             paths.append(tuple(path))
-            ends.append(tuple(end))
-        nodes = tuple(
-            Node(
-                parent=numbers.get(piece.before),
+            ends.append(tuple(path_ends))
+
+        nodes = []
+        for piece, piece_members in zip(pieces, members, strict=True):
+            node = Node(
+                parent=numbers.get(piece.parent_context),
                 turn=piece.turn,
                 ids=piece.ids,
-                members=tuple(through),
+                members=tuple(piece_members),
             )
-            for piece, through in zip(found, members, strict=True)
-        )
+            nodes.append(node)
         return cls(
-            trajectories=tuple(trajectories), nodes=nodes, paths=tuple(paths), ends=tuple(ends)
+            trajectories=tuple(trajectories),
+            nodes=tuple(nodes),
+            paths=tuple(paths),
+            ends=tuple(ends),
         )
 
     def parents_first(self) -> list[int]:
         """Return the nodes' numbers, each after its parent's.
 
-        They mostly stand so; a recorded session may number its turns in another order than that of
+        They mostly are in this order; a recorded session may number its turns in another order than
         its contexts.
         """
         children: dict[int | None, list[int]] = {}
         for number, node in enumerate(self.nodes):
             children.setdefault(node.parent, []).append(number)
+
+        # Depth first; the stack is reversed so that children come in their order.
         order: list[int] = []
-        waiting = children.get(None, [])[::-1]
-        while waiting:
-            number = waiting.pop()
+        stack = children.get(None, [])[::-1]
+        while stack:
+            number = stack.pop()
             order.append(number)
-            waiting += children.get(number, [])[::-1]
+            stack += children.get(number, [])[::-1]
         return order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """One of the contexts that a session sampled in: a segment of its trajectory, or the last, the trajectory itself.
+    """One of the contexts that a session sampled in.
+
+    It is a segment of the session's trajectory or, for the last context, the trajectory itself.
 
     Attributes:
-        sequence: its ids.
-        parent: place of the earlier context that begins with most of its ids; None if none begins
+        sequence: the segment or the trajectory.
+        parent: index of the earlier context that begins with most of its ids; None if none begins
             with any.
         shared: how many ids they have in common.
         turns: how many of the parent's turns end within those.
@@ -134,78 +150,115 @@ class Segment:
 
 
 def session_graph(trajectory: Trajectory) -> tuple[Segment, ...]:
-    """Return the contexts of a trajectory in the order of their first turns, and where each left an earlier one."""
-    found: list[Segment] = []
-    for sequence in sorted((*trajectory.segments, trajectory), key=lambda s: _when(s.turns[0])):
-        ids = sequence.prompt_ids + sequence.response_ids
-        common = [_common(ids, c.sequence.prompt_ids + c.sequence.response_ids) for c in found]
-        shared = max(common, default=0)
-        parent = common.index(shared) if shared else None
-        within = (
-            0
-            if parent is None
-            else sum(end <= shared for end in _turn_ends(found[parent].sequence))
-        )
-        found.append(Segment(sequence=sequence, parent=parent, shared=shared, turns=within))
-    return tuple(found)
+    """Return the contexts of a trajectory, and where each left an earlier one.
+
+    They are in the order of their first turns.
+    """
+    sequences = (*trajectory.segments, trajectory)
+    in_order = sorted(sequences, key=lambda sequence: _sort_key(sequence.turns[0]))
+
+    segments: list[Segment] = []
+    for sequence in in_order:
+        ids = _all_ids(sequence)
+        shared_lengths = [_common_length(ids, _all_ids(earlier.sequence)) for earlier in segments]
+        shared = max(shared_lengths, default=0)
+
+        parent = None
+        num_turns = 0
+        if shared:
+            parent = shared_lengths.index(shared)
+            for end in _turn_ends(segments[parent].sequence):
+                if end <= shared:
+                    num_turns += 1
+        segments.append(Segment(sequence=sequence, parent=parent, shared=shared, turns=num_turns))
+    return tuple(segments)
 
 
 def timeline(trajectory: Trajectory) -> list[tuple[int, Turn]]:
     """Return all turns in the order in which they were sampled.
 
-    Each comes with the place where it begins in the response of all :attr:`~Trajectory.sequences`,
-    one after another.
+    Each comes with the position where it begins in the response of all
+    :attr:`~Trajectory.sequences`, one after another.
     """
-    placed, at = [], 0
+    turns = []
+    start = 0
     for sequence in trajectory.sequences:
         for turn in sequence.turns:
-            placed.append((at, turn))
-            at += len(turn.output.token_ids) + len(turn.appended_ids)
-    return sorted(placed, key=lambda place: _when(place[1]))
+            turns.append((start, turn))
+            start += len(turn.output.token_ids) + len(turn.appended_ids)
+    return sorted(turns, key=lambda start_and_turn: _sort_key(start_and_turn[1]))
 
 
 def inherited(contexts: Sequence[Trajectory]) -> list[int]:
-    """Return for each context of a session how much of its prompt ends with a turn of another: ids, 0 for none."""
-    ends = {
-        whole[:end]
-        for c in contexts
-        for whole in (c.prompt_ids + c.response_ids,)
-        for end in _turn_ends(c)
-    }
-    lengths = sorted(set(map(len, ends)), reverse=True)
-    return [
-        next((n for n in lengths if n < len(c.prompt_ids) and c.prompt_ids[:n] in ends), 0)
-        for c in contexts
-    ]
+    """Return for each context of a session how many ids of its prompt another one sampled first.
+
+    These are the prompt's ids up to the last end of a turn of another context; 0 if there is none.
+    """
+    turn_contexts = set()
+    for context in contexts:
+        ids = _all_ids(context)
+        for end in _turn_ends(context):
+            turn_contexts.add(ids[:end])
+    lengths = sorted({len(ids) for ids in turn_contexts}, reverse=True)
+
+    counts = []
+    for context in contexts:
+        prompt_ids = context.prompt_ids
+        count = 0
+        for length in lengths:
+            if length < len(prompt_ids) and prompt_ids[:length] in turn_contexts:
+                count = length
+                break
+        counts.append(count)
+    return counts
 
 
-def _when(turn: Turn) -> int:
-    """Return the key of a stable sort by time; turns without a number stand in order already."""
+def _all_ids(sequence: Trajectory) -> tuple[int, ...]:
+    return sequence.prompt_ids + sequence.response_ids
+
+
+def _sort_key(turn: Turn) -> int:
+    """Return the key of a stable sort by time; turns without a number are in order already."""
     return -1 if turn.number is None else turn.number
 
 
 def _turn_ends(sequence: Trajectory) -> Iterator[int]:
     """Yield how many ids the sequence has up to the end of each turn."""
-    at = len(sequence.prompt_ids)
+    start = len(sequence.prompt_ids)
     for turn in sequence.turns:
-        yield at + len(turn.output.token_ids)
-        at += len(turn.output.token_ids) + len(turn.appended_ids)
+        yield start + len(turn.output.token_ids)
+        start += len(turn.output.token_ids) + len(turn.appended_ids)
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many ids two sequences have in common at their beginning."""
+    length = 0
+    for one_id, other_id in zip(a, b, strict=False):
+        if one_id != other_id:
+            break
+        length += 1
+    return length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """Sampled ids between two cuts: ``context`` is all up to their end, ``before`` up to the end of the node before."""
+    """Sampled ids between two cuts: a node as one trajectory comes to it.
 
-    before: tuple[int, ...]
+    Attributes:
+        parent_context: all ids up to the end of the node before it.
+        context: all ids up to its end.
+        turn: which turn of its sequence.
+        ids: its sampled ids.
+        end: the position after its last id in the response of all sequences.
+        sort_key: orders pieces by time.
+    """
+
+    parent_context: tuple[int, ...]
     context: tuple[int, ...]
     turn: int
     ids: tuple[int, ...]
     end: int
-    when: int
+    sort_key: int
 
 
 def _fork_context(trajectory: Trajectory) -> tuple[int, ...]:
@@ -213,36 +266,51 @@ def _fork_context(trajectory: Trajectory) -> tuple[int, ...]:
     fork = trajectory.fork
     if fork is None or not fork.tokens:
         return ()
+
     ids = trajectory.prompt_ids
     for turn in trajectory.turns[: fork.turns]:
         ids += turn.output.token_ids + turn.appended_ids
     return ids + trajectory.turns[fork.turns].output.token_ids[: fork.tokens]
 
 
-def _laid_out(trajectory: Trajectory, cuts: set[tuple[int, ...]]) -> Iterator[_Piece]:
-    lengths = sorted({len(cut) for cut in cuts})
-    sequences, offset = trajectory.sequences, 0
-    known = inherited(sequences) if trajectory.segments else [0] * len(sequences)
-    for sequence, begun in zip(sequences, known, strict=True):
-        whole = sequence.prompt_ids + sequence.response_ids
-        prompt, at, before = (
-            len(sequence.prompt_ids),
-            len(sequence.prompt_ids),
-            sequence.prompt_ids[:begun],
-        )
+def _pieces(trajectory: Trajectory, fork_contexts: set[tuple[int, ...]]) -> Iterator[_Piece]:
+    """Yield the sampled ids of a trajectory, sequence by sequence, cut at its turns and at forks.
+
+    Args:
+        fork_contexts: all ids up to each fork within a turn, of the whole group.
+    """
+    fork_lengths = sorted({len(context) for context in fork_contexts})
+    sequences = trajectory.sequences
+    if trajectory.segments:
+        inherited_counts = inherited(sequences)
+    else:
+        inherited_counts = [0] * len(sequences)
+
+    offset = 0  # of the sequence, in the response of all sequences
+    for sequence, inherited_count in zip(sequences, inherited_counts, strict=True):
+        ids = _all_ids(sequence)
+        prompt_length = len(sequence.prompt_ids)
+        parent_context = sequence.prompt_ids[:inherited_count]
+        start = prompt_length
         for number, turn in enumerate(sequence.turns):
-            end = at + len(turn.output.token_ids)
-            inner = [length for length in lengths if at < length < end and whole[:length] in cuts]
-            for stop in (*inner, end):
-                context = whole[:stop]
+            turn_end = start + len(turn.output.token_ids)
+            ends = []
+            for length in fork_lengths:
+                if start < length < turn_end and ids[:length] in fork_contexts:
+                    ends.append(length)
+            ends.append(turn_end)
+
+            for end in ends:
+                context = ids[:end]
                 yield _Piece(
-                    before=before,
+                    parent_context=parent_context,
                     context=context,
                     turn=number,
-                    ids=whole[at:stop],
-                    end=offset + stop - prompt,
-                    when=_when(turn),
+                    ids=ids[start:end],
+                    end=offset + end - prompt_length,
+                    sort_key=_sort_key(turn),
                 )
-                before, at = context, stop
-            at = end + len(turn.appended_ids)
+                parent_context = context
+                start = end
+            start = turn_end + len(turn.appended_ids)
         offset += len(sequence.response_ids)

@@ -7,12 +7,14 @@ A worked example, two turns (ids invented, one id per word)::
     turn 1 appended   = [30, 31, 32]              boundary + tool result + next "assistant:"
     turn 2 sampled    = [40, 2]                   the answer
 
-    context of turn 2 = [10, 11, 12] + [20, 21, 2] + [30, 31, 32]        (list arithmetic, never re-rendered)
+    context of turn 2 = [10, 11, 12] + [20, 21, 2] + [30, 31, 32]      joined, never re-rendered
 
     response_ids      = [20, 21, 2, 30, 31, 32, 40, 2]
     response_mask     = [ 1,  1, 1,  0,  0,  0,  1, 1]     1 = sampled by the policy
-    rollout_logprobs  = [-.1,-.2,-.1, 0,  0,  0,-.3,-.1]   of the distribution sampled from; 0 where mask is 0
-    policy_versions   = [ 4,  4, 4, -1, -1, -1,  5, 5]     the weights that produced each token; -1 where mask is 0
+    rollout_logprobs  = [-.1,-.2,-.1, 0,  0,  0,-.3,-.1]   of the distribution sampled from
+    policy_versions   = [ 4,  4, 4, -1, -1, -1,  5, 5]     the weights that produced each token
+
+Where the mask is 0, the log-prob is 0 and the version is -1.
 """
 
 from __future__ import annotations
@@ -62,9 +64,8 @@ class ToolCallRecord:
     media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "reward", as_score(self.reward, f"the reward of the call of {self.name!r:.100}")
-        )
+        reward = as_score(self.reward, f"the reward of the call of {self.name!r:.100}")
+        object.__setattr__(self, "reward", reward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class Turn:
             placeholders.
         tool_calls: the calls made in this turn, in order.
         score: what a simulated user or an environment gave this turn, or None.
-        learn_appended: ``appended_ids`` carry loss, too (``agent.mask_observations=false``).
+        learn_appended: ``appended_ids`` carry loss as well (``agent.mask_observations=false``).
         number: which call of its session sampled it, in order of completion; None outside of
             recorded sessions.
         note: where its call left the recorded conversations, as text; empty if it continued one.
@@ -145,8 +146,8 @@ class Trajectory:
         policy_versions: version of the weights that sampled the id; -1 elsewhere.
         finish_reason: why the trajectory ended.
         no_loss: None, or why its ids carry no loss although its reward counts in its group.
-        reward: what is learned from, besides the rewards of turns: the score, less the penalties of
-            ``algorithm.shaping`` (0 until scored).
+        reward: the score less the penalties of ``algorithm.shaping``; 0 until scored. It and the
+            rewards of turns are learned from.
         raw_score: None, or the score before those penalties, see :attr:`score`.
         reward_parts: other numbers that the reward function returned, and the penalties, by name.
         metrics: seconds and counts (``generate_seconds``, ``tool_seconds``, ...).
@@ -156,17 +157,17 @@ class Trajectory:
             are in :attr:`multi_modal`.
         tool_scores: what each tool's ``calc_reward`` made of the whole trajectory, by tool.
         segments: further contexts the same rollout sampled in, for agents that edit their history
-            or hold several conversations. Each sampled id stands in exactly one sequence with mask
-            1. Segments share this trajectory's fate and advantage; they have no reward and no
-            segments of their own.
+            or hold several conversations. Each sampled id is in exactly one sequence with mask 1.
+            Segments share this trajectory's fate and advantage; they have no reward and no segments
+            of their own.
         fork: None, or where it branched off another trajectory of its group.
         history_window: None, or how many earlier turns each turn was sampled after, besides the
-            prompt. The response arrays are still those of all turns in order; :attr:`sequences` are
-            the contexts that were really there.
-        prompt_media: images and videos ``prompt_ids`` show; a sequence of a history window has its
-            earlier turns'.
-        role: the role it played in its episode, None if there is but one. Baselines are those of
-            its group and role.
+            prompt. The response arrays still hold all turns in order; :attr:`sequences` are the
+            contexts that the turns were sampled in.
+        prompt_media: images and videos ``prompt_ids`` show; in a sequence of a history window also
+            the images and videos of the earlier turns it shows.
+        role: the role it played in its episode, None if there is but one. Baselines are by group
+            and role.
         adapter: the adapter in training that sampled it, see ``agent.role_adapters``; None: the
             policy itself.
         teacher_scores: of every id in the loss, sequence after sequence, by a teacher that is
@@ -213,11 +214,13 @@ class Trajectory:
         logprobs: list[float] = []
         versions: list[int] = []
         for turn in turns:
-            out = turn.output
-            ids += out.token_ids + turn.appended_ids
-            mask += [1] * len(out.token_ids) + [0] * len(turn.appended_ids)
-            logprobs += out.log_probs + (0.0,) * len(turn.appended_ids)
-            versions += out.policy_versions + (-1,) * len(turn.appended_ids)
+            output = turn.output
+            num_appended = len(turn.appended_ids)
+            ids += output.token_ids + turn.appended_ids
+            mask += [1] * len(output.token_ids) + [0] * num_appended
+            logprobs += output.log_probs + (0.0,) * num_appended
+            versions += output.policy_versions + (-1,) * num_appended
+
         if not prompt_ids or not any(mask):
             raise ValueError(
                 f"a trajectory needs a prompt and a sampled id, got {len(prompt_ids)} and"
@@ -238,41 +241,58 @@ class Trajectory:
         """All sequences to train on: the segments, then the last context.
 
         With a history window, turn k is sampled after the prompt and the ``window`` turns before
-        it. So one sequence holds the turns that saw all earlier ones, and every later turn is a
-        sequence of its own::
+        it. So one sequence holds the turns that were sampled after all earlier ones, and every
+        later turn is a sequence of its own::
 
             window 1, turns a b c d      prompt | a b      prompt b | c      prompt c | d
         """
         return (*self.segments, *self._windows())
 
     def _windows(self) -> Iterator[Trajectory]:
-        window, count = self.history_window, len(self.turns)
-        if window is None or count <= window + 1:
+        window = self.history_window
+        num_turns = len(self.turns)
+        if window is None or num_turns <= window + 1:
             yield self
             return
-        for first, end in ((0, window + 1), *((k, k + 1) for k in range(window + 1, count))):
-            before = self.turns[max(0, first - window) : first]
-            seen = (turn.output.token_ids + turn.appended_ids for turn in before)
-            *turns, last = self.turns[first:end]
-            learned = (
-                last if last.learn_appended else replace(last, appended_ids=(), appended_media={})
-            )
-            yield Trajectory.from_turns(
-                prompt_ids=sum(seen, self.prompt_ids),
-                turns=(*turns, learned),
-                trajectory_id=f"{self.trajectory_id}#{end}",
-                group_id=self.group_id,
-                agent_name=self.agent_name,
-                finish_reason=self.finish_reason,
-                prompt_media=join_media(
-                    [self.prompt_media, *(turn.appended_media for turn in before)]
-                ),
-            )
+
+        yield self._window(window, 0, window + 1)
+        for index in range(window + 1, num_turns):
+            yield self._window(window, index, index + 1)
+
+    def _window(self, window: int, start: int, end: int) -> Trajectory:
+        """Return the sequence that learns turns ``start`` to ``end``.
+
+        Its prompt is this trajectory's and the ``window`` turns before ``start``.
+        """
+        prompt_ids = self.prompt_ids
+        media = [self.prompt_media]
+        for turn in self.turns[max(0, start - window) : start]:
+            prompt_ids += turn.output.token_ids + turn.appended_ids
+            media.append(turn.appended_media)
+
+        # What was appended after its last turn is part of the next sequence's prompt.
+        *turns, last = self.turns[start:end]
+        if not last.learn_appended:
+            last = replace(last, appended_ids=(), appended_media={})
+        return Trajectory.from_turns(
+            prompt_ids=prompt_ids,
+            turns=(*turns, last),
+            trajectory_id=f"{self.trajectory_id}#{end}",
+            group_id=self.group_id,
+            agent_name=self.agent_name,
+            finish_reason=self.finish_reason,
+            prompt_media=join_media(media),
+        )
 
     @property
     def score(self) -> float:
-        """What the reward function returned, whatever shaped the reward since; ``outcomes`` tells who reads which."""
-        return self.reward if self.raw_score is None else self.raw_score
+        """What the reward function returned, whatever shaped the reward since.
+
+        The module ``outcomes`` tells who reads the score and who reads the reward.
+        """
+        if self.raw_score is None:
+            return self.reward
+        return self.raw_score
 
     @property
     def episode_id(self) -> str:
@@ -299,31 +319,34 @@ class Trajectory:
         """Number of sampled ids inherited from its parent."""
         if self.fork is None:
             return 0
-        return (
-            sum(len(turn.output.token_ids) for turn in self.turns[: self.fork.turns])
-            + self.fork.tokens
-        )
+        inherited_turns = self.turns[: self.fork.turns]
+        return sum(len(turn.output.token_ids) for turn in inherited_turns) + self.fork.tokens
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
-        """1 for each response id in the loss: freely sampled ids, and appended ids with ``learn_appended``.
+        """1 for each response id in the loss.
 
-        An appended id has no rollout log-prob, since it was not sampled; of a constrained one (see
-        :class:`TokenOutput`) it is not that of the policy.
+        These are freely sampled ids, and appended ids with ``learn_appended``. An appended id has
+        no rollout log-prob, since it was not sampled; that of a constrained id (see
+        :class:`TokenOutput`) is not the policy's.
         """
         mask: list[int] = []
         for turn in self.turns:
-            mask += [*turn.output.loss_mask, *([int(turn.learn_appended)] * len(turn.appended_ids))]
+            mask += turn.output.loss_mask
+            mask += [int(turn.learn_appended)] * len(turn.appended_ids)
         return tuple(mask)
 
     @property
     def supports(self) -> tuple[Support | None, ...]:
-        """The support of each response id's draw; None for one from all ids, and for appended ids."""
-        found: list[Support | None] = []
+        """The support of each response id's draw.
+
+        It is None for a draw from all ids, and for appended ids.
+        """
+        supports: list[Support | None] = []
         for turn in self.turns:
-            found += turn.output.supports or [None] * len(turn.output.token_ids)
-            found += [None] * len(turn.appended_ids)
-        return tuple(found)
+            supports += turn.output.supports or [None] * len(turn.output.token_ids)
+            supports += [None] * len(turn.appended_ids)
+        return tuple(supports)
 
     @property
     def restricted(self) -> bool:
@@ -338,12 +361,11 @@ class Trajectory:
     @property
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
         """All tool calls, segment by segment."""
-        return tuple(
-            call
-            for part in (*self.segments, self)
-            for turn in part.turns
-            for call in turn.tool_calls
-        )
+        calls: list[ToolCallRecord] = []
+        for sequence in (*self.segments, self):
+            for turn in sequence.turns:
+                calls += turn.tool_calls
+        return tuple(calls)
 
     @property
     def multi_modal(self) -> dict[str, tuple[Any, ...]]:
@@ -355,10 +377,14 @@ class Trajectory:
 class Group:
     """The surviving trajectories of one prompt, with the reward statistics advantages need.
 
-    ``dropped`` counts its lost members by reason. ``greedy_reward`` is that of the prompt's greedy
-    rollout, if any (ReMax). ``metrics`` describe how the group was collected, e.g. ``branches``.
-    ``frozen`` are trajectories of roles that are not trained: on record, but no samples.
-    ``baselines`` are the rewards to expect, by role (RAE).
+    Attributes:
+        group_id: id of the group, which its trajectories have as well.
+        trajectories: the members that were not lost.
+        dropped: number of lost members by reason.
+        greedy_reward: reward of the prompt's greedy rollout (ReMax); None without one.
+        metrics: how the group was collected, e.g. ``branches``.
+        frozen: trajectories of roles that are not trained: on record, but no samples.
+        baselines: rewards to expect, by role (RAE).
     """
 
     group_id: str

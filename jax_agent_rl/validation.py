@@ -1,8 +1,9 @@
-r"""Checks of values from outside (JSON, user code) that no type checker has seen, and the digest of ids.
+r"""Checks of values from outside (JSON, user code) that no type checker has seen.
 
 Each check raises a ``ValueError`` that names the field, its value and the expected kind. Numbers
 may be numpy's. JSON can spell one half of a surrogate pair (``"\ud83d"``), and models do, but
-nothing can encode it.
+nothing can encode it. The digest of ids is here as well, and the search for the name that a user
+may have meant.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ def check_int(name: str, value: Any, *, least: int | None = None, below: int | N
 def check_finite(name: str, value: Any) -> None:
     """Require a number that a float can hold, neither infinite nor NaN."""
     try:
-        finite = isinstance(value, Real) and math.isfinite(value)
+        is_finite = isinstance(value, Real) and math.isfinite(value)
     except OverflowError:  # an integer no float holds
-        finite = False
-    if not finite:
+        is_finite = False
+    if not is_finite:
         raise ValueError(f"{name}={value!r}: must be a finite number")
 
 
@@ -43,7 +44,9 @@ FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
 def as_float(value: object, what: str) -> float:
-    """Return a finite number as a float; a bool is 1.0 or 0.0, and numbers of NumPy and PyTorch count.
+    """Return a finite number as a float.
+
+    A bool is 1.0 or 0.0, and numbers of NumPy and PyTorch count.
 
     Args:
         value: of any type, from user code, a file or a server.
@@ -54,19 +57,19 @@ def as_float(value: object, what: str) -> float:
     """
     number = _real(value)
     if number is None or not math.isfinite(number):
-        raise ValueError(f"{what} must be a finite number, got {shown(value)}")
+        raise ValueError(f"{what} must be a finite number, got {brief_repr(value)}")
     return number
 
 
 def as_score(value: object, what: str) -> float:
-    """Return a score, a reward or a part of one as a float that float32 holds, too: the learner computes in it.
+    """Return a score, a reward or a part of one as a float.
 
-    Whatever earns a trajectory something comes through here, wherever it is from: reward functions
-    and their servers, tools and tool servers, environments, simulated users, tables of
-    trajectories.
+    float32 holds it as well, in which the learner computes. Whatever earns a trajectory something
+    comes through here, wherever it is from: reward functions and their servers, tools and tool
+    servers, environments, simulated users, tables of trajectories.
 
     Args:
-        value: see :func:`as_float`.
+        value: of any type, from user code, a file or a server.
         what: names it in the message.
 
     Raises:
@@ -75,22 +78,33 @@ def as_score(value: object, what: str) -> float:
     number = as_float(value, what)
     if abs(number) > FLOAT32_MAX:
         raise ValueError(
-            f"{what} must be a number that float32 holds, at most 3.4e38, got {shown(value)};"
+            f"{what} must be a number that float32 holds, at most 3.4e38, got {brief_repr(value)};"
             " scale it"
         )
     return number
 
 
 def looks_like_number(value: object) -> bool:
-    """Return whether a value is meant as a number, be it finite or not, or too large: not text, not a collection."""
-    if isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():
+    """Return whether a value is meant as a number, not as text or a collection.
+
+    The number may be infinite, NaN, or too large for a float.
+    """
+    if isinstance(value, str | bytes):
+        return False
+    if getattr(value, "shape", ()) != ():  # an array
         return False
     return isinstance(value, SupportsFloat | Complex)
 
 
 def _real(value: object) -> float | None:
-    """Return a number as a float, perhaps NaN or infinite; None if it is none, or beyond all floats."""
-    if not looks_like_number(value) or isinstance(value, Complex) and not isinstance(value, Real):
+    """Return a real number as a float, perhaps NaN or infinite.
+
+    Returns:
+        None if the value is no real number, or beyond all floats.
+    """
+    if not looks_like_number(value):
+        return None
+    if isinstance(value, Complex) and not isinstance(value, Real):
         return None
     try:
         return float(cast(SupportsFloat, value))
@@ -98,7 +112,7 @@ def _real(value: object) -> float | None:
         return None
 
 
-def shown(value: object) -> str:
+def brief_repr(value: object) -> str:
     """Return a value's representation for a message, at most 200 characters."""
     try:
         return repr(value)[:200]
@@ -108,11 +122,9 @@ def shown(value: object) -> str:
 
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite real number, NumPy's included, and not a bool."""
-    return (
-        isinstance(value, Real)
-        and not isinstance(value, bool)
-        and -math.inf < cast(float, value) < math.inf
-    )
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return -math.inf < cast(float, value) < math.inf
 
 
 def check_str(name: str, value: Any) -> None:
@@ -128,17 +140,17 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_collection(name: str, value: Any, of: str) -> None:
-    """Require a collection, and not a string, which would count as one of characters."""
+    """Require a collection, and not a string, which would count as a collection of characters."""
     if isinstance(value, str) or not isinstance(value, Collection):
         raise ValueError(f"{name}={value!r}: must be a tuple of {of}")
 
 
 def check_ids(name: str, ids: tuple[Any, ...]) -> None:
     """Require whole numbers; checked once per type, since a context has many thousands."""
-    for kind in set(map(type, ids)):
-        if not issubclass(kind, Integral):
-            wrong = next(i for i in ids if type(i) is kind)
-            raise ValueError(f"{name} holds {wrong!r}: ids must be whole numbers")
+    for id_type in set(map(type, ids)):
+        if not issubclass(id_type, Integral):
+            wrong_id = next(token_id for token_id in ids if type(token_id) is id_type)
+            raise ValueError(f"{name} holds {wrong_id!r}: ids must be whole numbers")
 
 
 def digest_ids(ids: Sequence[int]) -> str:
@@ -159,97 +171,122 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     >>> did_you_mean("tool_agnet", ["tool_agent", "search_agent"])
     "did you mean 'tool_agent'? "
     """
-    near = nearest(name, known)
-    return f"did you mean {near[0]!r}? " if near else ""
+    candidates = nearest(name, known)
+    if not candidates:
+        return ""
+    return f"did you mean {candidates[0]!r}? "
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return up to three known names that may have been meant, the nearest first; none for what is far from all.
+    """Return up to three known names that may have been meant, the nearest first.
 
     A name is near if few letters have been inserted, left out, replaced or swapped with their
     neighbour (one in a name of up to seven letters, two up to eleven, three in longer ones), or if
     it has all words of the other and few more. Upper case and hyphens do not count.
 
-    >>> nearest("prompt_length", ["max_prompt_length", "max_response_length"]), nearest("optimizer", ["steps"])
-    (['max_prompt_length'], [])
+    >>> nearest("prompt_length", ["max_prompt_length", "max_response_length"])
+    ['max_prompt_length']
+    >>> nearest("optimizer", ["steps"])
+    []
     """
-    found = [(_distance(name, other), other) for other in known]
-    return [
-        other for distance, other in sorted(found, key=lambda pair: pair[0]) if distance < math.inf
-    ][:3]
+    candidates = []
+    for known_name in known:
+        distance = _distance(name, known_name)
+        if distance < math.inf:
+            candidates.append((distance, known_name))
+    candidates.sort(key=lambda candidate: candidate[0])
+    return [known_name for _, known_name in candidates[:3]]
 
 
 def nearest_keys(path: str, keys: Collection[str]) -> list[str]:
     """Return keys ``section.leaf`` that may have been meant by another path, the nearest first.
 
     Section and leaf have to be near, each by itself: long paths of one section look alike although
-    their leaves have nothing in common. A leaf alone may be in any section; one in a wrong section
-    is found if only one other has it: a section inside the same one, or one that is no deeper.
+    their leaves have nothing in common. A leaf alone may be in any section. If no key is near, one
+    with the same leaf in another section may be meant: in a section inside the same one or, failing
+    that, in one that is no deeper. It is returned if it is the only one of its kind.
 
     >>> nearest_keys("trainer.step", ["trainer.steps", "learner.stop"])
     ['trainer.steps']
     """
     section, _, leaf = path.rpartition(".")
-    near: list[tuple[float, str]] = []
-    in_same_part: list[str] = []
-    in_other_part: list[str] = []
+    top_section = section.partition(".")[0]
+    depth = path.count(".")
+
+    candidates: list[tuple[float, int, str]] = []
+    in_same_section: list[str] = []
+    in_other_section: list[str] = []
     for key in keys:
-        its_section, _, its_leaf = key.rpartition(".")
-        between_leaves = _distance(leaf, its_leaf)
-        between_sections = _distance(section, its_section) if section else 0.0
-        if between_leaves + between_sections < math.inf:
-            near.append((between_leaves + between_sections, key))
-        elif leaf == its_leaf and key.partition(".")[0] == section.partition(".")[0]:
-            in_same_part.append(key)
-        elif leaf == its_leaf and key.count(".") <= path.count("."):
-            in_other_part.append(key)
-    for misplaced in (in_same_part, in_other_part):
-        if not near and len(misplaced) == 1:
-            return misplaced
-    return [
-        key
-        for _, key in sorted(
-            near, key=lambda pair: (pair[0], abs(pair[1].count(".") - path.count(".")))
-        )
-    ]
+        key_section, _, key_leaf = key.rpartition(".")
+        key_depth = key.count(".")
+        distance = _distance(leaf, key_leaf)
+        if section:
+            distance += _distance(section, key_section)
+
+        if distance < math.inf:
+            candidates.append((distance, abs(key_depth - depth), key))
+        elif leaf == key_leaf and key.partition(".")[0] == top_section:
+            in_same_section.append(key)
+        elif leaf == key_leaf and key_depth <= depth:
+            in_other_section.append(key)
+
+    if candidates:
+        candidates.sort(key=lambda candidate: candidate[:2])
+        return [key for _, _, key in candidates]
+    if len(in_same_section) == 1:
+        return in_same_section
+    if len(in_other_section) == 1:
+        return in_other_section
+    return []
 
 
-_MORE_LETTERS = 0.5
-"""Letters that a name may have besides all words of another one, by that one's."""
+_MAX_EXTRA_LETTERS = 0.5
+"""Letters that a name may have besides all words of another one, per letter of that one."""
 
 
-def _distance(name: str, other: str) -> float:
+def _distance(name: str, known_name: str) -> float:
     """Return how far two names are apart, infinite if they are not near."""
-    one, two = (text.casefold().replace("-", "_") for text in (name, other))
-    shorter, longer = sorted((one, two), key=len)
+    name = name.casefold().replace("-", "_")
+    known_name = known_name.casefold().replace("-", "_")
+    shorter, longer = sorted((name, known_name), key=len)
+    extra_letters = len(longer) - len(shorter)
+
     if len(longer) < 3:
-        allowed = 0
+        max_edits = 0
     elif len(longer) <= 7:
-        allowed = 1
+        max_edits = 1
     elif len(longer) <= 11:
-        allowed = 2
+        max_edits = 2
     else:
-        allowed = 3
-    if len(longer) - len(shorter) <= allowed:
-        edits = _edits(one, two)
-        if edits <= allowed:
+        max_edits = 3
+    if extra_letters <= max_edits:
+        edits = _edits(name, known_name)
+        if edits <= max_edits:
             return float(edits)
-    words_of_shorter, words_of_longer = set(shorter.split("_")), set(longer.split("_"))
-    more = len(longer) - len(shorter)
-    if words_of_shorter < words_of_longer and more <= _MORE_LETTERS * len(shorter):
-        return float(more)
+
+    has_all_words = set(shorter.split("_")) < set(longer.split("_"))
+    if has_all_words and extra_letters <= _MAX_EXTRA_LETTERS * len(shorter):
+        return float(extra_letters)
     return math.inf
 
 
 def _edits(one: str, two: str) -> int:
-    """Return the number of letters inserted, left out, replaced or swapped: optimal string alignment."""
+    """Return how many letters are inserted, left out, replaced or swapped with their neighbour.
+
+    This is the optimal string alignment distance, row by row of its table.
+    """
     previous_row: list[int] = []
     row = list(range(len(two) + 1))
     for i, letter in enumerate(one, 1):
         next_row = [i]
-        for j, other in enumerate(two, 1):
-            edits = min(row[j] + 1, next_row[j - 1] + 1, row[j - 1] + (letter != other))
-            if i > 1 and j > 1 and letter == two[j - 2] and one[i - 2] == other:
+        for j, other_letter in enumerate(two, 1):
+            replaced = row[j - 1]
+            if letter != other_letter:
+                replaced += 1
+            edits = min(row[j] + 1, next_row[j - 1] + 1, replaced)
+
+            swapped = i > 1 and j > 1 and letter == two[j - 2] and one[i - 2] == other_letter
+            if swapped:
                 edits = min(edits, previous_row[j - 2] + 1)
             next_row.append(edits)
         previous_row = row

@@ -1,6 +1,4 @@
-"""Shared by TRL's and Tunix' sides of the gallery's comparison: settings, rows and what a run
-folder holds.
-"""
+"""What TRL's and Tunix' sides of the gallery's comparison share: settings, rows, the run folder."""
 
 from __future__ import annotations
 
@@ -11,14 +9,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-PROMPTS, GROUP, STEPS, EVAL_EVERY = 6, 8, 8, 4
-PROMPT_TOKENS, RESPONSE_TOKENS = 128, 12
+# As in sums.yaml.
+PROMPTS = 6
+GROUP = 8
+STEPS = 8
+EVAL_EVERY = 4
+PROMPT_TOKENS = 128
+RESPONSE_TOKENS = 12
 OPTIMIZER: dict[str, float] = {
     "learning_rate": 1e-5,
     "b1": 0.9,
     "b2": 0.95,
     "max_grad_norm": 1.0,
-}  # as sums.yaml
+}
 
 
 def settings() -> dict[str, str]:
@@ -27,13 +30,16 @@ def settings() -> dict[str, str]:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """Return the rows of a file that ``sums.py`` wrote; the package's reader is not in the peers'
-    environments.
+    """Return the rows of a file that ``sums.py`` wrote.
+
+    The package's reader is not in the peers' environments.
     """
-    return [json.loads(line) for line in Path(f"data/sums/{name}.jsonl").read_text().splitlines()]
+    text = Path(f"data/sums/{name}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def truth(row: Mapping[str, Any]) -> str:
+    """Return the right answer of a row."""
     return row["reward_model"]["ground_truth"]
 
 
@@ -45,7 +51,7 @@ class RunFolder:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = self._folder / "metrics.jsonl"
         self._file.write_text("")
-        self._began = time.perf_counter()
+        self._step_start = time.perf_counter()
 
     def step(self, number: int, reward: float, tokens: float) -> None:
         """Record a training step."""
@@ -55,15 +61,15 @@ class RunFolder:
             reward_mean=reward,
             sampled_tokens_mean=tokens,
             finish_reasons={"answer": PROMPTS * GROUP},
-            step_seconds=time.perf_counter() - self._began,
+            step_seconds=time.perf_counter() - self._step_start,
         )
-        self._began = time.perf_counter()
+        self._step_start = time.perf_counter()
 
     def evaluate(self, number: int, sample: Callable[[list[dict[str, Any]]], list[float]]) -> None:
         """Record held-out accuracy after a step, from a score for each row."""
         scores = sample(rows("heldout"))
         self._write(kind="evaluation", step=number, accuracy=sum(scores) / len(scores))
-        self._began = time.perf_counter()
+        self._step_start = time.perf_counter()  # an evaluation is no part of a step
 
     def close(self) -> None:
         """Write the summary, which marks the run as ended."""

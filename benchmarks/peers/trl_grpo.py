@@ -1,7 +1,8 @@
-"""TRL's side of the gallery's comparison: GRPOTrainer on the rows and settings of sums.yaml. Runs
-in TRL's environment.
+"""TRL's side of the gallery's comparison: GRPOTrainer on the rows and settings of sums.yaml.
 
-TRL_PYTHON benchmarks/peers/trl_grpo.py model.path=DIR seed=0 run_dir=runs/trl
+    TRL_PYTHON benchmarks/peers/trl_grpo.py model.path=DIR seed=0 run_dir=runs/trl
+
+It runs in TRL's environment.
 """
 
 from __future__ import annotations
@@ -31,17 +32,19 @@ from trl_step import SETTINGS
 
 
 def reward(completions: list[list[dict[str, str]]], truth: list[str], **_: Any) -> list[float]:
-    return [
-        compute_score("sums", one[0]["content"], true, None)
-        for one, true in zip(completions, truth, strict=True)
-    ]
+    """Return the score of each completion, as ``GRPOTrainer`` calls a reward function."""
+    scores = []
+    for messages, right_answer in zip(completions, truth, strict=True):
+        scores.append(compute_score("sums", messages[0]["content"], right_answer, None))
+    return scores
 
 
 class Record(TrainerCallback):
     """Evaluates as sums.yaml does, and writes the run folder."""
 
     def __init__(self, folder: RunFolder, tokenizer: Any) -> None:
-        self._folder, self._tokenizer = folder, tokenizer
+        self._folder = folder
+        self._tokenizer = tokenizer
 
     def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
         self._evaluate(0, model)
@@ -56,16 +59,17 @@ class Record(TrainerCallback):
             self._evaluate(state.global_step, model)
 
     def _evaluate(self, step: int, model: Any) -> None:
-        self._folder.evaluate(step, lambda some: self._sample(model, some))
+        self._folder.evaluate(step, lambda heldout: self._score(model, heldout))
 
-    def _sample(self, model: Any, some: list[dict[str, Any]]) -> list[float]:
-        prompts = [row["prompt"] for row in some]
+    def _score(self, model: Any, heldout: list[dict[str, Any]]) -> list[float]:
+        """Sample an answer to each row, and return the scores."""
+        prompts = [row["prompt"] for row in heldout]
         inputs = self._tokenizer.apply_chat_template(
             prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
         model.eval()
         with torch.no_grad():
-            made = model.generate(
+            ids = model.generate(
                 **inputs,
                 do_sample=True,
                 temperature=1.0,
@@ -74,24 +78,24 @@ class Record(TrainerCallback):
                 max_new_tokens=RESPONSE_TOKENS,
             )
         model.train()
-        texts = self._tokenizer.batch_decode(
-            made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-        )
-        return [
-            compute_score("sums", text, truth(row), None)
-            for text, row in zip(texts, some, strict=True)
-        ]
+
+        _, prompt_length = inputs["input_ids"].shape
+        answers = self._tokenizer.batch_decode(ids[:, prompt_length:], skip_special_tokens=True)
+        scores = []
+        for answer, row in zip(answers, heldout, strict=True):
+            scores.append(compute_score("sums", answer, truth(row), None))
+        return scores
 
 
 def main() -> None:
-    given = settings()
-    model = str(Path(given["model.path"]).expanduser())
+    options = settings()
+    model = str(Path(options["model.path"]).expanduser())
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
-    folder = RunFolder(given["run_dir"])
+    folder = RunFolder(options["run_dir"])
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
             output_dir=output,
-            seed=int(given["seed"]),
+            seed=int(options["seed"]),
             per_device_train_batch_size=PROMPTS * GROUP // 2,  # all at once take 17 GB
             gradient_accumulation_steps=2,
             num_generations=GROUP,
@@ -106,7 +110,7 @@ def main() -> None:
             **SETTINGS,
         )
         train = [{"prompt": row["prompt"], "truth": truth(row)} for row in rows("train")]
-        GRPOTrainer(
+        trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(
                 model, dtype=torch.float32, trust_remote_code=False
             ),
@@ -115,7 +119,8 @@ def main() -> None:
             train_dataset=Dataset.from_list(train),
             processing_class=tokenizer,
             callbacks=[Record(folder, tokenizer)],
-        ).train()
+        )
+        trainer.train()
     folder.close()
 
 

@@ -1,12 +1,11 @@
-"""TRL's side of ``learner_peers.py``: GRPOTrainer's own loop on completions that are given. Runs in
-TRL's environment.
+"""TRL's side of ``learner_peers.py``: GRPOTrainer's own loop on completions that are given.
 
     TRL_PYTHON trl_step.py --model DIR --batch FILE.npz --updates 4 --gradients OUT.safetensors
 
-Only the method that generates and scores is replaced; loss, backward, clip, AdamW and schedule are
-the trainer's. Its defaults stay but where they would cost time or precision: no gradient
-checkpointing, no bfloat16. The last line is one JSON object: ``seconds`` of every update, and what
-the first one found.
+It runs in TRL's environment. Only the method that generates and scores is replaced; loss, backward,
+clip, AdamW and schedule are the trainer's. Its defaults stay but where they would cost time or
+precision: no gradient checkpointing, no bfloat16. The last line is one JSON object: ``seconds`` of
+every update, and what the first one found.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ SETTINGS: dict[str, Any] = {
     "save_strategy": "no",
     "disable_tqdm": True,
 }
-"""Of ``GRPOConfig``, in both comparisons: the objective is ours, and no time or precision is lost.
-"""
+"""Of ``GRPOConfig``, in both comparisons: our objective, and no loss of time or precision."""
 
 
-class GivenCompletions(GRPOTrainer):
-    """Takes completions and advantages from ``given`` where the base class asks its engine and its
-    rewards.
+class FixedCompletions(GRPOTrainer):
+    """Takes completions and advantages from ``fixed_rollout``.
+
+    The base class asks its engine and its rewards for them.
     """
 
-    given: dict[str, torch.Tensor]
+    fixed_rollout: dict[str, torch.Tensor]
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
-        return self.given
+        return self.fixed_rollout
 
 
 class Watch(TrainerCallback):
@@ -59,27 +58,28 @@ class Watch(TrainerCallback):
     def __init__(self, gradients: str) -> None:
         self.seconds: list[float] = []
         self._gradients = gradients
-        self._begin = 0.0
+        self._step_start = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._begin = time.perf_counter()
+        self._step_start = time.perf_counter()
 
     def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
-        """Comes after the clip."""
+        """Save the first gradient; this comes after the clip."""
         if not self.seconds:
-            save_file(
-                {name: p.grad.contiguous() for name, p in model.named_parameters()}, self._gradients
-            )
+            gradients = {name: p.grad.contiguous() for name, p in model.named_parameters()}
+            save_file(gradients, self._gradients)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._begin)
+        self.seconds.append(time.perf_counter() - self._step_start)
 
 
-def given(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """What the trainer expects of a rollout: [N, P], [N, C] int64, masks of ones, [N] float32, and
-    a token count.
+def as_rollout(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Return what the trainer expects of a rollout.
+
+    It is ids [N, P] and [N, C] int64, masks of ones, advantages [N] float32, and a token count.
     """
-    prompts, completions = torch.tensor(batch["prompt_ids"]), torch.tensor(batch["completion_ids"])
+    prompts = torch.tensor(batch["prompt_ids"])
+    completions = torch.tensor(batch["completion_ids"])
     return {
         "prompt_ids": prompts,
         "prompt_mask": torch.ones_like(prompts),
@@ -93,7 +93,7 @@ def given(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 def train(
     arguments: argparse.Namespace, batch: dict[str, np.ndarray], folder: str
 ) -> tuple[Watch, dict[str, float]]:
-    """All updates; the watch, and the log of the first update."""
+    """Run all updates; return the watch, and the log of the first update."""
     rows, length = batch["completion_ids"].shape
     config = GRPOConfig(
         output_dir=folder,
@@ -109,7 +109,7 @@ def train(
         **SETTINGS,
     )
     watch = Watch(arguments.gradients)
-    trainer = GivenCompletions(
+    trainer = FixedCompletions(
         model=AutoModelForCausalLM.from_pretrained(
             arguments.model, dtype=torch.float32, trust_remote_code=False
         ),
@@ -119,7 +119,7 @@ def train(
         processing_class=AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False),
         callbacks=[watch],
     )
-    trainer.given = given(batch)
+    trainer.fixed_rollout = as_rollout(batch)
     trainer.train()
     return watch, trainer.state.log_history[0]
 

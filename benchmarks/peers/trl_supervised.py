@@ -1,12 +1,11 @@
-"""TRL's side of ``supervised_peers.py``: SFTTrainer and DPOTrainer on given ids. Runs in TRL's
-environment.
+"""TRL's side of ``supervised_peers.py``: SFTTrainer and DPOTrainer on ids that are given.
 
     TRL_PYTHON trl_supervised.py --model DIR --batch FILE.json --updates 4
 
-The file has ``method`` (sft or dpo), ``rows`` (sft: ``input_ids`` and ``labels``; dpo:
-``prompt_ids``, ``chosen_ids`` and ``rejected_ids``) and the optimizer's numbers; every update is of
-all rows. Only the trainers' tokenization is left out. The last line is one JSON object: ``losses``
-before each update and ``seconds``.
+It runs in TRL's environment. The file has ``method`` (sft or dpo), ``rows`` (sft: ``input_ids`` and
+``labels``; dpo: ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``) and the optimizer's numbers;
+every update is of all rows. Only the trainers' tokenization is left out. The last line is one JSON
+object: ``losses`` before each update and ``seconds``.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ class Watch(TrainerCallback):
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._begin = 0.0
+        self._step_start = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._begin = time.perf_counter()
+        self._step_start = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._begin)
+        self.seconds.append(time.perf_counter() - self._step_start)
 
 
 def main() -> None:
@@ -60,7 +59,7 @@ def main() -> None:
     )
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
-        numbers: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "output_dir": folder,
             "max_steps": arguments.updates,
             "per_device_train_batch_size": len(batch["rows"]),
@@ -81,10 +80,10 @@ def main() -> None:
             "max_length": None,
         }
         if batch["method"] == "sft":
-            config = SFTConfig(**numbers, dataset_kwargs={"skip_prepare_dataset": True})
+            config = SFTConfig(**settings, dataset_kwargs={"skip_prepare_dataset": True})
             trainer_class: Any = SFTTrainer
         else:
-            config = DPOConfig(**numbers, beta=batch["beta"])
+            config = DPOConfig(**settings, beta=batch["beta"])
             trainer_class = TokenizedDPOTrainer
         trainer = trainer_class(
             model=model,

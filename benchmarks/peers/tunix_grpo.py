@@ -1,10 +1,9 @@
-"""Tunix' side of the gallery's comparison: GRPOLearner on rows and settings of sums.yaml. Runs in
-its environment.
+"""Tunix' side of the gallery's comparison: GRPOLearner on the rows and settings of sums.yaml.
 
     TUNIX_PYTHON benchmarks/peers/tunix_grpo.py model.path=DIR seed=0 run_dir=runs/tunix
 
-Tunix takes every pad id for padding, in prompts too, and SmolLM2's pad id ends its turns: another
-one is set.
+It runs in Tunix' environment. Tunix takes every pad id for padding, in prompts as well, and
+SmolLM2's pad id ends its turns: another one is set.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ class Comparison:
     """A cluster and its learner, with the rewards and evaluations that go to the run folder."""
 
     def __init__(self, model: str, seed: int, folder: RunFolder) -> None:
-        self._folder, self._seed = folder, 1000 * seed
+        self._folder = folder
+        self._seed = 1000 * seed
         self._tokenizer = AutoTokenizer.from_pretrained(
             model, pad_token="<|endoftext|>", trust_remote_code=False
         )
@@ -83,23 +83,27 @@ class Comparison:
         self._reward_mean = 0.0
 
     def run(self) -> None:
+        """Train, and evaluate on the way and in the end."""
         self._learner.train(self._batches())
         self._folder.step(STEPS, self._reward_mean, 0.0)
         self._evaluate(STEPS)
 
     def _batches(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of each step; the learner asks for them when the step before is done."""
-        train = rows("train")
+        """Yield the rows of each step.
+
+        The learner asks for them when the previous step has ended, which is recorded then.
+        """
+        train_rows = rows("train")
         for step in range(STEPS):
             if step:
                 self._folder.step(step, self._reward_mean, 0.0)
             if step % EVAL_EVERY == 0:
                 self._evaluate(step)
-            some = train[step * PROMPTS : (step + 1) * PROMPTS]
+            step_rows = train_rows[step * PROMPTS : (step + 1) * PROMPTS]
             self._rollout.seed = self._seed + step  # else it draws the same numbers in every step
             yield {
-                "prompts": np.array([self._text(row) for row in some]),
-                "truth": np.array([truth(row) for row in some]),
+                "prompts": np.array([self._text(row) for row in step_rows]),
+                "truth": np.array([truth(row) for row in step_rows]),
             }
 
     def _text(self, row: dict[str, Any]) -> str:
@@ -110,28 +114,39 @@ class Comparison:
     def _reward(
         self, prompts: list[str], completions: list[str], truth: list[str], **_: Any
     ) -> list[float]:
-        scores = [self._score(text, true) for text, true in zip(completions, truth, strict=True)]
+        scores = []
+        for completion, right_answer in zip(completions, truth, strict=True):
+            scores.append(self._score(completion, right_answer))
         self._reward_mean = float(np.mean(scores))
         return scores
 
-    def _score(self, text: str, true: str) -> float:
-        return compute_score("sums", text.removesuffix(self._tokenizer.eos_token), true, None)
+    def _score(self, completion: str, right_answer: str) -> float:
+        answer = completion.removesuffix(self._tokenizer.eos_token)
+        return compute_score("sums", answer, right_answer, None)
 
     def _evaluate(self, step: int) -> None:
-        def sample(some: list[dict[str, Any]]) -> list[float]:
-            made: list[str] = []
-            for begin in range(0, len(some), PROMPTS * GROUP):  # the shape of a training batch
-                part = [self._text(row) for row in some[begin : begin + PROMPTS * GROUP]]
-                made += self._cluster.rollout.generate(part, self._rollout).text
-            return [self._score(text, truth(row)) for text, row in zip(made, some, strict=True)]
+        self._folder.evaluate(step, self._sample_scores)
 
-        self._folder.evaluate(step, sample)
+    def _sample_scores(self, heldout: list[dict[str, Any]]) -> list[float]:
+        """Sample an answer to each row, and return the scores."""
+        batch_size = PROMPTS * GROUP  # the shape of a training batch
+        completions: list[str] = []
+        for start in range(0, len(heldout), batch_size):
+            prompts = [self._text(row) for row in heldout[start : start + batch_size]]
+            completions += self._cluster.rollout.generate(prompts, self._rollout).text
+
+        scores = []
+        for completion, row in zip(completions, heldout, strict=True):
+            scores.append(self._score(completion, truth(row)))
+        return scores
 
 
 def main() -> None:
-    given = settings()
-    folder = RunFolder(given["run_dir"])
-    Comparison(str(Path(given["model.path"]).expanduser()), int(given["seed"]), folder).run()
+    options = settings()
+    model = str(Path(options["model.path"]).expanduser())
+    folder = RunFolder(options["run_dir"])
+    comparison = Comparison(model, int(options["seed"]), folder)
+    comparison.run()
     folder.close()
 
 

@@ -1,12 +1,12 @@
-"""google-tunix' side of ``learner_peers.py``: GRPOLearner's jitted step on given completions. Runs
-in its environment.
+"""google-tunix' side of ``learner_peers.py``: GRPOLearner's jitted step on given completions.
 
     TUNIX_PYTHON tunix_step.py --model DIR --batch FILE.npz --updates 4 --gradients OUT.safetensors
 
-The learner is built as its users do; ``RLCluster.update_actor``, which its loop calls after a
-rollout, gets the example. Its Llama3 takes SmolLM2's shapes from the safetensors, with one repair:
-version 0.1.7 rotates by a base of a million whatever ``ModelConfig.rope_theta`` says. The last line
-is one JSON object: ``seconds`` of every update, and what the first one found.
+It runs in Tunix' environment. The learner is built as its users do; ``RLCluster.update_actor``,
+which its loop calls after a rollout, gets the example. Its Llama3 takes SmolLM2's shapes from the
+safetensors, with one repair: version 0.1.7 rotates by a base of a million whatever
+``ModelConfig.rope_theta`` says. The last line is one JSON object: ``seconds`` of every update, and
+what the first one found.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HF_NAMES = {
 
 
 def load_model(folder: str, mesh: jax.sharding.Mesh) -> llama3.Llama3:
-    """SmolLM2 in float32 as a Llama3."""
+    """Load SmolLM2 in float32 as a Llama3."""
     raw = json.loads((Path(folder) / "config.json").read_text())
     config = llama3.ModelConfig(
         num_layers=raw["num_hidden_layers"],
@@ -63,8 +63,9 @@ def load_model(folder: str, mesh: jax.sharding.Mesh) -> llama3.Llama3:
 def make_cluster(
     arguments: argparse.Namespace, batch: Mapping[str, np.ndarray]
 ) -> clusters.RLCluster:
-    """An actor with its optimizer, and the GRPO learner's loss set on it; the rollout engine is
-    never called.
+    """Make an actor with its optimizer, and set the GRPO learner's loss on it.
+
+    The rollout engine is never called.
     """
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 1), ("fsdp", "tp"))
     rows, length = batch["completion_ids"].shape
@@ -102,11 +103,10 @@ def make_cluster(
     return cluster
 
 
-def given(batch: Mapping[str, np.ndarray]) -> TrainExample:
-    """What the learner makes of a rollout."""
-    prompts, completions = (
-        jnp.asarray(batch[name], jnp.int32) for name in ("prompt_ids", "completion_ids")
-    )
+def as_example(batch: Mapping[str, np.ndarray]) -> TrainExample:
+    """Return what the learner makes of a rollout."""
+    prompts = jnp.asarray(batch["prompt_ids"], jnp.int32)
+    completions = jnp.asarray(batch["completion_ids"], jnp.int32)
     return TrainExample(
         prompt_ids=prompts,
         prompt_mask=jnp.ones_like(prompts, bool),
@@ -119,22 +119,31 @@ def given(batch: Mapping[str, np.ndarray]) -> TrainExample:
 
 
 def first_moment(trainer: Any) -> dict[str, np.ndarray]:
-    """AdamW's first moment under Hugging Face names, matrices [out, in]."""
+    """Return AdamW's first moment under Hugging Face names, matrices [out, in]."""
     mu = optax.tree_utils.tree_get(trainer.optimizer.opt_state, "mu")
-    leaves = {".".join(map(str, path)): np.asarray(leaf) for path, leaf in nnx.to_flat_state(mu)}
-    return dict(_hf(name, array) for name, array in leaves.items())
+    moments = {}
+    for path, leaf in nnx.to_flat_state(mu):
+        tunix_name = ".".join(map(str, path))
+        name, array = _hf(tunix_name, np.asarray(leaf))
+        moments[name] = array
+    return moments
 
 
 def _hf(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    if not name.startswith("layers."):
-        return {"embedder.input_embedding": "model.embed_tokens", "final_norm.w": "model.norm"}[
-            name
-        ] + ".weight", array
-    _, layer, rest = name.split(".", 2)
+    """Return a parameter's Hugging Face name, and its array in that layout."""
+    if name == "embedder.input_embedding":
+        return "model.embed_tokens.weight", array
+    if name == "final_norm.w":
+        return "model.norm.weight", array
+
+    _, layer, layer_name = name.split(".", 2)
     if array.ndim > 1:
-        inputs = int(np.prod(array.shape[:-1])) if rest == "attn.o_proj.w" else array.shape[0]
-        array = np.ascontiguousarray(array.reshape(inputs, -1).T)
-    return f"model.layers.{layer}.{HF_NAMES[rest]}.weight", array
+        # The output projection's inputs are heads and their dimensions, two axes.
+        num_inputs = array.shape[0]
+        if layer_name == "attn.o_proj.w":
+            num_inputs = int(np.prod(array.shape[:-1]))
+        array = np.ascontiguousarray(array.reshape(num_inputs, -1).T)
+    return f"model.layers.{layer}.{HF_NAMES[layer_name]}.weight", array
 
 
 def main() -> None:
@@ -148,25 +157,30 @@ def main() -> None:
     with np.load(arguments.batch) as file:
         batch = dict(file)
     cluster = make_cluster(arguments, batch)
-    trainer, example, seconds = cluster.actor_trainer, given(batch), []
+    trainer = cluster.actor_trainer
+    example = as_example(batch)
+    seconds = []
     for number in range(arguments.updates):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         cluster.update_actor([example], None)
         jax.block_until_ready(nnx.state(trainer.model))
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - start)
         if number == 0:
-            # By now it is the clipped gradient times 1 - b1.
+            # By now the first moment is the clipped gradient times 1 - b1.
             scale = np.float32(1 - batch["adam_b1"])
-            save_file(
-                {name: mu / scale for name, mu in first_moment(trainer).items()},
-                arguments.gradients,
-            )
-    history = functools.partial(trainer.metrics_logger.get_metric_history, "actor", mode="train")
-    result = {
-        name: float(history(metric_name=name)[0]) for name in ("loss", "grad_norm", "entropy")
+            gradients = {name: moment / scale for name, moment in first_moment(trainer).items()}
+            save_file(gradients, arguments.gradients)
+
+    result: dict[str, Any] = {
+        "seconds": seconds,
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("google-tunix", "flax", "jax")
+        },
     }
-    versions = {name: importlib.metadata.version(name) for name in ("google-tunix", "flax", "jax")}
-    print(json.dumps({"seconds": seconds, "versions": versions} | result))
+    for name in ("loss", "grad_norm", "entropy"):
+        history = trainer.metrics_logger.get_metric_history("actor", metric_name=name, mode="train")
+        result[name] = float(history[0])
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.files import read_regular_file
 from jax_agent_rl.utils.wrong_values import OUR_CHECKS, describe_value, place_of
 from jax_agent_rl.utils.yaml_text import MAX_CHARACTERS, load_yaml
-from jax_agent_rl.validation import did_you_mean, nearest_keys, shown
+from jax_agent_rl.validation import brief_repr, did_you_mean, nearest_keys
 
 Tree = TypeVar("Tree", bound=BaseModel)
 _keys = functools.cache(list_keys)
@@ -60,14 +60,14 @@ def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
         return tree
     if not isinstance(base, str):
         raise ConfigError(
-            f"{path}: base={shown(base)} must be text: a file, or the name of a recipe"
+            f"{path}: base={brief_repr(base)} must be text: a file, or the name of a recipe"
         )
     try:
         base_file = (path.parent / base).resolve()
         if not base_file.is_file():
             base_file = find_config(Path(base))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: base={shown(base)} cannot be read: {error}") from None
+        raise ConfigError(f"{path}: base={brief_repr(base)} cannot be read: {error}") from None
     return _merge(read_tree(base_file, _readers=(*_readers, path)), tree)
 
 
@@ -263,8 +263,8 @@ def _explain(
     if is_our_check and isinstance(problem["input"], Mapping):
         return [f"{path}: {message}"]  # a check of a section, whose message names the keys
     if is_our_check or key is None:
-        return [f"{path}={shown(problem['input'])}: {message}"]
-    return [f"{key.path}={shown(_value_in(tree, key.path, problem))}: {_what_to_write(key)}"]
+        return [f"{path}={brief_repr(problem['input'])}: {message}"]
+    return [f"{key.path}={brief_repr(_value_in(tree, key.path, problem))}: {_what_to_write(key)}"]
 
 
 def _what_to_write(key: KeyInfo) -> str:

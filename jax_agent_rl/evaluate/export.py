@@ -46,7 +46,7 @@ from jax_agent_rl.types import (
 )
 from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.files import replacing, write_atomically, writing
-from jax_agent_rl.validation import as_score, shown
+from jax_agent_rl.validation import as_score, brief_repr
 
 if TYPE_CHECKING:
     import pyarrow
@@ -453,7 +453,7 @@ class TableRecords:
         try:
             yield
         except KeyError as error:
-            raise self.unreadable(f"a row has no {shown(error.args[0])}") from None
+            raise self.unreadable(f"a row has no {brief_repr(error.args[0])}") from None
         except (DataError, OSError, LookupError, TypeError, ValueError) as error:
             raise self.unreadable(error) from None
 

@@ -23,8 +23,8 @@ from jax_agent_rl.utils.files import (
     make_folder,
     make_temp_folder,
     remove_temp_folder,
+    replacing_folder,
     require_new,
-    whole_folder,
 )
 
 _LAYER_NAMES = {
@@ -122,7 +122,7 @@ def convert_gguf(source: Path, target: Path) -> None:
         raise ModelError(f"{source}: architecture {architecture!r} is not supported, only 'llama'")
     fields.require("general.type", "model")
 
-    with whole_folder(target, error=ModelError) as folder:
+    with replacing_folder(target, error=ModelError) as folder:
         tensors, rope_factors = _read_tensors(reader, fields)
         save_tensors(tensors, folder / "model.safetensors")
         _write_configs(fields, folder, tied=HEAD not in tensors, rope_factors=rope_factors)

@@ -31,7 +31,7 @@ from jax_agent_rl.models.tensors import (
     tensor_name,
     unstack,
 )
-from jax_agent_rl.utils.files import whole_folder
+from jax_agent_rl.utils.files import replacing_folder
 from jax_agent_rl.utils.hub import model_folder, require_model_file
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
@@ -220,7 +220,7 @@ def save_hf(
             not finite: its type may be too small for it.
         StorageError: the folder cannot be written.
     """
-    with whole_folder(Path(path), replaces=WRITTEN_FILES, error=ModelError) as folder:
+    with replacing_folder(Path(path), replaces=WRITTEN_FILES, error=ModelError) as folder:
         tensors = dict(hf_tensors(config, params))
         for name, tensor in tensors.items():
             require_finite(name, tensor)

@@ -30,7 +30,7 @@ from jax_agent_rl.models.hf import tensor_names
 from jax_agent_rl.models.identity import WEIGHTS, model_fingerprints
 from jax_agent_rl.models.parameters import PARAMETERS
 from jax_agent_rl.models.tensors import require_finite, save_tensors
-from jax_agent_rl.utils.files import whole_folder
+from jax_agent_rl.utils.files import replacing_folder
 from jax_agent_rl.utils.packages import import_installed
 
 TILE = 32  # values that share one scale
@@ -330,7 +330,7 @@ def save_peft(
     metadata = {}
     if base_weights:
         metadata[_BASE_WEIGHTS] = base_weights
-    with whole_folder(folder, replaces=PEFT_FILES, error=ModelError) as new_folder:
+    with replacing_folder(folder, replaces=PEFT_FILES, error=ModelError) as new_folder:
         save_tensors(tensors, new_folder / PEFT_FILES[0], metadata)
         (new_folder / PEFT_FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
 

@@ -30,7 +30,7 @@ import tensorstore as ts
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import Bounds, local_bounds, shard_bounds
-from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, check, digest, rounded
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, check_digest, digest, rounded
 
 MANIFEST = "manifest.json"
 # A version that a power cut destroys is published again: no need to wait for the disk.
@@ -162,7 +162,7 @@ class StoredParams:
                 " deleted"
             )
         if manifest_digest is not None:
-            check(f"{self._folder}{MANIFEST}", digest(manifest.value), manifest_digest)
+            check_digest(f"{self._folder}{MANIFEST}", digest(manifest.value), manifest_digest)
         self._entries: Mapping[str, Any] = json.loads(manifest.value)
 
     def read(self, shapes: Params, *, dtype: jnp.dtype, shardings: Params) -> Params:
@@ -237,7 +237,7 @@ class StoredParams:
         for bounds, numbers in chunks.items():
             key = _chunk_key(bounds, entry["chunk"])
             expected = entry["digests"].get(key, "none")
-            check(f"{self._folder}{name} chunk {key}", digest(_bytes(numbers)), expected)
+            check_digest(f"{self._folder}{name} chunk {key}", digest(_bytes(numbers)), expected)
             self.bytes_read += numbers.nbytes
         return chunks
 

@@ -31,7 +31,7 @@ from typing import Any, Literal, TypeVar
 from jax_agent_rl.errors import ConfigError, RewardError
 from jax_agent_rl.utils.failures import is_user_file, place
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
-from jax_agent_rl.validation import as_score, did_you_mean, looks_like_number, shown
+from jax_agent_rl.validation import as_score, brief_repr, did_you_mean, looks_like_number
 
 Score = float | Mapping[str, Any]
 ComputeScore = Callable[..., Score | Awaitable[Score]]
@@ -256,7 +256,7 @@ def split_score(
     fields = result if isinstance(result, Mapping) else {"score": result}
     if "score" not in fields:
         raise reward_failure(
-            RewardError, reward, data_source, f'returned no "score": {shown(result)}'
+            RewardError, reward, data_source, f'returned no "score": {brief_repr(result)}'
         )
 
     parts: dict[str, float] = {}

@@ -139,7 +139,7 @@ class ToolServer:
             token_key="token_env",
             max_body_bytes=settings.max_request_mb << 20,
             body_key=f"max_request_mb={settings.max_request_mb}",
-            around=[self._count],
+            middlewares=[self._count],
         )
         self._folder = make_temp_folder("tool-server-")  # mode 0700: its sockets require no token
         self._metrics_folder = self._folder / "metrics"

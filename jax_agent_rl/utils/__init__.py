@@ -1,6 +1,10 @@
 """Helpers without a subject of their own.
 
-``http_server``, ``network`` and ``prometheus`` for services · ``threads`` and ``process`` for time
-limits, start-up and signals · ``files``, ``hub`` for files · ``weight_transfer``, ``media``,
-``plugins``.
+- Services: ``http_server``, ``network``, ``prometheus``, ``services``.
+- Code of others: ``failures``, ``loop_watch``, ``packages``, ``plugins``, ``threads``,
+  ``worker_pool``.
+- The process: ``process``.
+- Files: ``files``, ``fingerprints``, ``hub``, ``media``, ``weight_transfer``.
+- Text: ``bounded_json``, ``config_words``, ``fences``, ``ids``, ``text``, ``wrong_values``,
+  ``yaml_text``.
 """

@@ -1,9 +1,9 @@
-r"""The one reader of JSON from outside: a server's answer, a client's request, a model's reply, a line of a file.
+r"""The one reader of JSON from outside: answers, requests, replies of models, files.
 
-Python's decoder reads more than JSON can say, and more than can be held. A few bytes become a lot:
-``[],`` is 64 bytes of Python, and ``[[[[…`` overflows what recurses. What is read here is bounded,
-can be written as JSON again, and encoded: no ``NaN``, no ``1e999``, no half of a surrogate pair
-(``"\ud83d"``), which models and programs do write.
+Python's decoder reads more than JSON can say, and more than memory can hold. A few bytes become a
+lot: ``[],`` is 64 bytes of Python, and ``[[[[…`` overflows what recurses. What is read here is
+bounded, and can be written as JSON again and encoded: no ``NaN``, no ``1e999``, no half of a
+surrogate pair (``"\ud83d"``), which models and programs do write.
 
 Every message begins with "not valid JSON".
 """
@@ -42,29 +42,30 @@ def decode_json(
     """Return the value of a JSON text in UTF-8.
 
     Args:
-        content: the text.
-        max_values: maximum number of values; commas and brackets within strings count, too.
+        max_values: maximum number of values; commas and brackets within strings count as well.
         max_nesting: maximum levels of arrays and objects.
         errors: what to do about invalid UTF-8.
         non_finite: read ``NaN``, ``Infinity`` and ``1e999`` as floats, where whoever uses the value
             checks it.
-        lone_surrogates: read them, likewise.
-        unique_keys: refuse an object with one key twice, of which Python would silently take the
-            last.
+        lone_surrogates: read halves of surrogate pairs, where whoever uses the value checks it.
+        unique_keys: refuse an object that has a key twice. Python would silently take the last.
 
     Raises:
         TooDeepError: it is nested too deep.
         ValueError: it is no JSON in UTF-8, or holds what is refused.
     """
+    # Every value but the first follows a comma or an opening bracket.
     count = content.count(b",") + content.count(b"[") + content.count(b"{")
     if count > max_values:
         raise ValueError(f"not valid JSON: it has more than {max_values} values")
+
     try:
         text = content.decode("utf-8", errors)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"not valid JSON: not UTF-8 text ({error.reason} at byte {error.start})"
         ) from None
+
     reader = _Reader(
         max_nesting=max_nesting,
         non_finite=non_finite,
@@ -79,16 +80,19 @@ MAX_FILE_BYTES = 64 * 2**20
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a file that this project wrote, and that a crash, a full disk or a hand may have damaged.
+    """Return the object in a file that this project wrote.
+
+    A crash, a full disk or a user may have damaged the file.
 
     Raises:
         OSError: it cannot be opened.
         ValueError: it is no regular file, is too large, or holds no JSON object.
     """
-    content = decode_json(read_regular_file(file, MAX_FILE_BYTES), non_finite=True)
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}, not an object")
-    return content
+    content = read_regular_file(file, MAX_FILE_BYTES)
+    value = decode_json(content, non_finite=True)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, not an object")
+    return value
 
 
 def parse_json(text: str) -> Any:
@@ -101,14 +105,14 @@ def parse_json(text: str) -> Any:
     return _STRICT.read(text)
 
 
-def parse_json_at(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that begins after white space, and where it ends.
+def parse_json_at(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at an offset, after white space, and where it ends.
 
     Raises:
         TooDeepError: it is nested too deep.
         ValueError: there is no JSON, or more than JSON.
     """
-    return _STRICT.read_at(text, at)
+    return _STRICT.read_at(text, start)
 
 
 class _Reader:
@@ -132,24 +136,26 @@ class _Reader:
 
     def read(self, text: str) -> Any:
         value, end = self.read_at(text, 0)
-        rest = text[end:].strip(_SPACE)
-        if rest:
-            raise ValueError(f"not valid JSON: unexpected text after it: {rest[:40]!r}")
+        trailing_text = text[end:].strip(_SPACE)
+        if trailing_text:
+            raise ValueError(f"not valid JSON: unexpected text after it: {trailing_text[:40]!r}")
         return value
 
-    def read_at(self, text: str, at: int) -> tuple[Any, int]:
-        while at < len(text) and text[at] in _SPACE:
-            at += 1
+    def read_at(self, text: str, start: int) -> tuple[Any, int]:
+        while start < len(text) and text[start] in _SPACE:
+            start += 1
+
         too_deep = f"not valid JSON: it is nested more than {self._max_nesting} levels deep"
         try:
-            value, end = self._decoder.raw_decode(text, at)
+            value, end = self._decoder.raw_decode(text, start)
         except RecursionError:
             raise TooDeepError(too_deep) from None
         except ValueError as error:
             raise ValueError(f"not valid JSON: {str(error)[:200]}") from None
+
         if _is_deeper_than(self._max_nesting, value):
             raise TooDeepError(too_deep)
-        if not self._lone_surrogates and _holds_lone_surrogate(value, text, at, end):
+        if not self._lone_surrogates and _holds_lone_surrogate(value, text, start, end):
             raise ValueError(
                 r"not valid JSON: a lone surrogate, \ud800 to \udfff, is half of a surrogate pair"
             )
@@ -161,9 +167,12 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def _holds_lone_surrogate(value: Any, text: str, at: int, end: int) -> bool:
-    is_possible = _ESCAPED_SURROGATE.search(text, at, end) or _SURROGATE.search(text, at, end)
-    return is_possible is not None and has_lone_surrogate(json.dumps(value, ensure_ascii=False))
+def _holds_lone_surrogate(value: Any, text: str, start: int, end: int) -> bool:
+    """Return whether a value holds a lone surrogate, read from ``text[start:end]``."""
+    surrogate = _ESCAPED_SURROGATE.search(text, start, end) or _SURROGATE.search(text, start, end)
+    if surrogate is None:  # nearly always, and much cheaper than writing the value again
+        return False
+    return has_lone_surrogate(json.dumps(value, ensure_ascii=False))
 
 
 def _refuse_constant(name: str) -> Any:
@@ -178,28 +187,28 @@ def _finite_float(text: str) -> float:
 
 
 def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys: set[str] = set()
         for key, _ in pairs:
-            if key in seen:
+            if key in keys:
                 raise ValueError(f"an object has the key {key!r} twice; rename one")
-            seen.add(key)
-    return found
+            keys.add(key)
+    return value
 
 
 def _is_deeper_than(limit: int, value: Any) -> bool:
     """Return whether containers are nested deeper, level by level, as recursion would overflow."""
-    level = [value]
+    containers = [value] if isinstance(value, dict | list) else []
     for _ in range(limit):
-        containers = [item for item in level if isinstance(item, dict | list)]
         if not containers:
             return False
-        level = []
+        inner_containers: list[Any] = []
         for container in containers:
             items = container.values() if isinstance(container, dict) else container
-            level += [item for item in items if isinstance(item, dict | list)]
-    return bool(level)
+            inner_containers += [item for item in items if isinstance(item, dict | list)]
+        containers = inner_containers
+    return bool(containers)
 
 
 _STRICT = _Reader()

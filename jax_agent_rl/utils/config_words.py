@@ -1,4 +1,7 @@
-"""How a command line names a configuration and its keys: ``[CONFIG] [KEY=VALUE]…``, or ``--config FILE``."""
+"""How a command line names a configuration and its keys.
+
+It is ``[CONFIG] [KEY=VALUE]…``, or ``--config FILE [KEY=VALUE]…``.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from jax_agent_rl.errors import ConfigError
 
 
 def split_config(words: Iterable[str], option: str | Path | None) -> tuple[Path | None, list[str]]:
-    """Tell the configuration from the keys that override it.
+    """Separate the configuration from the keys that override it.
 
     Args:
         words: positional arguments, in any order; a file may have an equals sign in its name.
         option: the value of ``--config``.
 
     Returns:
-        The file, or the name of a recipe; None if none is named. And the keys in their order.
+        The file or the name of a recipe, None if none is named; and the keys in their order.
 
     Raises:
         ConfigError: several files are named.
@@ -25,19 +28,23 @@ def split_config(words: Iterable[str], option: str | Path | None) -> tuple[Path 
     >>> split_config(["quickstart", "seed=1"], None)
     (PosixPath('quickstart'), ['seed=1'])
     """
-    files: dict[str, None] = {} if option is None else {str(option): None}
+    files: list[str] = []
+    if option is not None:
+        files.append(str(option))
+
     keys = []
     for word in words:
         # Unlike Path.is_file, os.path.isfile is False for a value too long to be the name of a
         # file.
         if "=" in word and not os.path.isfile(word):
             keys.append(word)
-        else:
-            files[word] = None
+        elif word not in files:
+            files.append(word)
+
     if len(files) > 1:
-        named = " and ".join(map(repr, files))
+        names = " and ".join(map(repr, files))
         raise ConfigError(
-            f"{named} both stand where the configuration does: give one; keys are written key=value"
+            f"{names} both stand where the configuration does: give one; keys are written key=value"
         )
-    file = next(iter(files), None)
-    return (None if file is None else Path(file)), keys
+    file = Path(files[0]) if files else None
+    return file, keys

@@ -1,11 +1,12 @@
-"""Failures of code that a run calls and does not contain: where it failed, and a log that tells of repeated ones once.
+"""Failures of the user's code: where it failed, and a log that tells of repeated failures once.
 
 Tools, rewards, environments, simulated users and agents are the user's. When one of them fails, it
 usually fails for every trajectory, and a model repeats its mistakes likewise. So a
 :class:`FailureLog` tells of the first failure of a kind in full, and counts the others::
 
     report(kind, message) ──► first of its kind ──► a warning, with the lines of the user's code
-                          └─► a repetition ──► counted ──► one line for all kinds, once per interval and at the end
+                          └─► a repetition ──► counted ──► one line for all kinds, once per
+                                                           interval and at the end
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from jax_agent_rl.utils.text import printable
 
 logger = logging.getLogger(__name__)
 
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-_OWN_FOLDERS = (_PACKAGE, str(Path(__file__).resolve().parents[2] / "gpu_backend") + os.sep)
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE_FOLDERS = (
+    f"{_ROOT / 'jax_agent_rl'}{os.sep}",
+    f"{_ROOT / 'gpu_backend'}{os.sep}",
+)
 _SCRIPTS = os.path.realpath(sysconfig.get_path("scripts"))
 _STANDARD_LIBRARY = str(Path(os.__file__).resolve().parent) + os.sep
 INSTALLED_FOLDERS = (f"{os.sep}site-packages", f"{os.sep}dist-packages")
-_MAX_MESSAGE = 1000  # characters
+_MAX_MESSAGE = 1000  # characters, and of an error
 _MAX_ERROR = 300
 _MAX_KINDS = 64
 
@@ -39,75 +43,87 @@ _MAX_KINDS = 64
 
 
 def is_user_file(name: str) -> bool:
-    """Return whether a file with code is the user's: not of this package, of Python or of an installed package."""
+    """Return whether a file with code is the user's.
+
+    It is not if it belongs to this package, to Python or to an installed package.
+    """
     if name.startswith("<"):  # <frozen importlib._bootstrap>, <string>
         return False
     if is_own_file(name) or name.startswith(_STANDARD_LIBRARY):
         return False
-    if (
-        os.path.realpath(os.path.dirname(name)) == _SCRIPTS
-    ):  # jax-agent-rl, pytest: they only start what is installed
-        return False
+    if os.path.realpath(os.path.dirname(name)) == _SCRIPTS:
+        return False  # jax-agent-rl, pytest: they only start what is installed
     return not any(folder + os.sep in name for folder in INSTALLED_FOLDERS)
 
 
 def is_own_file(name: str) -> bool:
     """Return whether a file with code is of this package."""
-    return name.startswith(_OWN_FOLDERS)
+    return name.startswith(_PACKAGE_FOLDERS)
 
 
 def place(file: str, line: int) -> str:
     """Return ``my_tools.py:12``; files below the working directory are named from there."""
-    here = os.getcwd() + os.sep
-    return f"{file.removeprefix(here)}:{line}"
+    working_directory = os.getcwd() + os.sep
+    return f"{file.removeprefix(working_directory)}:{line}"
 
 
 def error_place(error: BaseException) -> str:
-    """Return the line of the user's code in which an exception was raised; without any, the line that raised it.
+    """Return the line of the user's code in which an exception was raised.
 
-    Empty for an exception that was never raised here.
+    Without such a line it is the line that raised it; empty for an exception that was never raised
+    here.
     """
-    lines = [
-        (frame.f_code.co_filename, number)
-        for frame, number in traceback.walk_tb(error.__traceback__)
-    ]
+    lines = _traceback_lines(error)
     if not lines:
         return ""
-    of_user = [line for line in lines if is_user_file(line[0])]
-    return place(*(of_user or lines)[-1])
+    user_lines = [(file, line) for file, line in lines if is_user_file(file)]
+    file, line = (user_lines or lines)[-1]
+    return place(file, line)
 
 
 def raised_by_user(error: BaseException) -> str:
-    """Return the line that raised an exception, if it is a line of the user's code; else an empty text."""
-    lines = [
-        (frame.f_code.co_filename, number)
-        for frame, number in traceback.walk_tb(error.__traceback__)
-    ]
-    if not lines or not is_user_file(lines[-1][0]):
+    """Return the line that raised an exception if it is the user's code, else an empty text."""
+    lines = _traceback_lines(error)
+    if not lines:
         return ""
-    return place(*lines[-1])
+    file, line = lines[-1]
+    if not is_user_file(file):
+        return ""
+    return place(file, line)
+
+
+def _traceback_lines(error: BaseException) -> list[tuple[str, int]]:
+    """Return file and line of each call that an exception went through, outermost first."""
+    lines = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        lines.append((frame.f_code.co_filename, line))
+    return lines
 
 
 def describe_error(error: BaseException) -> str:
     """Return ``ValueError: no such shop (my_tools.py:12)``."""
     text = f"{type(error).__name__}: {_brief(str(error), _MAX_ERROR)}".removesuffix(": ")
-    where = error_place(error)
-    return f"{text} ({where})" if where else text
+    location = error_place(error)
+    if not location:
+        return text
+    return f"{text} ({location})"
 
 
 def user_code_error(
-    make: type[TrajectoryError], what: str, error: BaseException
+    error_type: type[TrajectoryError], what: str, error: BaseException
 ) -> TrajectoryError:
-    """Return the error of a trajectory that is lost because the user's code raised; its message has file and line.
+    """Return the error of a trajectory that is lost because the user's code raised.
+
+    Its message has file and line.
 
     Args:
-        make: its class.
-        what: raised, e.g. ``environment 'shop': step``.
+        error_type: class of the error to return.
+        what: names the code that raised, e.g. ``environment 'shop': step``.
         error: what it raised.
     """
-    made = make(f"{what} raised {describe_error(error)}")
-    made.failed_at = error_place(error)
-    return made
+    trajectory_error = error_type(f"{what} raised {describe_error(error)}")
+    trajectory_error.failed_at = error_place(error)
+    return trajectory_error
 
 
 # --- the log --------------------------------------------------------------------------------------
@@ -119,7 +135,7 @@ class FailureLog:
     Args:
         interval: seconds between two lines about repetitions.
         clock: seconds, monotonic.
-        emit: takes a text for the user; None: a warning of this module's logger.
+        emit: receives each text for the user; None logs it as a warning.
     """
 
     def __init__(
@@ -147,7 +163,7 @@ class FailureLog:
         error: BaseException | None = None,
         once: bool = False,
     ) -> None:
-        """Tell of a failure, or count it if one of its kind was told of.
+        """Tell of a failure, or count it if the user has been told of one of its kind.
 
         Args:
             kind: names what repetitions have in common, in few words; must not hold what differs
@@ -155,20 +171,19 @@ class FailureLog:
             message: what happened; anybody may have written parts of it.
             hint: what to do about it; told the first time.
             error: the exception behind it, whose lines are shown the first time.
-            once: repetitions are not counted here: metrics and each step's line tell of them.
+            once: do not count repetitions here, since metrics and each step's line tell of them.
         """
         message = printable(_brief(message, _MAX_MESSAGE), one_line=True)
         with self._lock:
-            kind = (
-                kind if kind in self._known or len(self._known) < _MAX_KINDS else "other failures"
-            )
+            if kind not in self._known and len(self._known) >= _MAX_KINDS:
+                kind = "other failures"
             is_first = kind not in self._known
             self._known.add(kind)
-            if not is_first and once:
-                return
             if not is_first:
-                self._count(kind, message)
+                if not once:
+                    self._count(kind, message)
                 return
+
         text = f"{message}; {hint}" if hint else message
         if error is not None:
             text += "\n" + _user_lines(error)
@@ -181,7 +196,7 @@ class FailureLog:
 
     def _count(self, kind: str, message: str) -> None:
         now = self._clock()
-        if not self._repeated:
+        if not self._repeated:  # the first repetition since the last summary
             self._next_summary = now + self._interval
         self._repeated[kind] += 1
         self._latest[kind] = message
@@ -191,14 +206,13 @@ class FailureLog:
     def _summarize(self) -> None:
         if not self._repeated:
             return
-        counts = [f"{count} x {kind}" for kind, count in self._repeated.most_common()]
-        most_frequent = self._repeated.most_common(1)[0][0]
-        latest = self._latest[most_frequent]
+        by_frequency = self._repeated.most_common()
+        counts = "; ".join(f"{count} x {kind}" for kind, count in by_frequency)
+        most_frequent, _ = by_frequency[0]
+        latest = _brief(self._latest[most_frequent], _MAX_ERROR)
         self._repeated.clear()
         self._latest.clear()
-        self._emit(
-            f"since then, again: {'; '.join(counts)}. The latest: {_brief(latest, _MAX_ERROR)}"
-        )
+        self._emit(f"since then, again: {counts}. The latest: {latest}")
 
 
 def _log(text: str) -> None:
@@ -206,11 +220,14 @@ def _log(text: str) -> None:
 
 
 def _brief(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}…"
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}…"
 
 
 def _user_lines(error: BaseException) -> str:
     """Return the lines of a traceback that are the user's; all of them if none is."""
     lines = traceback.extract_tb(error.__traceback__)
-    of_user = [line for line in lines if is_user_file(line.filename)]
-    return printable("".join(traceback.format_list(of_user or lines)).rstrip())
+    user_lines = [line for line in lines if is_user_file(line.filename)]
+    text = "".join(traceback.format_list(user_lines or lines))
+    return printable(text.rstrip())

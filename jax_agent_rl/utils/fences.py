@@ -1,8 +1,8 @@
-r"""Fenced code blocks of Markdown, as CommonMark defines them (https://spec.commonmark.org/0.31.2/#fenced-code-blocks).
+r"""Fenced code blocks of Markdown, as CommonMark defines them.
 
-A block begins with a line of at least three backticks or tildes, and ends with a line of at least
-as many of the same kind and nothing else. So a closing fence never opens a block, and a longer
-fence holds shorter ones::
+See https://spec.commonmark.org/0.31.2/#fenced-code-blocks. A block begins with a line of at least
+three backticks or tildes, and ends with a line of at least as many of the same kind and nothing
+else. So a closing fence never opens a block, and a longer fence holds shorter ones::
 
     ````markdown
     ```python
@@ -27,8 +27,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MAX_INDENT = 3
-"""Columns by which a fence may be indented; what is indented further is text of a block, or an
-indented block."""
+"""Columns by which a fence may be indented.
+
+What is indented further is text of a block, or an indented block.
+"""
 _TAB = 4
 _LINE = re.compile(r"[^\r\n]*+(?:\r\n|\n|\r|\Z)")
 _FENCE = re.compile(r"(?P<indent>[ \t]*+)(?P<fence>`{3,}+|~{3,}+)(?P<info>[^\r\n]*)")
@@ -60,7 +62,8 @@ class FencedBlock:
 def fenced_blocks(text: str) -> Iterator[FencedBlock]:
     r"""Yield the fenced blocks of a text, in order.
 
-    >>> [(block.language, block.content) for block in fenced_blocks("So:\n```python\nprint(1)\n```\nprints 1.")]
+    >>> text = "So:\n```python\nprint(1)\n```\nprints 1."
+    >>> [(block.language, block.content) for block in fenced_blocks(text)]
     [('python', 'print(1)\n')]
     """
     item_column = 0  # where the text of the last list item begins, 0 outside of lists
@@ -78,10 +81,13 @@ def fenced_blocks(text: str) -> Iterator[FencedBlock]:
         opening = _FENCE.match(text, start)
         if opening is None:
             continue
-        fence, info = opening["fence"], opening["info"].strip(" \t")
+        fence = opening["fence"]
+        info = opening["info"].strip(" \t")
         column = _width(text[line.start() : opening.start("fence")])
         if column - item_column > MAX_INDENT:
             continue
+
+        # An info string with backticks opens no block, but the whole block may be in this line.
         if fence[0] == "`" and "`" in info:
             if info.endswith(fence) and fence not in info[: -len(fence)]:
                 yield _one_line_block(info.removesuffix(fence), fence, end=line.end())
@@ -98,7 +104,7 @@ def _skip_list_markers(text: str, start: int) -> int:
 
 def _one_line_block(info: str, fence: str, *, end: int) -> FencedBlock:
     language = _LANGUAGE.match(info)
-    assert language is not None  # it matches nothing, too
+    assert language is not None  # the pattern matches an empty text as well
     content = info[language.end() :].strip()
     return FencedBlock(
         language=language[1].lower(), content=content, fence=fence, is_closed=True, end=end
@@ -111,14 +117,15 @@ def _read_block(
     """Read a block from the lines that follow its opening fence.
 
     Args:
-        lines: of the text; those of the block are consumed.
+        lines: of the text; the block's lines are consumed.
         opening: match of the opening fence.
         column: where the opening fence begins.
         item_column: where the text of the list item begins that it is in; 0 outside of lists.
     """
     fence = opening["fence"]
     language = _LANGUAGE.match(opening["info"])
-    assert language is not None
+    assert language is not None  # the pattern matches an empty text as well
+
     content: list[str] = []
     is_closed = False
     for line in lines:
@@ -137,12 +144,13 @@ def _read_block(
 
 def _closes(line: str, fence: str, item_column: int) -> bool:
     closing = _FENCE.match(line)
-    return (
-        closing is not None
-        and closing["fence"].startswith(fence)
-        and not closing["info"].strip(" \t")
-        and _width(closing["indent"]) - item_column <= MAX_INDENT
-    )
+    if closing is None:
+        return False
+    if not closing["fence"].startswith(fence):
+        return False
+    if closing["info"].strip(" \t"):
+        return False
+    return _width(closing["indent"]) - item_column <= MAX_INDENT
 
 
 def _indent_of(line: str) -> int:

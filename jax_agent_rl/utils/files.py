@@ -1,8 +1,8 @@
-"""The cache folder, bounded reads, file writes that survive a crash or a full disk, and temporary folders.
+"""The cache folder, bounded reads, writes that survive a crash or a full disk, temporary folders.
 
 Temporary folders do not outlive their process, however it ends. Their maker removes them, or
-:func:`remove_temp_folders` where a process leaves abruptly; after ``kill -9``, the next process
-that makes one with the same prefix and parent. A lock shows whether the owner lives.
+:func:`remove_temp_folders` where a process leaves abruptly. After ``kill -9``, the next process
+that makes one with the same prefix and parent removes them: a lock shows whether the owner lives.
 """
 
 from __future__ import annotations
@@ -38,17 +38,21 @@ def cache_root() -> Path:
 
 
 def expand_path(path: str | os.PathLike[str]) -> Path:
-    """Expand ``~``, and move a path in ``~/.cache/jax_agent_rl``, as recipes have it, to :func:`cache_root`."""
+    """Expand ``~`` in a path.
+
+    A path in ``~/.cache/jax_agent_rl``, as recipes have it, is moved to :func:`cache_root`.
+    """
     path = Path(path)
-    return (
-        cache_root() / path.relative_to(_DEFAULT_CACHE)
-        if path.is_relative_to(_DEFAULT_CACHE)
-        else path.expanduser()
-    )
+    if path.is_relative_to(_DEFAULT_CACHE):
+        return cache_root() / path.relative_to(_DEFAULT_CACHE)
+    return path.expanduser()
 
 
 def read_regular_file(path: Path, limit: int) -> bytes:
-    """Read a file that others may have put there: it is bounded, and nothing is waited for, as with a named pipe.
+    """Read a file that others may have put there.
+
+    At most ``limit`` bytes are read, and what is no regular file is refused: a named pipe would
+    block the reader.
 
     Raises:
         OSError: it cannot be opened.
@@ -65,25 +69,25 @@ def read_regular_file(path: Path, limit: int) -> bytes:
 
 
 def read_lines(file: Path, limit: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield every line of a file with the place where it begins, in bytes; one is in memory at a time.
+    """Yield every line of a file with its offset in bytes; one line is in memory at a time.
 
     Args:
         file: others may have written it, and it may be growing.
-        limit: of a line's bytes; in place of a longer one, None is yielded.
+        limit: most bytes of a line; in place of a longer one, None is yielded.
 
     Raises:
         OSError: it cannot be read.
     """
     with file.open("rb") as stream:
-        begin = 0
+        offset = 0
         while line := stream.readline(limit + 1):
             content: bytes | None = line
             if len(line) > limit:
                 content = None
-                while line and not line.endswith(b"\n"):
+                while line and not line.endswith(b"\n"):  # skip the rest of the line
                     line = stream.readline(limit + 1)
-            yield begin, content
-            begin = stream.tell()
+            yield offset, content
+            offset = stream.tell()
 
 
 def write_atomically(file: Path, text: str, *, message: str = _NO_ROOM) -> None:
@@ -96,10 +100,10 @@ def write_atomically(file: Path, text: str, *, message: str = _NO_ROOM) -> None:
 def replacing(
     file: Path, *, permissions: int = 0o666, message: str = _NO_ROOM
 ) -> Iterator[IO[bytes]]:
-    """Yield a stream whose content takes the place of a file in one move, once it is whole and on disk.
+    """Yield a stream whose content replaces a file in one move, once it is complete and on disk.
 
-    Whatever happens before, the old file stays as it is: a crash, a full disk, an error in the
-    context.
+    Until then the old file stays as it is, also in a crash, on a full disk, or after an error in
+    the context.
 
     Args:
         file: need not exist.
@@ -113,8 +117,8 @@ def replacing(
     try:
         with writing(file, message=message):
             temporary.unlink(missing_ok=True)  # of a process that was killed
-            handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, permissions)
-            with open(handle, "wb") as stream:
+            descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, permissions)
+            with open(descriptor, "wb") as stream:
                 yield stream
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -128,7 +132,8 @@ def replacing(
 def writing(file: Path, *, message: str = _NO_ROOM) -> Iterator[None]:
     """Turn an OSError while a file is written into a StorageError that names the file and the fix.
 
-    ``message`` is a template with ``{file}`` and ``{reason}``; the default suits files of a run.
+    Args:
+        message: a template with ``{file}`` and ``{reason}``; the default suits files of a run.
     """
     try:
         yield
@@ -157,8 +162,8 @@ Stamp = tuple[int, int, int, int, int]
 def file_stamp(file: Path) -> Stamp:
     """Return what changes with a file's content: device, inode, size, times of its last change.
 
-    Unlike the time of modification, that of the inode's change cannot be set back by copying or
-    unpacking.
+    Copying or unpacking can set back the time of modification, but not the time of the inode's
+    change.
     """
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
@@ -170,12 +175,12 @@ def require_new(
     """Check that a folder to write does not exist, is empty, or is an older one of its kind.
 
     Args:
-        target: the folder.
-        replaces: globs of the names that an older one has; one that holds anything else is another.
-        error: type of the error.
+        target: need not exist.
+        replaces: globs of the names in an older one; a folder that holds anything else is refused.
+        error: class of the error to raise.
 
     Raises:
-        JaxAgentRLError: of type ``error``; the folder holds something else, or is none.
+        JaxAgentRLError: of class ``error``; the folder holds something else, or is a file.
     """
     if not os.path.exists(target):  # unlike Path.exists, also False for a name that is too long
         return
@@ -190,20 +195,21 @@ def require_new(
 
 
 @contextlib.contextmanager
-def whole_folder(
+def replacing_folder(
     target: Path, *, replaces: Collection[str] = (), error: type[JaxAgentRLError] = StorageError
 ) -> Iterator[Path]:
-    """Yield a folder to fill, which takes the place of ``target`` in one move: no file of an older one stays.
+    """Yield a folder to fill, which replaces ``target`` in one move.
 
-    If it is not completed, nothing is left of it, and ``target`` is as it was.
+    No file of an older folder stays. After an error in the context nothing is left of the new
+    folder, and ``target`` is as it was.
 
     Args:
         target: a folder that does not exist, is empty, or that ``replaces`` describes.
-        replaces: see :func:`require_new`.
-        error: type of the error for a folder that holds something else.
+        replaces: as in :func:`require_new`.
+        error: class of the error for a folder that holds something else.
 
     Raises:
-        JaxAgentRLError: of type ``error``; ``target`` holds something else.
+        JaxAgentRLError: of class ``error``; ``target`` holds something else.
         StorageError: it could not be written.
     """
     require_new(target, replaces=replaces, error=error)
@@ -214,32 +220,34 @@ def whole_folder(
             unfinished = make_temp_folder(".unfinished-", target.parent)
             folder = unfinished / "new"
             folder.mkdir()  # with the permissions of new folders, which a temporary one has not
+
         yield folder
+
         require_new(target, replaces=replaces, error=error)  # another process may have been faster
         with writing(target, message=_NO_FOLDER):
-            _take_place(folder, target, unfinished / "old")
+            _swap_in(folder, target, unfinished / "old")
     finally:
         if unfinished is not None:
             remove_temp_folder(unfinished)
 
 
-def _take_place(folder: Path, target: Path, aside: Path) -> None:
-    """Rename ``folder`` to ``target``, and what was there to ``aside``."""
-    is_taken = target.exists() and any(target.iterdir())
-    if is_taken:
-        target.rename(aside)
+def _swap_in(folder: Path, target: Path, old_folder: Path) -> None:
+    """Rename ``folder`` to ``target``, and the folder that was there to ``old_folder``."""
+    has_old_folder = target.exists() and any(target.iterdir())
+    if has_old_folder:
+        target.rename(old_folder)
     try:
         folder.rename(target)
     except OSError:
-        if is_taken:
-            aside.rename(target)
+        if has_old_folder:
+            old_folder.rename(target)
         raise
 
 
 SHARED_MEMORY = Path("/dev/shm")
 
-_mine: dict[Path, int] = {}  # descriptor of the locked folder
-_guard = threading.Lock()
+_temp_folders: dict[Path, int] = {}  # this process's, with the descriptor that locks each
+_temp_folders_lock = threading.Lock()
 
 
 def make_temp_folder(prefix: str, parent: Path | None = None, *, in_memory: bool = False) -> Path:
@@ -247,77 +255,87 @@ def make_temp_folder(prefix: str, parent: Path | None = None, *, in_memory: bool
 
     Args:
         prefix: of its name.
-        parent: None: the system's temporary folder.
+        parent: None is the system's temporary folder.
         in_memory: prefer ``/dev/shm``, where there is one, if there is no ``parent``.
     """
+    if parent is None and in_memory and SHARED_MEMORY.is_dir():
+        parent = SHARED_MEMORY
     if parent is None:
-        parent = (
-            SHARED_MEMORY if in_memory and SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        )
+        parent = Path(tempfile.gettempdir())
+
     for folder in parent.glob(f"{prefix}*"):
         _remove_if_dead(folder)
+
+    # It gets its name once it is locked, so that no other process takes its owner for dead.
     unlocked = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
-    lock = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    folder = unlocked.rename(parent / unlocked.name[1:])  # under this name it is always locked
-    with _guard:
-        _mine[folder] = lock
+    descriptor = _open_folder(unlocked)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    folder = unlocked.rename(parent / unlocked.name[1:])
+    with _temp_folders_lock:
+        _temp_folders[folder] = descriptor
     return folder
 
 
 def remove_temp_folder(folder: Path) -> None:
     """Remove a folder from :func:`make_temp_folder`; idempotent."""
-    with _guard:
-        lock = _mine.pop(folder, None)
+    with _temp_folders_lock:
+        descriptor = _temp_folders.pop(folder, None)
     shutil.rmtree(folder, ignore_errors=True)
-    if lock is not None:
-        os.close(lock)
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def remove_temp_folders() -> None:
     """Remove all folders of this process."""
-    for folder in list(_mine):
+    for folder in list(_temp_folders):
         remove_temp_folder(folder)
 
 
 @contextlib.contextmanager
 def mark_in_use(folder: Path) -> Iterator[None]:
-    """Let other processes see with :func:`is_in_use` that this one writes to a folder, where the storage has locks."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Let other processes see with :func:`is_in_use` that this one writes to a folder.
+
+    Storage without locks shows nothing.
+    """
+    descriptor = _open_folder(folder)
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # another process writes there, too, or this storage has no locks
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # It fails if another process writes there as well, or if this storage has no locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 def is_in_use(folder: Path) -> bool:
     """Return whether a living process has marked a folder with :func:`mark_in_use`."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = _open_folder(folder)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:  # this storage has no locks
         return False
     finally:
-        os.close(handle)
+        os.close(descriptor)
     return False
+
+
+def _open_folder(folder: Path) -> int:
+    """Return a descriptor of a folder, which can be locked."""
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _remove_if_dead(folder: Path) -> None:
     try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = _open_folder(folder)
     except OSError:  # gone, or another user's
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # its owner lives, or this storage knows no locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # its owner lives, or this storage has no locks
         return
     else:
         shutil.rmtree(folder, ignore_errors=True)
     finally:
-        os.close(lock)
+        os.close(descriptor)

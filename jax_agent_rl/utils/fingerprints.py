@@ -1,4 +1,4 @@
-"""Fingerprints: what a cached, exported, served or resumed thing is of, by content.
+"""Fingerprints: they say by content what a cached, exported, served or resumed thing is made of.
 
 ::
 
@@ -12,7 +12,7 @@
 
 Names of files, numbers of steps and versions, and times say nothing about content: a run that is
 rewound writes step 7 again, and a folder may be replaced by another one. Whatever is looked up
-later is looked up by one of these.
+later is therefore looked up by a fingerprint.
 
 They are XXH3-128 digests, which cost about as much as reading memory, and find damage, mistakes and
 other content. They are no protection against somebody who forges both.
@@ -52,7 +52,9 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def fingerprint(value: Any) -> str:
-    """Return the fingerprint of a value: equal values have equal ones, in every process and on every machine.
+    """Return the fingerprint of a value.
+
+    Equal values have equal fingerprints, in every process and on every machine.
 
     Args:
         value: None, booleans, numbers, text, bytes, paths, enumerations, arrays, dataclasses,
@@ -68,7 +70,10 @@ def fingerprint(value: Any) -> str:
 
 
 def _feed(hasher: Any, value: Any) -> None:
-    """Add a value; each part begins with its kind and its length, so that no two values give the same bytes."""
+    """Add a value to a hash.
+
+    Each part begins with its kind and its length, so that no two values give the same bytes.
+    """
     if value is None or isinstance(value, bool):
         hasher.update(repr(value).encode())
     elif isinstance(value, Enum):
@@ -96,7 +101,8 @@ def _feed(hasher: Any, value: Any) -> None:
         _feed(hasher, sorted(map(fingerprint, value)))
     elif is_dataclass(value) and not isinstance(value, type):
         hasher.update(f"{type(value).__name__}:".encode())
-        _feed(hasher, {field.name: getattr(value, field.name) for field in fields(value)})
+        values = {field.name: getattr(value, field.name) for field in fields(value)}
+        _feed(hasher, values)
     elif isinstance(value, BaseModel):
         hasher.update(f"{type(value).__name__}:".encode())
         _feed(hasher, value.model_dump())
@@ -125,17 +131,18 @@ def file_fingerprint(file: str | Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    return _file_fingerprint(Path(file), file_stamp(Path(file)))
+    path = Path(file)
+    return _file_fingerprint(path, file_stamp(path))
 
 
 @functools.lru_cache(4096)
 def _file_fingerprint(file: Path, stamp: Stamp) -> str:
-    """Read a file once in a process; ``stamp`` tells apart what the path names at different times."""
+    """Read a file once in a process; ``stamp`` changes whenever its content does."""
     with file.open("rb") as stream:
         return PREFIX + hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
-_MEDIA_END = 64 * 1024
+_MEDIA_END = 64 * 1024  # bytes
 
 
 def media_fingerprint(file: Path) -> str:
@@ -148,12 +155,12 @@ def media_fingerprint(file: Path) -> str:
         OSError: it cannot be read.
     """
     with file.open("rb") as stream:
-        size = stream.seek(0, 2)
+        size = stream.seek(0, os.SEEK_END)
         stream.seek(0)
-        parts = [stream.read(_MEDIA_END)]
+        head = stream.read(_MEDIA_END)
         stream.seek(max(0, size - _MEDIA_END))
-        parts.append(stream.read(_MEDIA_END))
-    return fingerprint([size, *parts])
+        tail = stream.read(_MEDIA_END)
+    return fingerprint([size, head, tail])
 
 
 def folder_fingerprint(folder: str | Path) -> str:
@@ -163,28 +170,38 @@ def folder_fingerprint(folder: str | Path) -> str:
         OSError: a file cannot be read.
     """
     root = Path(folder)
-    return _tree_fingerprint(root, [file for file in root.rglob("*") if file.is_file()])
-
-
-def _tree_fingerprint(root: Path, files: Iterable[Path]) -> str:
-    return fingerprint(
-        {file.relative_to(root).as_posix(): file_fingerprint(file) for file in files}
-    )
+    return _tree_fingerprint(root, _files_below(root))
 
 
 def _code_folder_fingerprint(root: Path) -> str:
     """Return the fingerprint of a folder of code, without what Python writes when it runs it."""
-    files = (file for file in root.rglob("*") if file.is_file())
-    return _tree_fingerprint(
-        root, [file for file in files if "__pycache__" not in file.relative_to(root).parts]
-    )
+    code_files = []
+    for file in _files_below(root):
+        if "__pycache__" not in file.relative_to(root).parts:
+            code_files.append(file)
+    return _tree_fingerprint(root, code_files)
+
+
+def _files_below(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file()]
+
+
+def _tree_fingerprint(root: Path, files: Iterable[Path]) -> str:
+    fingerprints = {}
+    for file in files:
+        name = file.relative_to(root).as_posix()
+        fingerprints[name] = file_fingerprint(file)
+    return fingerprint(fingerprints)
 
 
 def code_fingerprint(name: str) -> str:
-    """Return the fingerprint of a Python file or folder, or of a module or package that is named by its import path.
+    """Return the fingerprint of code, without what it imports.
 
-    What it imports is not part of it. Modules are looked for where ``utils.plugins`` will find
-    them, also in the working directory; one that is nowhere is known by its name.
+    Modules are looked for where ``utils.plugins`` will find them, also in the working directory. A
+    module that is nowhere is known by its name.
+
+    Args:
+        name: a Python file, a folder, or the import path of a module or package.
 
     Raises:
         OSError: a file cannot be read.
@@ -194,26 +211,34 @@ def code_fingerprint(name: str) -> str:
         return file_fingerprint(path)
     if path.is_dir():
         return _code_folder_fingerprint(path)
-    found = _find_module(name) if "/" not in name and ":" not in name else None
-    if found is not None and found.origin is not None and Path(found.origin).is_file():
-        if found.submodule_search_locations:
-            return _code_folder_fingerprint(Path(found.origin).parent)
-        return file_fingerprint(found.origin)
+
+    spec = None
+    if "/" not in name and ":" not in name:
+        spec = _find_module(name)
+    if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
+        if spec.submodule_search_locations:  # a package
+            return _code_folder_fingerprint(Path(spec.origin).parent)
+        return file_fingerprint(spec.origin)
     return fingerprint(name)
 
 
 def _find_module(name: str) -> ModuleSpec | None:
-    """Return where a module lies, without importing its parents where that is possible; None if it is nowhere."""
-    found = None
-    places = [*sys.path, os.getcwd()]
+    """Return where a module is, without importing its parents where that is possible.
+
+    Returns:
+        None if it is nowhere.
+    """
+    spec = None
+    search_path = [*sys.path, os.getcwd()]
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
-        found = PathFinder.find_spec(".".join(parts[:depth]), places)
-        if found is None:
+        spec = PathFinder.find_spec(".".join(parts[:depth]), search_path)
+        if spec is None:
             break
-        places = list(found.submodule_search_locations or ())
-    if found is not None:
-        return found
+        search_path = list(spec.submodule_search_locations or ())
+    if spec is not None:
+        return spec
+
     try:
         return importlib.util.find_spec(name)  # installed in place, by a finder of its own
     except (ImportError, ValueError):
@@ -221,7 +246,10 @@ def _find_module(name: str) -> ModuleSpec | None:
 
 
 class RowFingerprint:
-    """Accumulates the fingerprint of rows, in order, as ``data.reader`` reads them: of the rows, not of their files."""
+    """Accumulates the fingerprint of rows, in order, as ``data.reader`` reads them.
+
+    It is of the rows, not of the files that they are read from.
+    """
 
     def __init__(self) -> None:
         self._hasher = xxhash.xxh3_128()
@@ -233,12 +261,12 @@ class RowFingerprint:
     ) -> None:
         """Add the next row, which holds what JSON can hold, and bytes of images.
 
-        The order of its columns does not matter, that of the keys inside them does: a template may
-        write them out.
+        The order of its columns does not matter. The order of the keys inside them does, since a
+        template may write them out.
 
         Args:
-            row: the row.
-            files: images and videos that it names; of each, see :func:`media_fingerprint`.
+            row: its columns by name.
+            files: images and videos that it names, each read as by :func:`media_fingerprint`.
             task: folder of the task that it names.
 
         Raises:

@@ -1,10 +1,11 @@
-"""HTTP server of all services of this package: access control, limits of bodies and connections, prompt shutdown.
+"""HTTP server of all services of this package: access control, limits, and prompt shutdown.
 
 ::
 
-    connection ──► a place left? ──► head in time? ──► guard ───────────────────────► handler ──► read_json
-                    closed            closed            403 another Host or Origin                 400, 413, 408
-                                                        401 no token, 415 content type or encoding
+    connection ─► too many? ─► head in time? ─► guard ────────────────────────► handler ─► read_json
+                  closed       closed           403 another Host or Origin                 400, 413,
+                                                401 no token                               408
+                                                415 content type or encoding
 
 Pages in a local browser are untrusted: they may reach a server under a name that resolves here (DNS
 rebinding, seen by ``Host``) or send it requests (CSRF, seen by ``Origin``, ``Sec-Fetch-Site`` and
@@ -62,7 +63,6 @@ class HttpServer:
     """Server of routes in the running event loop, from :meth:`start` to :meth:`close`.
 
     Args:
-        routes: the routes to serve.
         refuse: converts a refusal to the service's error format.
         host: address to listen on; anything but loopback needs a token.
         port: 0 takes a free one.
@@ -74,10 +74,10 @@ class HttpServer:
         body_types: content types that bodies of POST may have besides JSON; such as a page of
             another origin cannot send without a preflight.
         keep_alive: seconds an idle connection stays open.
-        around: middlewares that see every request, refused ones too.
+        middlewares: they see every request, also the refused ones.
         max_connections: maximum open connections; further ones are closed. The process's limit may
             lower it.
-        head_seconds: see :data:`HEAD_TIMEOUT_SECONDS`.
+        head_seconds: time limit of a new connection for the head of its first request.
 
     Raises:
         ConfigError: the address is reachable from other machines, without a token.
@@ -95,7 +95,7 @@ class HttpServer:
     body_key: str
     body_types: Sequence[str] = ()
     keep_alive: float = 75.0
-    around: Sequence[Any] = ()
+    middlewares: Sequence[Any] = ()
     max_connections: int = MAX_CONNECTIONS
     head_seconds: float = HEAD_TIMEOUT_SECONDS
     _socket: socket.socket | None = field(default=None, init=False)
@@ -104,7 +104,8 @@ class HttpServer:
     def __post_init__(self) -> None:
         require_token(self.host, self.token, key=self.token_key)
         self.app = web.Application(
-            client_max_size=self.max_body_bytes, middlewares=[*self.around, self._guard]
+            client_max_size=self.max_body_bytes,
+            middlewares=[*self.middlewares, self._guard],
         )
         self.app.add_routes(self.routes)
 
@@ -112,7 +113,9 @@ class HttpServer:
     def url(self) -> str:
         """URL of the server; for a wildcard address, as seen from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        if ":" in host:
+            host = f"[{host}]"
+        return f"http://{host}:{self.port}"
 
     def listen(self) -> None:
         """Bind the address; clients that connect wait until :meth:`start`.
@@ -122,14 +125,14 @@ class HttpServer:
         """
         if self._socket is not None:
             return
-        listener = listen_on(self.host, self.port)
-        self._socket, self.port = listener, listener.getsockname()[1]
+        self._socket = listen_on(self.host, self.port)
+        self.port = self._socket.getsockname()[1]
 
     async def start(self) -> None:
         """Start serving.
 
         Raises:
-            ConfigError: see :meth:`listen`.
+            ConfigError: as :meth:`listen`.
         """
         self.listen()
         assert self._socket is not None
@@ -139,10 +142,11 @@ class HttpServer:
             keepalive_timeout=self.keep_alive,
             shutdown_timeout=SHUTDOWN_TIMEOUT_SECONDS,
             access_log=None,
-            auto_decompress=False,  # compressed bodies are refused: what they become could not be bounded
+            auto_decompress=False,  # compressed bodies are refused: their size is not bounded
         )
         await self._runner.setup()
-        await _Site(self._runner, self._socket, self.max_connections, self.head_seconds).start()
+        site = _Site(self._runner, self._socket, self.max_connections, self.head_seconds)
+        await site.start()
 
     async def close(self) -> None:
         """Stop listening and end running requests; idempotent."""
@@ -163,53 +167,65 @@ class HttpServer:
                 response.force_close()  # an unauthorized client keeps no connection
             return response
         except web.HTTPRequestEntityTooLarge:
-            return self.refuse(
-                request,
-                413,
-                f"{request.method} {request.path}: the request is larger than {self.body_key}",
-            )
+            message = f"{request.method} {request.path}: the request is larger than {self.body_key}"
+            return self.refuse(request, 413, message)
         except web.HTTPException as error:  # no such path, no such method, …
-            return self.refuse(
-                request, error.status, f"{request.method} {request.path}: {error.reason}"
-            )
+            message = f"{request.method} {request.path}: {error.reason}"
+            return self.refuse(request, error.status, message)
         except ConnectionResetError:
             if request.transport is not None and not request.transport.is_closing():
                 raise
             return web.Response(status=499)  # for the counts: the client is gone
 
     def _check(self, request: web.Request) -> None:
-        """Raise Refused unless the client has access."""
+        """Raise Refused unless the client has access, and sends what can be read."""
+        self._check_origin(request)
+        if self.token is not None and request.path not in self.open_paths:
+            _check_token(request, self.token)
+        self._check_content(request)
+
+    def _check_origin(self, request: web.Request) -> None:
+        """Refuse requests of pages in a browser that are not this server's."""
         hosts = request.headers.getall("Host", [])
-        named = hosts[0] if len(hosts) == 1 else ""
-        if self.token is None and not names_this_machine(named, listening_on=self.host):
+        host = hosts[0] if len(hosts) == 1 else ""
+        if self.token is None and not names_this_machine(host, listening_on=self.host):
             raise Refused(
                 403,
                 "without a token only requests to localhost are answered, not to"
                 f" {', '.join(hosts)!r}",
             )
+
         origin = request.headers.get("Origin")
-        if origin is not None and origin.partition("://")[2] != named:
+        if origin is not None and origin.partition("://")[2] != host:
             raise Refused(403, f"requests of pages from {origin!r} are not answered")
         if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             raise Refused(403, "requests of pages from another site are not answered")
-        if self.token is not None and request.path not in self.open_paths:
-            key = request.headers.get("X-Api-Key")  # as Anthropic's clients send it
-            given = request.headers.get("Authorization", "") if key is None else f"Bearer {key}"
-            if not hmac.compare_digest(
-                given.encode("utf-8", "surrogateescape"), b"Bearer " + self.token.encode()
-            ):
-                raise Refused(
-                    401,
-                    "the token is missing or wrong: send the header 'Authorization: Bearer TOKEN'",
-                )
-        wanted = CONTENT_TYPES.get(request.method)
-        if wanted is not None and request.content_type not in (wanted, *self.body_types):
-            raise Refused(415, f"send Content-Type: {wanted}, not {request.content_type}")
+
+    def _check_content(self, request: web.Request) -> None:
+        content_type = CONTENT_TYPES.get(request.method)
+        if content_type is not None:
+            if request.content_type not in (content_type, *self.body_types):
+                raise Refused(415, f"send Content-Type: {content_type}, not {request.content_type}")
+
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding != "identity":
             raise Refused(
                 415, f"send the body as it is, not with Content-Encoding {encoding[:50]!r}"
             )
+
+
+def _check_token(request: web.Request, token: str) -> None:
+    authorization = request.headers.get("Authorization", "")
+    key = request.headers.get("X-Api-Key")  # as Anthropic's clients send it
+    if key is not None:
+        authorization = f"Bearer {key}"
+    is_right = hmac.compare_digest(
+        authorization.encode("utf-8", "surrogateescape"), b"Bearer " + token.encode()
+    )
+    if not is_right:
+        raise Refused(
+            401, "the token is missing or wrong: send the header 'Authorization: Bearer TOKEN'"
+        )
 
 
 def counted(requests: RequestCounts) -> Any:
@@ -218,7 +234,8 @@ def counted(requests: RequestCounts) -> Any:
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
-        with requests.request(resource.canonical if resource else "unknown") as status:
+        route = resource.canonical if resource else "unknown"
+        with requests.request(route) as status:
             response = await handler(request)
             status.append(response.status)
             return response
@@ -233,8 +250,9 @@ async def read_json(
 
     Args:
         request: its body is JSON in UTF-8.
-        is_batch: accept what JSON cannot hold, NaN and halves of surrogate pairs, where it must not
-            lose the others' requests; whoever uses the values checks them.
+        is_batch: the body holds several clients' requests, and one of them must not lose the
+            others: accept what JSON cannot hold, NaN and halves of surrogate pairs. Whoever uses
+            the values checks them.
         seconds: time limit of the body.
 
     Raises:
@@ -255,7 +273,6 @@ async def read_bytes(request: web.Request, *, seconds: float = BODY_TIMEOUT_SECO
     """Read a request's body.
 
     Args:
-        request: the request.
         seconds: time limit of the body.
 
     Raises:
@@ -284,24 +301,29 @@ async def read_body(
         request: its body is JSON.
         model: the schema: types, and bounds of numbers and sizes.
         max_bytes: limit of the body, where it is less than the server's.
-        is_batch: see :func:`read_json`.
+        is_batch: as in :func:`read_json`.
 
     Raises:
         Refused: as :func:`read_json`; 413: too large; 422: names the first fields that are wrong.
     """
-    if max_bytes is not None and (
-        request.content_length is None or request.content_length > max_bytes
-    ):
-        raise Refused(
-            413,
-            f"{request.method} {request.path}: send a body of at most {max_bytes} bytes, and its"
-            " length",
-        )
-    return check_body(await read_json(request, is_batch=is_batch), model)
+    if max_bytes is not None:
+        length = request.content_length
+        if length is None or length > max_bytes:
+            raise Refused(
+                413,
+                f"{request.method} {request.path}: send a body of at most {max_bytes} bytes, and"
+                " its length",
+            )
+    value = await read_json(request, is_batch=is_batch)
+    return check_body(value, model)
 
 
 def check_body(value: Any, model: type[Body]) -> Body:
-    """Return a decoded body as its route's schema; raise Refused with 422 and the fields that are wrong."""
+    """Return a decoded body as its route's schema.
+
+    Raises:
+        Refused: 422: names the first fields that are wrong.
+    """
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -309,17 +331,21 @@ def check_body(value: Any, model: type[Body]) -> Body:
 
 
 class _Site(web.BaseSite):
-    """A listening socket that bounds the number of connections, and their time to the first request."""
+    """A listening socket that bounds the number of connections, and their time to a request."""
 
     def __init__(
-        self, runner: web.AppRunner, listener: socket.socket, limit: int, head_seconds: float
+        self,
+        runner: web.AppRunner,
+        listener: socket.socket,
+        max_connections: int,
+        head_seconds: float,
     ) -> None:
         super().__init__(runner)
         self._listener = listener
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY:
-            limit = max(1, min(limit, soft - SPARE_DESCRIPTORS))
-        self._limit = limit
+        max_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if max_descriptors != resource.RLIM_INFINITY:
+            max_connections = max(1, min(max_connections, max_descriptors - SPARE_DESCRIPTORS))
+        self._max_connections = max_connections
         self._head_seconds = head_seconds
         self._open: set[_Connection] = set()
 
@@ -329,58 +355,75 @@ class _Site(web.BaseSite):
 
     async def start(self) -> None:
         await super().start()
-        make, loop = self._runner.server, asyncio.get_running_loop()
-        assert make is not None
+        make_protocol = self._runner.server
+        assert make_protocol is not None
 
-        def connection() -> _Connection:
-            return _Connection(make(), self._open, self._limit, self._head_seconds)
+        def make_connection() -> _Connection:
+            return _Connection(
+                make_protocol(), self._open, self._max_connections, self._head_seconds
+            )
 
-        self._server = await loop.create_server(connection, sock=self._listener, backlog=1024)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(make_connection, sock=self._listener, backlog=1024)
 
 
 class _Connection(asyncio.Protocol):
-    """A connection to aiohttp, which by itself would wait for the first request's head without limit."""
+    """A connection to aiohttp, which by itself would wait for a request's head without limit.
+
+    Args:
+        inner: aiohttp's protocol of the connection.
+        open_connections: of the server; it adds itself, unless there are too many.
+        max_connections: how many may be open.
+        head_seconds: time limit for the head of the first request.
+    """
 
     def __init__(
-        self, inner: Any, places: set[_Connection], limit: int, head_seconds: float
+        self,
+        inner: Any,
+        open_connections: set[_Connection],
+        max_connections: int,
+        head_seconds: float,
     ) -> None:
         self._inner = inner
-        self._places = places
-        self._limit = limit
+        self._open_connections = open_connections
+        self._max_connections = max_connections
         self._head_seconds = head_seconds
-        self._waiting: asyncio.TimerHandle | None = None
-        self._end = b""
+        self._head_timeout: asyncio.TimerHandle | None = None
+        self._tail = b""  # of what was received, where the end of the head may begin
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        if len(self._places) >= self._limit:
+        if len(self._open_connections) >= self._max_connections:
             transport.abort()
             return
-        self._places.add(self)
-        self._waiting = asyncio.get_running_loop().call_later(self._head_seconds, transport.abort)
+        self._open_connections.add(self)
+        loop = asyncio.get_running_loop()
+        self._head_timeout = loop.call_later(self._head_seconds, transport.abort)
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        if self not in self._places:
+        if self not in self._open_connections:
             return
-        if self._waiting is not None:
-            seen = self._end + data
-            self._end = seen[-3:]
-            if b"\r\n\r\n" in seen:
-                self._waiting.cancel()
-                self._waiting = None
+        if self._head_timeout is not None:
+            received = self._tail + data
+            self._tail = received[-3:]
+            if b"\r\n\r\n" in received:
+                self._head_timeout.cancel()
+                self._head_timeout = None
         self._inner.data_received(data)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self not in self._places:
+        if self not in self._open_connections:
             return
-        self._places.discard(self)
-        if self._waiting is not None:
-            self._waiting.cancel()
+        self._open_connections.discard(self)
+        if self._head_timeout is not None:
+            self._head_timeout.cancel()
         self._inner.connection_lost(exc)
 
     def eof_received(self) -> bool | None:
-        return self._inner.eof_received() if self in self._places else None
+        if self not in self._open_connections:
+            return None
+        return self._inner.eof_received()
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()

@@ -1,4 +1,4 @@
-"""Files of models and data sets: in a local folder, or of a repository of the Hugging Face Hub, downloaded once.
+"""Files of models and data sets, from a local folder or downloaded once from the Hugging Face Hub.
 
 ``model.path: Qwen/Qwen3-8B`` names a repository, ``Qwen/Qwen3-8B@REVISION`` its branch, tag or
 commit, unless a local folder has that name. Downloads are kept in the Hub's cache (``HF_HOME``);
@@ -21,14 +21,15 @@ from jax_agent_rl.utils.files import expand_path
 
 _REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _CARD_HEAD = re.compile(r"\ufeff?\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", re.S)
-_DESCRIBING = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
+_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
 _HUB_SECONDS = 5
-_OF_KIND = {
+_KINDS = {
     "model": ("model.path", "a folder", ModelError),
     "dataset": ("data.train / data.eval", "files here", DataError),
 }
-"""Key of the configuration that names one, what to set it to instead, and the error."""
+"""By kind of repository: the configuration key that names it, what to set it to instead, the error.
+"""
 
 
 def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path:
@@ -36,22 +37,24 @@ def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path
 
     Args:
         path: a folder (``~`` is expanded), or ``owner/name[@revision]`` on the Hub.
-        weights: whether the safetensors files are needed, too.
+        weights: whether the safetensors files are needed as well.
 
     Raises:
         ModelError: there is no such repository or revision, it is closed to this user, or it cannot
             be reached.
     """
-    folder = expand_path(path)
-    named = hub_name(path)
-    if named is None:
-        return folder
-    repository, revision = named
-    with _explained("model", repository, revision):
-        described = _download("model", repository, revision, _DESCRIBING)
+    repository_and_revision = hub_name(path)
+    if repository_and_revision is None:
+        return expand_path(path)
+
+    repository, revision = repository_and_revision
+    with _explain_failure("model", repository, revision):
+        snapshot = _download("model", repository, revision, _MODEL_FILES)
+        if not weights:
+            return snapshot
         # A snapshot's folder is named by its commit: take the same one even if the branch has moved
         # on.
-        return _download("model", repository, described.name, _WEIGHTS) if weights else described
+        return _download("model", repository, snapshot.name, _WEIGHTS)
 
 
 _MODEL_PARTS = {"config.json": "model", "tokenizer.json": "tokenizer"}
@@ -86,38 +89,57 @@ def dataset_files(
     Args:
         repository: ``owner/name``.
         revision: branch, tag or commit.
-        pattern: a glob of the files; None: they are found by name and split, like
-            ``datasets.load_dataset`` does, from the dataset card's ``configs``, else by their names
+        pattern: a glob of the files. None finds them by name and split, as
+            ``datasets.load_dataset`` does: from the dataset card's ``configs``, else by their names
             (``data/train-00000-of-00001.parquet``).
-        name: the configuration (subset); None: the only or default one.
-        split: the split.
+        name: the configuration (subset); None is the only or the default one.
+        split: such as ``train``.
         suffixes: of files that can be used.
 
     Raises:
         DataError: there is no such repository, revision, configuration or file, or the Hub cannot
             be reached.
     """
-    with _explained("dataset", repository, revision):
-        folder = _download("dataset", repository, revision, ("README.md",))
-        patterns = (
-            (pattern,)
-            if pattern
-            else _split_patterns(folder / "README.md", repository, name, split)
-        )
-        complete = [glob for glob in patterns if glob.endswith(tuple(suffixes))]
-        begun = [glob.removesuffix(".*") for glob in patterns if glob not in complete]
-        wanted = (*complete, *(glob + suffix for glob in begun for suffix in suffixes))
-        folder = _download("dataset", repository, folder.name, wanted)
-    names = (str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file())
-    found = [folder / name for name in names if any(fnmatch.fnmatch(name, glob) for glob in wanted)]
-    if not found:
+    with _explain_failure("dataset", repository, revision):
+        card_folder = _download("dataset", repository, revision, ("README.md",))
+        if pattern:
+            patterns: tuple[str, ...] = (pattern,)
+        else:
+            patterns = _split_patterns(card_folder / "README.md", repository, name, split)
+        file_patterns = _with_suffixes(patterns, suffixes)
+        # A snapshot's folder is named by its commit: the files are to be of the card's commit.
+        folder = _download("dataset", repository, card_folder.name, file_patterns)
+
+    files = []
+    for file in sorted(folder.rglob("*")):
+        file_name = str(file.relative_to(folder))
+        is_match = any(fnmatch.fnmatch(file_name, glob) for glob in file_patterns)
+        if is_match and file.is_file():
+            files.append(file)
+    if not files:
         raise DataError(
             f"dataset {repository} has no files ({', '.join(suffixes)}) that match"
             f" {', '.join(patterns)}; name them, like hf://datasets/{repository}/data/*.parquet. Of"
             " most public datasets the Hub keeps Parquet files in"
             f" hf://datasets/{repository}@refs/convert/parquet/NAME/SPLIT/*.parquet"
         )
-    return found
+    return files
+
+
+def _with_suffixes(patterns: Sequence[str], suffixes: Sequence[str]) -> tuple[str, ...]:
+    """Return globs that match files with these suffixes alone.
+
+    A glob that has one of the suffixes already stays as it is; the others follow, one per suffix.
+    """
+    complete = [glob for glob in patterns if glob.endswith(tuple(suffixes))]
+    completed = []
+    for glob in patterns:
+        if glob in complete:
+            continue
+        stem = glob.removesuffix(".*")
+        for suffix in suffixes:
+            completed.append(stem + suffix)
+    return (*complete, *completed)
 
 
 def _split_patterns(card: Path, repository: str, name: str | None, split: str) -> tuple[str, ...]:
@@ -128,25 +150,47 @@ def _split_patterns(card: Path, repository: str, name: str | None, split: str) -
             raise DataError(
                 f"the card of dataset {repository} names no configurations; leave out name={name!r}"
             )
-        return tuple(start + split + end for start in ("", "*/") for end in (".*", "-*", "/*"))
-    by_name = {str(config.get("config_name")): config for config in configs}
-    default = next((key for key, config in by_name.items() if config.get("default")), None)
-    chosen = name or default or (next(iter(by_name)) if len(by_name) == 1 else "default")
-    if chosen not in by_name:
-        raise DataError(
-            f"dataset {repository} has no configuration {chosen!r}; set name to one of"
-            f" {sorted(by_name)}"
+        return (
+            f"{split}.*",
+            f"{split}-*",
+            f"{split}/*",
+            f"*/{split}.*",
+            f"*/{split}-*",
+            f"*/{split}/*",
         )
-    listed = by_name[chosen].get("data_files") or ()
-    if isinstance(listed, str) or not all(isinstance(one, Mapping) for one in listed):
-        listed = [{"split": "train", "path": listed}]
-    paths = {str(one["split"]): one["path"] for one in listed}
+
+    configs_by_name = {str(config.get("config_name")): config for config in configs}
+    if not name:
+        name = _default_config(configs_by_name)
+    if name not in configs_by_name:
+        raise DataError(
+            f"dataset {repository} has no configuration {name!r}; set name to one of"
+            f" {sorted(configs_by_name)}"
+        )
+
+    # Either files by split, or the path of one file, or a list of paths.
+    data_files = configs_by_name[name].get("data_files") or ()
+    if isinstance(data_files, str) or not all(isinstance(item, Mapping) for item in data_files):
+        data_files = [{"split": "train", "path": data_files}]
+    paths = {str(item["split"]): item["path"] for item in data_files}
     if split not in paths:
         raise DataError(
-            f"dataset {repository}, configuration {chosen}: no split {split!r}; there are"
+            f"dataset {repository}, configuration {name}: no split {split!r}; there are"
             f" {sorted(paths)}"
         )
-    return (paths[split],) if isinstance(paths[split], str) else tuple(paths[split])
+    if isinstance(paths[split], str):
+        return (paths[split],)
+    return tuple(paths[split])
+
+
+def _default_config(configs_by_name: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of the configuration that is marked as the default, or the only one."""
+    for name, config in configs_by_name.items():
+        if config.get("default"):
+            return name
+    if len(configs_by_name) == 1:
+        return next(iter(configs_by_name))
+    return "default"
 
 
 def _card_settings(card: Path, repository: str) -> Mapping[str, Any]:
@@ -155,22 +199,27 @@ def _card_settings(card: Path, repository: str) -> Mapping[str, Any]:
 
     from jax_agent_rl.utils.yaml_text import load_yaml
 
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    if not card.is_file():
+        return {}
+    text = card.read_text(encoding="utf-8", errors="replace")
     head = _CARD_HEAD.match(text)
     if head is None:
         return {}
+
     try:
         settings = load_yaml(head[1])
     except yaml.YAMLError as error:
         raise DataError(
-            f"the card of dataset {repository} is not valid YAML ({error}); name its files, like "
-            f"hf://datasets/{repository}/data/*.parquet"
+            f"the card of dataset {repository} is not valid YAML ({error}); name its files, like"
+            f" hf://datasets/{repository}/data/*.parquet"
         ) from None
-    return settings if isinstance(settings, Mapping) else {}
+    if not isinstance(settings, Mapping):
+        return {}
+    return settings
 
 
 @contextmanager
-def _explained(
+def _explain_failure(
     kind: Literal["model", "dataset"], repository: str, revision: str | None
 ) -> Iterator[None]:
     """Turn failures of a download into one error that says what to do."""
@@ -181,7 +230,7 @@ def _explained(
         RevisionNotFoundError,
     )
 
-    key, local, error = _OF_KIND[kind]
+    key, local_value, error_type = _KINDS[kind]
     try:
         yield
         return
@@ -198,17 +247,16 @@ def _explained(
             " correct it"
         )
     except (HfHubHTTPError, OSError) as failure:  # OSError: no connection, and a full disk
-        said = [
-            *filter(None, [_unreachable()]),
-            *str(failure).strip().splitlines(),
-            type(failure).__name__,
-        ]
+        reason = _unreachable()
+        if reason is None:
+            first_lines = str(failure).strip().splitlines()[:1]
+            reason = first_lines[0] if first_lines else type(failure).__name__
         problem = (
-            f"{repository!r} could not be downloaded from the Hub ({said[0]}); set {key} to {local}"
+            f"{repository!r} could not be downloaded from the Hub ({reason}); set {key} to"
+            f" {local_value}"
         )
-    raise error(
-        f"there is no {'folder' if kind == 'model' else 'file'} {repository!r} here, and {problem}"
-    )
+    missing = "folder" if kind == "model" else "file"
+    raise error_type(f"there is no {missing} {repository!r} here, and {problem}")
 
 
 @functools.cache
@@ -216,15 +264,14 @@ def _download(kind: str, repository: str, revision: str | None, patterns: tuple[
     """Ask the Hub once per process; if it does not answer, use its local cache alone."""
     from huggingface_hub import snapshot_download
 
-    return Path(
-        snapshot_download(
-            repository,
-            repo_type=kind,
-            revision=revision,
-            allow_patterns=list(patterns),
-            local_files_only=_unreachable() is not None,
-        )
+    folder = snapshot_download(
+        repository,
+        repo_type=kind,
+        revision=revision,
+        allow_patterns=list(patterns),
+        local_files_only=_unreachable() is not None,
     )
+    return Path(folder)
 
 
 @functools.cache
@@ -251,18 +298,19 @@ def hub_name(path: str | os.PathLike[str]) -> tuple[str, str | None] | None:
     >>> hub_name("Qwen/Qwen3-8B@main"), hub_name("./Qwen/Qwen3-8B"), hub_name("/models/qwen")
     (('Qwen/Qwen3-8B', 'main'), None, None)
     """
-    found = _REPOSITORY.fullmatch(os.fspath(path))
-    if found is None or Path(path).exists():
+    match = _REPOSITORY.fullmatch(os.fspath(path))
+    if match is None or Path(path).exists():
         return None
-    return found["id"], found["revision"]
+    return match["id"], match["revision"]
 
 
-def read_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
-    """Read one of transformers' objects from a folder; code that the folder brings is never run, nor asked about.
+def read_pretrained(cls: Any, folder: Path, **options: Any) -> Any:
+    """Read one of transformers' objects from a folder.
+
+    Code that the folder brings is never run, and nobody is asked whether to run it.
 
     Args:
-        kind: class with ``from_pretrained``, such as ``AutoTokenizer``.
-        folder: of the model.
+        cls: class with ``from_pretrained``, such as ``AutoTokenizer``.
         options: further arguments of ``from_pretrained``.
 
     Raises:
@@ -270,7 +318,7 @@ def read_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
         OSError, ValueError: it cannot be read.
     """
     try:
-        return kind.from_pretrained(
+        return cls.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, **options
         )
     except ValueError as error:
@@ -279,10 +327,12 @@ def read_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
         raise ModelError(
             f"{folder} brings code of its own (auto_map in its JSON files), which is never run;"
             " choose a model of a class that transformers has, or remove auto_map if"
-            f" {kind.__name__} can do without"
+            f" {cls.__name__} can do without"
         ) from None
 
 
 def absolute_model_path(path: str) -> str:
     """Return ``path`` in a form that does not depend on the working directory."""
-    return path if hub_name(path) else str(expand_path(path).absolute())
+    if hub_name(path) is not None:
+        return path
+    return str(expand_path(path).absolute())

@@ -1,4 +1,4 @@
-"""Names that other programs choose and that become parts of paths, keys and log lines: one type for all of them."""
+"""Ids that other programs choose and that become parts of paths, keys and log lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_safe_id(value: str) -> str:
     option of a command.
 
     Raises:
-        ValueError: it is none; shows its beginning.
+        ValueError: it is no such id; the message shows its beginning.
     """
     if len(value) > MAX_ID_LENGTH or not _SAFE.fullmatch(value):
         raise ValueError(

@@ -7,14 +7,16 @@ the loop cannot::
     watch thread ──► every so often: has the loop run since?  ──yes──► ask it again
                                           │ no, several times in a row
                                           ▼
-                       the task at work and the line it is at ──► a warning that names both, once for each hold
+                       the task at work and the line it is at ──► a warning that names both,
+                                                                  once for each hold
 
 Whose code it is, the stack says: the frames inside the loop, from the innermost out, up to the
 first coroutine of this package. This package's own work (a compilation, say) is nobody's fault, and
 neither is what called the loop: the command, or a script of the user's.
 
 The thread counts its own rounds, not seconds, so a machine that was suspended is no false alarm. A
-call that never releases the interpreter (a backtracking regular expression) stops this thread, too.
+call that never releases the interpreter (a backtracking regular expression) stops this thread as
+well.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from jax_agent_rl.utils.failures import is_own_file, is_user_file, place
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 5.0
-_ROUNDS = 5
+_ROUNDS = 5  # in that time
 _LOOP_MODULES = frozenset({"asyncio.base_events", "asyncio.events", "asyncio.runners"})
 _COROUTINE = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _REMEDY = (
@@ -48,11 +50,16 @@ _at_work: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 
 @contextmanager
 def at_work(what: str) -> Iterator[None]:
-    """Name what the current task runs, e.g. ``tool 'search'``, for a warning if it holds the loop."""
+    """Name what the current task runs, for a warning if it holds the loop.
+
+    Args:
+        what: such as ``tool 'search'``.
+    """
     task = asyncio.current_task()
     if task is None:
         yield
         return
+
     outer = _at_work.get(task)
     _at_work[task] = what
     try:
@@ -84,6 +91,8 @@ def watch_loop(
 
 
 class _Watch:
+    """The watch thread; see :func:`watch_loop`."""
+
     def __init__(
         self, loop: asyncio.AbstractEventLoop, report: Callable[..., None], patience: float
     ) -> None:
@@ -104,28 +113,33 @@ class _Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        missed = 0
+        missed_rounds = 0
         while not self._stopping.wait(self._patience / _ROUNDS):
-            if self._has_run.is_set():
-                missed = 0
-                self._has_run.clear()
-                try:
-                    self._loop.call_soon_threadsafe(self._has_run.set)
-                except RuntimeError:  # the loop is closed
-                    return
+            if not self._has_run.is_set():
+                missed_rounds += 1
+                if missed_rounds == _ROUNDS:
+                    self._report_holder()
                 continue
-            missed += 1
-            if missed == _ROUNDS:
-                self._name_holder()
 
-    def _name_holder(self) -> None:
+            missed_rounds = 0
+            self._has_run.clear()
+            try:
+                self._loop.call_soon_threadsafe(self._has_run.set)
+            except RuntimeError:  # the loop is closed
+                return
+
+    def _report_holder(self) -> None:
+        """Report whose code holds the loop, unless it is this package's own work."""
         task = asyncio.current_task(self._loop)
-        what = None if task is None else _at_work.get(task)
-        line = line_of_others(
-            sys._current_frames().get(self._loop_thread), is_named=what is not None
-        )
-        if line is None:  # this program's own work, which it does not bring to an end by waiting
+        what = None
+        if task is not None:
+            what = _at_work.get(task)
+
+        innermost = sys._current_frames().get(self._loop_thread)
+        line = line_of_others(innermost, is_named=what is not None)
+        if line is None:
             return
+
         what = what or "code"
         self._report(
             f"{what} held the event loop",
@@ -134,40 +148,40 @@ class _Watch:
 
 
 def line_of_others(innermost: FrameType | None, *, is_named: bool) -> str | None:
-    """Return the line at which code that is not this package's holds the loop; None if it is this package's own work.
+    """Return the line at which code that is not this package's holds the loop.
 
     Args:
         innermost: frame of the loop's thread.
         is_named: others' code is at work in this task, so an installed package's coroutine that
             this package awaits is theirs, and no dependency's.
+
+    Returns:
+        None if it is this package's own work.
     """
-    users_line = None
-    inner = None
+    user_line = None
+    callee = None
     frame = innermost
     while frame is not None and frame.f_globals.get("__name__") not in _LOOP_MODULES:
         file = frame.f_code.co_filename
         if is_user_file(file):
-            if (
-                frame.f_code.co_name == "<module>"
-            ):  # an import is the work of whose code imports the file
-                users_line = None
-            else:
-                users_line = users_line or place(file, frame.f_lineno)
+            if frame.f_code.co_name == "<module>":
+                user_line = None  # an import is the work of the code that imports the file
+            elif user_line is None:
+                user_line = place(file, frame.f_lineno)
         elif is_own_file(file):
-            if users_line is not None:
-                return users_line
-            if (
-                is_named
-                and inner is not None
-                and _is_coroutine(inner)
-                and not is_own_file(inner.f_code.co_filename)
-            ):
-                return place(inner.f_code.co_filename, inner.f_lineno)
+            if user_line is not None:
+                return user_line
+            if is_named and callee is not None and _is_coroutine_of_others(callee):
+                return place(callee.f_code.co_filename, callee.f_lineno)
             if _is_coroutine(frame):  # the code of others further out awaits it, and waits itself
                 return None
-        inner = frame
+        callee = frame
         frame = frame.f_back
-    return users_line
+    return user_line
+
+
+def _is_coroutine_of_others(frame: FrameType) -> bool:
+    return _is_coroutine(frame) and not is_own_file(frame.f_code.co_filename)
 
 
 def _is_coroutine(frame: FrameType) -> bool:
@@ -185,7 +199,10 @@ class OwnTime:
         self.seconds = 0.0
 
     async def measure(self, work: Coroutine[Any, Any, T], clock: Callable[[], float]) -> T:
-        """Await ``work`` and add up the time of its steps; those of tasks that it starts do not count."""
+        """Await ``work`` and add up the time of its steps.
+
+        The steps of tasks that it starts do not count.
+        """
         return await self._steps(work, clock)
 
     @types.coroutine
@@ -195,15 +212,16 @@ class OwnTime:
         resume: Callable[[Any], Any] = work.send
         value: Any = None
         while True:
-            began = clock()
+            start = clock()
             try:
-                waits_for = resume(value)
+                awaited = resume(value)
             except StopIteration as end:
                 return end.value
             finally:
-                self.seconds += clock() - began
+                self.seconds += clock() - start
+
             try:
-                value = yield waits_for
+                value = yield awaited
                 resume = work.send
             except GeneratorExit:
                 work.close()

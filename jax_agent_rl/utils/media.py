@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 KINDS = ("image", "video")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Formats of image files accepted over HTTP, as in OpenAI's API. Others (EPS, PDF) would start
-programs."""
+"""Formats of image files accepted over HTTP, as in OpenAI's API.
+
+To read others (EPS, PDF), Pillow would start programs.
+"""
 MAX_PIXELS = 16_000_000
 """Limit of one image that came over HTTP."""
 MAX_IMAGES = 64
@@ -36,8 +38,10 @@ MAX_VIDEO_PIXELS = 200_000_000
 VIDEO_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,gif"
 """FFmpeg's names of the containers that are read."""
 FRAMES_PER_SECOND = 2.0
-"""Frame rate of videos: tools return frames without times, and Qwen's models were trained at this
-rate."""
+"""Frame rate of videos.
+
+Tools return frames without times, and Qwen's models were trained at this rate.
+"""
 
 
 def as_image(item: Any) -> Image:
@@ -59,6 +63,7 @@ def as_image(item: Any) -> Image:
         raise ValueError(f"an image must be a PIL image or an array, got {type(item).__name__}")
     if not item.width or not item.height:
         raise ValueError(f"an image must have pixels, got {item.width} x {item.height}")
+
     item = ImageOps.exif_transpose(item)
     if item.mode == "RGB":
         return item
@@ -70,14 +75,18 @@ def as_image(item: Any) -> Image:
 
 
 def media_source(part: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return kind and source of a content part that shows an image or a video; None for any other part.
+    """Return kind and source of a content part that shows an image or a video.
+
+    It is None for any other part.
 
     >>> media_source({"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}})
     ('image', 'data:image/png;base64,iVBO')
     >>> media_source({"type": "input_image", "image_url": "data:image/png;base64,iVBO"})
     ('image', 'data:image/png;base64,iVBO')
-    >>> media_source({"type": "video", "video": ["1.png", "2.png"]}), media_source({"type": "text", "text": "hi"})
-    (('video', ['1.png', '2.png']), None)
+    >>> media_source({"type": "video", "video": ["1.png", "2.png"]})
+    ('video', ['1.png', '2.png'])
+    >>> media_source({"type": "text", "text": "hi"}) is None
+    True
     """
     kind, _, _ = str(part.get("type")).removeprefix("input_").partition("_")
     if kind not in KINDS:
@@ -85,35 +94,42 @@ def media_source(part: Mapping[str, Any]) -> tuple[str, Any] | None:
     source = part.get(kind)
     if source is None:
         source = part.get(f"{kind}_url")
-    return kind, source["url"] if isinstance(source, Mapping) and "url" in source else source
+    if isinstance(source, Mapping) and "url" in source:
+        source = source["url"]
+    return kind, source
 
 
 def text_content(message: Mapping[str, Any]) -> str:
     """Return the text of a message without what it shows."""
     content = message.get("content") or ""
-    return (
-        "".join(part["text"] for part in content if "text" in part)
-        if isinstance(content, list)
-        else content
-    )
+    if not isinstance(content, list):
+        return content
+    return "".join(part["text"] for part in content if "text" in part)
 
 
 def text_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as text, with the kinds of what it shows under ``media``."""
-    if not isinstance(content := message.get("content"), list):
+    content = message.get("content")
+    if not isinstance(content, list):
         return dict(message)
     kinds = [part["type"] for part in content if part["type"] in KINDS]
     return {**message, "content": text_content(message), "media": kinds}
 
 
 def without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose parts say that they show something, but not what; a chat template takes these."""
-    if not isinstance(content := message.get("content"), list):
+    """Return a message whose parts say that they show something, but not what.
+
+    A chat template takes such messages.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
         return message
-    return {
-        **message,
-        "content": [{"type": p["type"]} if p["type"] in KINDS else p for p in content],
-    }
+    parts = []
+    for part in content:
+        if part["type"] in KINDS:
+            part = {"type": part["type"]}
+        parts.append(part)
+    return {**message, "content": parts}
 
 
 def read_media(messages: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
@@ -125,33 +141,54 @@ def read_media(messages: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ..
     Raises:
         ValueError: an item cannot be read or is too large; names it.
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    media: dict[str, tuple[Any, ...]] = {}
     for message in messages:
-        for part in message["content"] if isinstance(message.get("content"), list) else ():
-            if (kind := part["type"]) in KINDS:
-                item = _read_video(part[kind]) if kind == "video" else _read_image(part[kind])
-                found[kind] = (*found.get(kind, ()), item)
-    return found
+        content = message.get("content")
+        if not isinstance(content, list):
+            continue
+        for part in content:
+            kind = part["type"]
+            if kind == "image":
+                item: Any = _read_image(part[kind])
+            elif kind == "video":
+                item = _read_video(part[kind])
+            else:
+                continue
+            media[kind] = (*media.get(kind, ()), item)
+    return media
 
 
 def data_url_bytes(url: str) -> bytes:
-    """Return what a ``data:`` URL holds, or base64 without the URL's head; raise ValueError if it is no base64."""
+    """Return what a ``data:`` URL holds, or base64 without the URL's head.
+
+    Raises:
+        ValueError: it is no base64.
+    """
     import base64
 
-    encoded = url.partition(",")[2] if url.startswith("data:") else url
+    encoded = url
+    if url.startswith("data:"):
+        _, _, encoded = url.partition(",")
     return base64.b64decode(encoded, validate=True)
 
 
 def data_url(source: str | bytes) -> str:
-    """Return an image's file, given as in :func:`read_media`, as a ``data:`` URL; raise ValueError if it is none."""
+    """Return an image's file as a ``data:`` URL.
+
+    Args:
+        source: as in :func:`read_media`.
+
+    Raises:
+        ValueError: it is no image.
+    """
     import base64
 
     if isinstance(source, str) and source.startswith("data:"):
         return source
-    with _damage():
-        file = source if isinstance(source, bytes) else Path(source).read_bytes()
-        kind = _open_image(file).get_format_mimetype()
-    return f"data:{kind};base64,{base64.b64encode(file).decode()}"
+    with _damage_as_value_error():
+        content = source if isinstance(source, bytes) else Path(source).read_bytes()
+        mime_type = _open_image(content).get_format_mimetype()
+    return f"data:{mime_type};base64,{base64.b64encode(content).decode()}"
 
 
 def _read_image(source: str | bytes) -> Image:
@@ -164,11 +201,18 @@ def _read_image(source: str | bytes) -> Image:
 
 
 def _read_video(source: Sequence[str | bytes] | str | bytes) -> np.ndarray:
-    frames, pixels = [], 0
-    for frame in _decoded(source) if isinstance(source, str | bytes) else map(_read_image, source):
+    # One at a time, so that a video beyond the limits is not decoded to its end.
+    if isinstance(source, str | bytes):
+        decoded: Iterable[Image] = _decode_video(source)
+    else:
+        decoded = map(_read_image, source)
+
+    frames = []
+    num_pixels = 0
+    for frame in decoded:
         frames.append(frame)
-        pixels += frame.width * frame.height
-        if pixels > MAX_VIDEO_PIXELS or len(frames) > MAX_FRAMES:
+        num_pixels += frame.width * frame.height
+        if num_pixels > MAX_VIDEO_PIXELS or len(frames) > MAX_FRAMES:
             raise ValueError(
                 f"a video has more than {MAX_FRAMES} frames or {MAX_VIDEO_PIXELS} pixels; shorten"
                 " or scale it down"
@@ -187,17 +231,18 @@ def read_images(
     """
     if len(files) > MAX_IMAGES:
         raise ValueError(f"{len(files)} images are more than {MAX_IMAGES}")
-    with _damage():
-        opened = [_open_image(file) for file in files]
-    together = sum(image.width * image.height for image in opened)
-    if together > max_total_pixels:
+    with _damage_as_value_error():
+        images = [_open_image(file) for file in files]
+
+    total_pixels = sum(image.width * image.height for image in images)
+    if total_pixels > max_total_pixels:
         raise ValueError(
-            f"the images have {together} pixels together, more than {max_total_pixels}"
+            f"the images have {total_pixels} pixels together, more than {max_total_pixels}"
         )
-    with _damage():
-        for image in opened:
+    with _damage_as_value_error():
+        for image in images:
             image.load()
-    return tuple(map(as_image, opened))
+    return tuple(map(as_image, images))
 
 
 def _open_image(file: str | bytes) -> ImageFile:
@@ -215,7 +260,7 @@ def _open_image(file: str | bytes) -> ImageFile:
 
 
 @contextmanager
-def _damage() -> Iterator[None]:
+def _damage_as_value_error() -> Iterator[None]:
     """Turn whatever Pillow raises for damaged files into ValueError."""
     from PIL import Image, UnidentifiedImageError
 
@@ -227,30 +272,39 @@ def _damage() -> Iterator[None]:
         raise ValueError(f"an image cannot be read: {error}") from None
 
 
-def _decoded(source: str | bytes) -> Iterator[Image]:
+def _decode_video(source: str | bytes) -> Iterator[Image]:
     """Yield the frames of a video file, :data:`FRAMES_PER_SECOND`."""
     import io
 
     import av
     import av.error
 
-    if isinstance(source, str):
-        source = data_url_bytes(source) if source.startswith("data:") else Path(source).read_bytes()
-    due = 0.0
+    if isinstance(source, bytes):
+        content = source
+    elif source.startswith("data:"):
+        content = data_url_bytes(source)
+    else:
+        content = Path(source).read_bytes()
+
+    next_time = 0.0
     try:
         # By its bytes, and no playlists: FFmpeg would fetch what a path or a playlist names, from
         # anywhere.
-        with av.open(io.BytesIO(source), "r", options={"format_whitelist": VIDEO_FORMATS}) as file:
+        with av.open(io.BytesIO(content), "r", options={"format_whitelist": VIDEO_FORMATS}) as file:
             for frame in file.decode(video=0):
-                if frame.time is None or frame.time >= due:
+                if frame.time is None or frame.time >= next_time:
                     yield frame.to_image()
-                    due = (frame.time or due) + 1 / FRAMES_PER_SECOND
+                    next_time = (frame.time or next_time) + 1 / FRAMES_PER_SECOND
     except (av.error.FFmpegError, IndexError) as error:
         raise ValueError(f"a video cannot be read: {error}") from None
 
 
 def as_frames(item: Any) -> np.ndarray:
-    """Convert a video to uint8 [T, H, W, 3]: an array of that shape, or frames of one size for :func:`as_image`.
+    """Convert a video to uint8 [T, H, W, 3].
+
+    Args:
+        item: an array of that shape, or a sequence of frames of one size, each as
+            :func:`as_image` takes them.
 
     Raises:
         ValueError: it is something else, or has no frames.
@@ -277,6 +331,9 @@ def check_media(media: Mapping[str, Sequence[Any]]) -> None:
     for kind, items in media.items():
         for number, item in enumerate(items):
             try:
-                as_frames(item) if kind == "video" else as_image(item)
+                if kind == "video":
+                    as_frames(item)
+                else:
+                    as_image(item)
             except ValueError as error:
                 raise ValueError(f"{kind} {number + 1} of {len(items)}: {error}") from None

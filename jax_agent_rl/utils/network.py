@@ -1,4 +1,4 @@
-"""Secrets from the environment, addresses of this machine, and JSON over HTTP to a configured service.
+"""Secrets from the environment, addresses of this machine, and JSON over HTTP to a service.
 
 Requests are bounded in time, size and retries. Every failure is one exception with the service's
 URL and the key to change. A request is retried only where that is safe: it did not reach the
@@ -30,14 +30,19 @@ if TYPE_CHECKING:
 
 
 def token_from(variable: str | None, *, key: str) -> str | None:
-    """Return the secret in an environment variable that the setting ``key`` names, or None without a name.
+    """Return the secret in an environment variable.
+
+    Args:
+        variable: its name; None returns None.
+        key: setting that names the variable, for the message.
 
     Raises:
         ConfigError: the variable is not set.
     """
     if variable is None:
         return None
-    if not (token := os.environ.get(variable)):
+    token = os.environ.get(variable)
+    if not token:
         raise ConfigError(
             f"{key} names {variable}, which is not set; export {variable}=<the secret>"
         )
@@ -57,7 +62,7 @@ def require_token(host: str, token: str | None, *, key: str) -> None:
 
     Args:
         host: the address that it listens on.
-        token: that requests must send, if any.
+        token: the secret that requests must send; None or empty if there is none.
         key: setting that names the token's variable, for the message.
 
     Raises:
@@ -77,10 +82,11 @@ def listen_on(host: str, port: int) -> socket.socket:
     """Return a socket that listens; clients that connect wait until it is served.
 
     Raises:
-        ConfigError: the port is in use or none, or the address is not this machine's.
+        ConfigError: the port is in use or no port, or the address is not this machine's.
     """
     if not 0 <= port <= LAST_PORT:
         raise ConfigError(f"{port} is no port: ports are 0 (which takes a free one) to {LAST_PORT}")
+
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -120,8 +126,8 @@ MAX_ERROR_BYTES = 64 * 2**10
 MAX_PAUSE_SECONDS = 30.0
 """Limit of the pauses that back-off or the service's ``Retry-After`` ask for."""
 
-_NOT_TAKEN = frozenset({429, 502, 503, 504})
-_TRANSIENT = frozenset({408, 425})
+_NOT_ACCEPTED = frozenset({429, 502, 503, 504})
+_TRANSIENT = frozenset({408, 425})  # besides all server errors
 _HINTS = {
     401: "it wants a token: {token_hint}",
     403: "it refuses the token: {token_hint}",
@@ -133,13 +139,16 @@ _HINTS = {
 
 @dataclass(kw_only=True)
 class JsonService:
-    """Client of one service, with its address, time limits and retries. Use it from one event loop, and close it.
+    """Client of one service, with its address, time limits and retries.
+
+    Use it from one event loop, and close it.
 
     Attributes:
         url: http or https.
-        url_key, timeout_key: config keys of ``url`` and ``timeout``, for messages.
+        url_key: configuration key of ``url``, for messages.
         timeout: seconds per attempt, from connecting to the last byte.
-        error: makes the error to raise.
+        timeout_key: configuration key of ``timeout``, for messages.
+        error: makes the error to raise from its message.
         max_retries: retries of a request that was not accepted, or is repeatable and failed.
         retry_delay: seconds before the first retry; the service's ``Retry-After`` takes precedence.
         backoff: factor of the delay from one retry to the next.
@@ -148,8 +157,8 @@ class JsonService:
         trust_env: whether to use the environment's proxies.
         pace: awaited before each attempt, to limit their rate.
         sleep: waits between attempts.
-        max_answer_bytes, max_values: limits of an answer, see
-            :func:`~jax_agent_rl.utils.bounded_json.decode_json`.
+        max_answer_bytes: limit of an answer's content.
+        max_values: as in :func:`~jax_agent_rl.utils.bounded_json.decode_json`.
         transport: httpx transport, for tests.
         retries: number of retries so far.
 
@@ -187,7 +196,7 @@ class JsonService:
             raise ConfigError(f"{self.url_key}={self.url!r} must be like http://localhost:5000")
 
     async def post(self, payload: Any, *, repeatable: bool = False) -> Any:
-        """Send ``payload`` and return the decoded answer; invalid UTF-8 becomes U+FFFD.
+        """Send ``payload`` and return the decoded answer; invalid UTF-8 in it becomes U+FFFD.
 
         Args:
             payload: anything JSON can hold.
@@ -204,14 +213,15 @@ class JsonService:
             raise self.error(
                 f"a request to {self.url} cannot be written as JSON: {problem}"
             ) from None
-        content = await self._persist("POST", self.url, body, repeatable)
+
+        content = await self._request("POST", self.url, body, repeatable=repeatable)
+
+        # Whoever reads a number checks it: one infinite reward must not lose the others' answers.
         try:
             return decode_json(
                 content,
                 max_values=self.max_values,
                 errors="replace",
-                # Whoever reads a number checks it: one infinite reward must not lose the others'
-                # answers.
                 non_finite=True,
                 lone_surrogates=True,
             )
@@ -222,7 +232,7 @@ class JsonService:
 
     async def ping(self, url: str) -> None:
         """Send a GET and ignore the answer's content; raise as :meth:`post`."""
-        await self._persist("GET", url, b"", True)
+        await self._request("GET", url, b"", repeatable=True)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -230,37 +240,40 @@ class JsonService:
             await self._client.aclose()
             self._client = None
 
-    async def _persist(self, method: str, url: str, body: bytes, repeatable: bool) -> bytes:
+    async def _request(self, method: str, url: str, body: bytes, *, repeatable: bool) -> bytes:
+        """Return the content of the answer, after retries where they are allowed."""
         for attempt in range(self.max_retries + 1):
             is_last = attempt == self.max_retries
             times = f" ({attempt + 1} times)" if attempt else ""
             pause = self.retry_delay * self.backoff**attempt
             if self.pace is not None:
                 await self.pace()
+
             try:
                 async with asyncio.timeout(self.timeout):
-                    return await self._once(method, url, body)
+                    return await self._request_once(method, url, body)
             except TimeoutError:
                 if is_last or not repeatable:
                     raise TimeoutError(
                         f"{url} did not answer within {self.timeout_key}={self.timeout:g} seconds;"
                         f" raise it, or look why the server is slow{times}"
                     ) from None
-            except _Failed as failure:
-                may_retry = failure.not_taken or (repeatable and failure.may_pass)
+            except _AttemptError as failure:
+                may_retry = failure.not_accepted or (repeatable and failure.is_transient)
                 if is_last or not may_retry:
                     raise self.error(f"{failure}{times}") from None
                 if failure.retry_after is not None:
                     pause = failure.retry_after
+
             self.retries += 1
             await self.sleep(min(pause, max(MAX_PAUSE_SECONDS, self.retry_delay)))
         raise AssertionError("the last attempt returns or raises")
 
-    async def _once(self, method: str, url: str, body: bytes) -> bytes:
+    async def _request_once(self, method: str, url: str, body: bytes) -> bytes:
         import httpx
 
         try:
-            async with self._connected().stream(method, url, content=body) as answer:
+            async with self._http_client().stream(method, url, content=body) as answer:
                 if answer.is_success:
                     content = await read_answer(
                         answer.headers, answer.aiter_bytes(), self.max_answer_bytes
@@ -268,18 +281,19 @@ class JsonService:
                 else:
                     content = await read_beginning(answer.headers, answer.aiter_bytes())
         except UnreadableAnswerError as problem:
-            raise _Failed(f"{url} {problem}", may_pass=False) from None
+            raise _AttemptError(f"{url} {problem}", is_transient=False) from None
         except httpx.ConnectError as problem:
-            raise _Failed(
+            raise _AttemptError(
                 f"{url} cannot be reached ({problem}); start the server, or correct {self.url_key}",
-                not_taken=True,
+                not_accepted=True,
             ) from None
         except httpx.HTTPError as problem:
-            raise _Failed(
+            raise _AttemptError(
                 f"{url} broke off the connection ({type(problem).__name__}: {problem})"
             ) from None
         if answer.is_success:
             return content
+
         if answer.has_redirect_location:
             hint = (
                 f"it redirects to {answer.headers['location'][:200]!r}: set {self.url_key} to the"
@@ -291,20 +305,20 @@ class JsonService:
                 token_hint=self.token_hint,
                 body=content[:300].decode("utf-8", "replace") or answer.reason_phrase,
             )
-        wait = answer.headers.get("Retry-After", "")
-        raise _Failed(
+        retry_after = answer.headers.get("Retry-After", "")
+        raise _AttemptError(
             f"{url} answered HTTP {answer.status_code}: {hint}",
-            not_taken=answer.status_code in _NOT_TAKEN,
-            may_pass=answer.status_code >= 500 or answer.status_code in _TRANSIENT,
-            retry_after=float(wait) if wait.isdecimal() else None,
+            not_accepted=answer.status_code in _NOT_ACCEPTED,
+            is_transient=answer.status_code >= 500 or answer.status_code in _TRANSIENT,
+            retry_after=float(retry_after) if retry_after.isdecimal() else None,
         )
 
-    def _connected(self) -> httpx.AsyncClient:
+    def _http_client(self) -> httpx.AsyncClient:
         import httpx
 
         if self._client is None:
-            # Drop idle connections before servers do (uvicorn: after 5 s), or a request could be
-            # lost.
+            # Drop idle connections before servers do (uvicorn: after 5 s). Otherwise a request
+            # could be lost.
             limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
             headers = {"content-type": "application/json", **(self.headers or {}), **IDENTITY}
             self._client = httpx.AsyncClient(
@@ -317,20 +331,26 @@ class JsonService:
         return self._client
 
 
-class _Failed(Exception):
-    """Failed attempt. ``not_taken``: the service did not act on it; ``may_pass``: a retry may succeed."""
+class _AttemptError(Exception):
+    """A failed attempt.
+
+    Attributes:
+        not_accepted: the service did not act on the request.
+        is_transient: a retry may succeed.
+        retry_after: seconds after which the service wants to be asked again, if it says so.
+    """
 
     def __init__(
         self,
         message: str,
         *,
-        not_taken: bool = False,
-        may_pass: bool = True,
+        not_accepted: bool = False,
+        is_transient: bool = True,
         retry_after: float | None = None,
     ):
         super().__init__(message)
-        self.not_taken = not_taken
-        self.may_pass = may_pass
+        self.not_accepted = not_accepted
+        self.is_transient = is_transient
         self.retry_after = retry_after
 
 
@@ -338,7 +358,10 @@ class _Failed(Exception):
 
 
 class UnreadableAnswerError(Exception):
-    """An answer that is not read: compressed, or too large. The message goes on from the server's name."""
+    """An answer that is not read: compressed, or too large.
+
+    The message continues a sentence that begins with the server's name.
+    """
 
 
 async def read_answer(
@@ -347,8 +370,7 @@ async def read_answer(
     """Return the content of an answer to a request that was sent with :data:`IDENTITY`.
 
     Args:
-        headers: of the answer.
-        chunks: its content as it comes from the connection, not decompressed.
+        chunks: the content as it comes from the connection, not decompressed.
         max_bytes: limit of the content.
 
     Raises:
@@ -382,7 +404,10 @@ def _append(content: bytearray, chunk: bytes, max_bytes: int) -> None:
 
 
 async def read_beginning(headers: Mapping[str, str], chunks: AsyncIterable[bytes]) -> bytes:
-    """Return the first :data:`MAX_ERROR_BYTES` of an answer that is an error, for a message; nothing if compressed."""
+    """Return the first :data:`MAX_ERROR_BYTES` of an answer that is an error, for a message.
+
+    Nothing is returned of a compressed one.
+    """
     if _encoding(headers):
         return b""
     content = bytearray()
@@ -426,16 +451,19 @@ class LineBuffer:
         Raises:
             UnreadableAnswerError: a line is too long.
         """
-        first, *others = data.split(b"\n")
-        self._keep(first)
+        first_part, *next_parts = data.split(b"\n")
+        self._add_part(first_part)
         lines = []
-        for part in others:
-            lines.append(b"".join(self._parts))
-            self._parts, self._size = [], 0
-            self._keep(part)
-        return [line for line in lines if line]
+        for part in next_parts:
+            line = b"".join(self._parts)
+            if line:
+                lines.append(line)
+            self._parts = []
+            self._size = 0
+            self._add_part(part)
+        return lines
 
-    def _keep(self, part: bytes) -> None:
+    def _add_part(self, part: bytes) -> None:
         if part:
             self._parts.append(part)
             self._size += len(part)
@@ -446,8 +474,11 @@ class LineBuffer:
 
 
 def _encoding(headers: Mapping[str, str]) -> str:
+    """Return how an answer is compressed; an empty text if it is not."""
     encoding = headers.get("Content-Encoding", "").strip().lower()
-    return "" if encoding == "identity" else encoding
+    if encoding == "identity":
+        return ""
+    return encoding
 
 
 def bearer(variable: str | None, *, key: str) -> dict[str, str]:
@@ -456,5 +487,7 @@ def bearer(variable: str | None, *, key: str) -> dict[str, str]:
     Raises:
         ConfigError: the variable is not set.
     """
-    secret = token_from(variable, key=key)
-    return {} if secret is None else {"authorization": f"Bearer {secret}"}
+    token = token_from(variable, key=key)
+    if token is None:
+        return {}
+    return {"authorization": f"Bearer {token}"}

@@ -15,12 +15,19 @@ from jax_agent_rl.utils.failures import is_user_file
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a package or module can be imported; a mere folder of that name does not count."""
+    """Return whether a package or module can be imported.
+
+    A mere folder of that name does not count.
+    """
     return _real_spec(name) is not None
 
 
 def package_folder(name: str) -> str | None:
-    """Return the folder of an installed package, without importing it; None if it is none."""
+    """Return the folder of an installed package, without importing it.
+
+    Returns:
+        None if it is not installed, or a module without a folder.
+    """
     spec = _real_spec(name)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -45,5 +52,9 @@ def _real_spec(name: str) -> ModuleSpec | None:
         return None
     if spec is None or spec.origin is not None:
         return spec
+
+    # A package without an __init__.py: an installed one, or any folder of the user's.
     folders = spec.submodule_search_locations or ()
-    return None if all(is_user_file(f"{folder}/") for folder in folders) else spec
+    if all(is_user_file(f"{folder}/") for folder in folders):
+        return None
+    return spec

@@ -1,4 +1,4 @@
-"""Import of others' code (tools, reward functions, …): from a file or a module, or what installed packages register.
+"""Import of others' code (tools, rewards, …) from files, modules and installed packages.
 
 A package registers names in entry-point groups, ``jax_agent_rl.<kind>`` for each of :data:`KINDS`::
 
@@ -31,9 +31,17 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 Kind = Literal[
-    "agents", "tools", "rewards", "environments", "interactions", "losses", "advantages", "backends", "metric_sinks",
+    "agents",
+    "tools",
+    "rewards",
+    "environments",
+    "interactions",
+    "losses",
+    "advantages",
+    "backends",
+    "metric_sinks",
     "trace_sinks",
-]  # fmt: skip
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -52,15 +60,15 @@ def installed(kind: Kind) -> Mapping[str, EntryPoint]:
     """
     from importlib.metadata import entry_points  # slow to import, and seldom needed
 
-    found: dict[str, EntryPoint] = {}
+    entries: dict[str, EntryPoint] = {}
     for entry in entry_points(group=f"jax_agent_rl.{kind}"):
-        known = found.setdefault(entry.name, entry)
-        if known.value != entry.value:
+        first_entry = entries.setdefault(entry.name, entry)
+        if first_entry.value != entry.value:
             raise ConfigError(
-                f"two packages register {entry.name!r} in {entry.group}: {_origin(known)} and"
+                f"two packages register {entry.name!r} in {entry.group}: {_origin(first_entry)} and"
                 f" {_origin(entry)}; uninstall one"
             )
-    return found
+    return entries
 
 
 def load_installed(
@@ -70,64 +78,74 @@ def load_installed(
 
     Args:
         kind: one of :data:`KINDS`.
-        name: the name of the entry point.
-        fits: whether an object is of this kind.
+        fits: returns whether an object is of this kind.
         expected: what it must be, for messages.
 
     Raises:
         ConfigError: it cannot be imported or is something else; names the package.
     """
-    if (entry := installed(kind).get(name)) is None:
+    entry = installed(kind).get(name)
+    if entry is None:
         return None
     try:
-        found = entry.load()
+        plugin = entry.load()
     except Exception as error:  # whatever a package raises when it is imported
         raise ConfigError(
             f"{_origin(entry)} cannot be imported ({describe_error(error)}); repair or uninstall it"
         ) from error
-    if not fits(found):
+    if not fits(plugin):
         raise ConfigError(
-            f"{_origin(entry)} must be {expected}, got {found!r:.100}; repair or uninstall it"
+            f"{_origin(entry)} must be {expected}, got {plugin!r:.100}; repair or uninstall it"
         )
-    return found
+    return plugin
 
 
 def _origin(entry: EntryPoint) -> str:
-    package = (
-        "an unknown package"
-        if entry.dist is None
-        else f"the package {entry.dist.name} {entry.dist.version}"
-    )
+    """Return an entry point with its package, for messages."""
+    package = "an unknown package"
+    if entry.dist is not None:
+        package = f"the package {entry.dist.name} {entry.dist.version}"
     return f"{entry.name} = {entry.value} of {package} ({entry.group})"
 
 
 def split_class(path: str) -> tuple[str, str]:
-    """Return the module or the file of a ``class_name``, and the name in it; the name of an entry point has neither."""
-    module, _, name = path.rpartition(":" if ".py:" in path else ".")
+    """Return the module or the file of a ``class_name``, and the name in it.
+
+    The module is empty for the name of an entry point.
+    """
+    separator = ":" if ".py:" in path else "."
+    module, _, name = path.rpartition(separator)
     return module, name
 
 
 def find_class(path: str, kind: Kind, *, where: str) -> Any:
-    """Return what ``package.module.Class``, ``file.py:Class`` or an installed package's name stands for.
+    """Return the class that a ``class_name`` of the configuration names.
 
     Args:
-        path: the ``class_name`` of an entry; None is returned if its module has no such name.
+        path: ``package.module.Class``, ``file.py:Class``, or a name that an installed package
+            registers.
         kind: of the names that installed packages register.
-        where: the entry, for messages.
+        where: the entry that has this ``class_name``, for messages.
+
+    Returns:
+        None if the module has no such name.
 
     Raises:
         ConfigError: the module cannot be imported, or no package registers the name.
     """
-    module, name = split_class(path)
-    if module:
-        return getattr(load_user_module(module, key=f"{where}.class_name"), name, None)
-    if (found := load_installed(kind, name, fits=lambda _: True)) is None:
+    module_name, name = split_class(path)
+    if module_name:
+        module = load_user_module(module_name, key=f"{where}.class_name")
+        return getattr(module, name, None)
+
+    plugin = load_installed(kind, name, fits=lambda _: True)
+    if plugin is None:
         known = sorted(installed(kind))
         raise ConfigError(
             f"{where}: class_name={path!r} must be package.module.Class, file.py:Class, or a name"
             f" that an installed package registers; {did_you_mean(name, known)}there are {known}"
         )
-    return found
+    return plugin
 
 
 def read_entries(path: Path, *, key: str, name: str) -> list[Any]:
@@ -150,6 +168,7 @@ def read_entries(path: Path, *, key: str, name: str) -> list[Any]:
         raise ConfigError(f"{key}={str(path)!r} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}={str(path)!r} is not valid YAML: {error}") from None
+
     entries = tree.get(name) if isinstance(tree, Mapping) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(
@@ -173,55 +192,79 @@ def load_user_module(where: str, *, key: str) -> ModuleType:
             errors (a wrongly declared tool, say) pass through.
     """
     is_path = where.endswith(".py") or os.sep in where
-    named = f"{key}={where!r}"
+    setting = f"{key}={where!r}"
     path = Path(where).expanduser()
     if is_path and not path.is_file():
-        raise ConfigError(f"{named}: no such file (relative to {os.getcwd()})")
+        raise ConfigError(f"{setting}: no such file (relative to {os.getcwd()})")
     if not is_path:
-        _refuse_standard_module(where, named)
-    folders = [str(path.resolve().parent)] if is_path else []
-    sys.path += [folder for folder in (*folders, os.getcwd()) if folder not in sys.path]
+        _refuse_standard_module(where, setting)
+
+    if is_path:
+        _append_to_path(str(path.resolve().parent))
+    _append_to_path(os.getcwd())
+
     try:
-        module = _import_file(path) if is_path else importlib.import_module(where)
+        if is_path:
+            module = _import_file(path)
+        else:
+            module = importlib.import_module(where)
     except JaxAgentRLError:
         raise
     except ModuleNotFoundError as error:
+        # The module itself may be missing, or one that it imports.
         if error.name and (where == error.name or where.startswith(error.name + ".")):
             raise ConfigError(
-                f"{named}: no such module in {os.getcwd()} or the environment; a file must end"
+                f"{setting}: no such module in {os.getcwd()} or the environment; a file must end"
                 " with .py"
             ) from error
-        raise ConfigError(f"{named}: it imports {error.name!r}, which is not installed") from error
+        raise ConfigError(
+            f"{setting}: it imports {error.name!r}, which is not installed"
+        ) from error
     except SystemExit as error:
         raise ConfigError(
-            f"{named}: importing it exits, with {error.code!r}; remove that ({error_place(error)})"
+            f"{setting}: importing it exits, with {error.code!r}; remove that"
+            f" ({error_place(error)})"
         ) from None
     except Exception as error:
-        raise ConfigError(f"{named}: importing it raised {describe_error(error)}") from error
+        raise ConfigError(f"{setting}: importing it raised {describe_error(error)}") from error
+
     if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
         folder = next(iter(module.__path__), "")
         raise ConfigError(
-            f"{named}: {folder} is a folder without __init__.py, so nothing is imported; name a"
+            f"{setting}: {folder} is a folder without __init__.py, so nothing is imported; name a"
             " file in it"
         )
     return module
 
 
-def _refuse_standard_module(where: str, named: str) -> None:
-    """Refuse a module of Python's own whose name a file in the working directory has, too: that one was meant."""
-    top = where.partition(".")[0]
-    for mine in (Path(f"{top}.py"), Path(top)):
-        if top in sys.stdlib_module_names and mine.exists():
+def _append_to_path(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def _refuse_standard_module(where: str, setting: str) -> None:
+    """Refuse a module of Python's own if the working directory has one of that name.
+
+    The user meant that one.
+    """
+    name, _, _ = where.partition(".")
+    if name not in sys.stdlib_module_names:
+        return
+    for user_path in (Path(f"{name}.py"), Path(name)):
+        if user_path.exists():
             raise ConfigError(
-                f"{named}: this name is that of a module of Python's own; name the file, {mine}"
+                f"{setting}: this name is that of a module of Python's own; name the file,"
+                f" {user_path}"
             )
 
 
 def _import_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve(strict=True)
-    name = f"_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    path_digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
+    name = f"_user_{path.stem}_{path_digest}"
     if name in sys.modules:
         return sys.modules[name]
+
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python source file")

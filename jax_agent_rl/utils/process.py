@@ -4,8 +4,10 @@ The first signal lets the run save and end, the second ends the process at once.
 
 ::
 
-    signal ─► wakeup descriptor ─► watching thread ─┬─► cancel the run's task: it saves, then closes everything
-                                                    └─► second signal, or closing takes too long: clean up, exit
+    signal ─► wakeup descriptor ─► watching thread ─┬─► cancel the run's task: it saves, then closes
+                                                    │   everything
+                                                    └─► second signal, or closing takes too long:
+                                                        clean up, exit
 
 A thread watches, since the main thread may be inside a compiler or loader for minutes, which would
 delay Python's own signal handlers.
@@ -36,11 +38,15 @@ from jax_agent_rl.utils.packages import is_installed
 from jax_agent_rl.utils.text import printable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SHUTDOWN_TIMEOUT_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
-MIN_CLOSE_SECONDS, MAX_CLOSE_SECONDS = 0.5, 2.0  # for an orderly shutdown
-# Where other processes have to stop first: without their leader they would crash.
+SHUTDOWN_TIMEOUT_SECONDS = 4.5
+"""Time from the signal to the end of the process; a save may take longer."""
+MIN_CLOSE_SECONDS = 0.5
+MAX_CLOSE_SECONDS = 2.0
+"""Limits of the time for an orderly shutdown."""
 LEADER_CLOSE_SECONDS = 60.0
-SERVER_EXIT_SECONDS = 10.0  # from the end of a server to the end of its process
+"""The same where other processes have to stop first: without their leader they would crash."""
+SERVER_EXIT_SECONDS = 10.0
+"""Time from the end of a server to the end of its process."""
 EXIT_CODE = 130
 
 KEEP_MEMORY = (
@@ -53,13 +59,14 @@ ExitWithin = Callable[[float], None]
 
 
 def keep_freed_memory() -> None:
-    """Begin this process anew with an allocator that keeps freed memory; call it at the very start.
+    """Restart this process, at its very start, with an allocator that keeps freed memory.
 
     XLA allocates a program's temporaries anew each time it runs: gigabytes in a learner step, which
     the system first has to clear. Keeping them took the learner of
     ``benchmarks/learner_profile.py`` from 77 to 84 % of sgemm on two AVX2 cores. glibc (2.35 or
-    newer) reads its settings once, before a program's first statement. Does nothing where they are
-    set already, and where the system has no glibc.
+    newer) reads its settings once, before a program's first statement.
+
+    This does nothing where the settings are made already, and where the system has no glibc.
     """
     if "GLIBC_TUNABLES" in os.environ or platform.libc_ver()[0] != "glibc":
         return
@@ -68,21 +75,25 @@ def keep_freed_memory() -> None:
 
 
 def own_python(*arguments: str) -> list[str]:
-    """Return a command of this interpreter that does not look into the working directory for Python's own modules.
+    """Return a command of this interpreter that does not import from the working directory.
 
     Otherwise a file of the user's called ``random.py`` or ``types.py`` would take the place of
-    Python's. Where this package is not installed, the process needs :func:`own_environment`.
+    Python's module. Where this package is not installed, the process needs :func:`own_environment`.
     """
     return [sys.executable, "-P", *arguments]
 
 
 def own_environment() -> dict[str, str]:
-    """Return the environment of a process that imports this package, from wherever this process has it."""
+    """Return the environment of a process that imports this package as this process does."""
     folder = str(Path(__file__).resolve().parents[2])
     if any(part in folder for part in INSTALLED_FOLDERS):
         return dict(os.environ)
+
+    python_path = folder
     inherited = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{inherited}" if inherited else folder}
+    if inherited:
+        python_path = f"{folder}{os.pathsep}{inherited}"
+    return os.environ | {"PYTHONPATH": python_path}
 
 
 class InterruptStage(Enum):
@@ -109,7 +120,7 @@ class Interruption:
         exit_within: ends the process within the given seconds; called when everything worth keeping
             is on disk.
         leads: whether other processes of the run depend on this one.
-        stage: the current one.
+        stage: the stage at the beginning, later the current one.
     """
 
     print_line: Callable[[str], None]
@@ -117,7 +128,7 @@ class Interruption:
     _: KW_ONLY
     leads: bool = False
     stage: InterruptStage = InterruptStage.STARTING
-    _began: float | None = field(default=None, init=False)
+    _signalled: float | None = field(default=None, init=False)  # when the first signal came
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __enter__(self) -> Interruption:
@@ -127,15 +138,19 @@ class Interruption:
         self._task = task
         self._inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
-        self._wakeup_before = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self._previous_wakeup_fd = signal.set_wakeup_fd(
+            self._outbox.fileno(), warn_on_full_buffer=False
+        )
+        self._previous_handlers = {}
+        for number in SIGNALS:
+            self._previous_handlers[number] = signal.signal(number, lambda *_: None)
         threading.Thread(target=self._watch, name="interruption", daemon=True).start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
         self._outbox.close()
 
     def training_begins(self) -> None:
@@ -145,7 +160,7 @@ class Interruption:
     def training_ended(self) -> None:
         """Enter the stage in which everything is on disk, so that nothing is worth waiting for."""
         self._enter_stage(InterruptStage.CLOSING)
-        if self._began is not None:  # the signal came while the last step was saved
+        if self._signalled is not None:  # the signal came while the last step was saved
             self.print_line(InterruptStage.CLOSING.value)
             self._exit_in_time()
 
@@ -167,28 +182,27 @@ class Interruption:
 
     def _interrupt(self) -> None:
         with self._lock:
-            if self._began is not None:
+            if self._signalled is not None:
                 again = "interrupted again: leaving at once; complete checkpoints are intact"
                 self.print_line(_FORCED_EXIT_MESSAGES.get(self.stage, again))
                 self.exit_within(0.0)
                 return
-            self._began = time.monotonic()
+            self._signalled = time.monotonic()
             stage = self.stage
+
         self.print_line(stage.value)
         self._loop.call_soon_threadsafe(self._task.cancel)
-        if stage not in (
-            InterruptStage.TRAINING,
-            InterruptStage.SERVING,
-        ):  # these may take their time to close
+        # A run has to save, and a server to finish its requests; both leave in time by themselves.
+        if stage not in (InterruptStage.TRAINING, InterruptStage.SERVING):
             self._exit_in_time()
 
     def _exit_in_time(self) -> None:
-        assert self._began is not None
+        assert self._signalled is not None
         if self.leads:
             self.exit_within(LEADER_CLOSE_SECONDS)
             return
-        left = self._began + SHUTDOWN_TIMEOUT_SECONDS - time.monotonic()
-        self.exit_within(min(max(left, MIN_CLOSE_SECONDS), MAX_CLOSE_SECONDS))
+        remaining = self._signalled + SHUTDOWN_TIMEOUT_SECONDS - time.monotonic()
+        self.exit_within(min(max(remaining, MIN_CLOSE_SECONDS), MAX_CLOSE_SECONDS))
 
 
 _exit_hooks: list[Callable[[], None]] = []
@@ -196,7 +210,11 @@ _exit_hooks: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def on_forced_exit(hook: Callable[[], None]) -> Iterator[None]:
-    """Call ``hook``, in another thread, if the process is forced to exit within the context: to end its children."""
+    """Call ``hook`` if the process is forced to exit within the context.
+
+    Args:
+        hook: ends the process's children, say; called in another thread.
+    """
     _exit_hooks.append(hook)
     try:
         yield
@@ -205,7 +223,14 @@ def on_forced_exit(hook: Callable[[], None]) -> Iterator[None]:
 
 
 def exit_within(print_line: Callable[[str], None], seconds: float) -> None:
-    """Give an orderly shutdown some seconds, then end the process: a thread inside a compiler cannot be stopped."""
+    """Give an orderly shutdown some seconds, then end the process.
+
+    A thread inside a compiler, for one, cannot be stopped.
+
+    Args:
+        print_line: prints a line for the user; called from another thread.
+        seconds: 0 ends the process at once.
+    """
 
     def force_exit() -> None:
         if seconds:
@@ -228,29 +253,31 @@ def exit_within(print_line: Callable[[str], None], seconds: float) -> None:
 def run_server(
     main: Coroutine[Any, Any, None], *, print_line: Callable[[str], None] = print
 ) -> None:
-    """Run a server on an event loop until SIGINT or SIGTERM cancels it; the second signal ends the process at once.
+    """Run a server on an event loop until SIGINT or SIGTERM cancels it.
 
-    ``print_line`` prints a line for the user; it is called from another thread.
+    The second signal ends the process at once.
+
+    Args:
+        main: the server.
+        print_line: prints a line for the user; called from another thread.
     """
+    interruption = Interruption(
+        print_line,
+        functools.partial(exit_within, print_line),
+        stage=InterruptStage.SERVING,
+    )
 
-    async def stoppable() -> None:
+    async def run_until_interrupted() -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(
-                Interruption(
-                    print_line,
-                    functools.partial(exit_within, print_line),
-                    stage=InterruptStage.SERVING,
-                )
-            )
+            stack.enter_context(interruption)
             try:
                 await main
             except asyncio.CancelledError:
                 stack.pop_all()  # keep handling signals while the interpreter ends
-                exit_within(
-                    print_line, SERVER_EXIT_SECONDS
-                )  # which waits even for threads that cannot be stopped
+                # The interpreter would wait even for threads that cannot be stopped.
+                exit_within(print_line, SERVER_EXIT_SECONDS)
 
-    asyncio.run(stoppable())
+    asyncio.run(run_until_interrupted())
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
@@ -261,8 +288,8 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        behind = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
-        self.setStream(sys.stderr if behind.isatty() else behind)
+        real_stderr = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+        self.setStream(sys.stderr if real_stderr.isatty() else real_stderr)
         super().emit(record)
 
 
@@ -281,51 +308,52 @@ def quiet_logging() -> None:
     handler = _StderrHandler()
     handler.setFormatter(_PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    for noisy in ("jax", "orbax"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    logging.getLogger("absl").setLevel(
-        logging.CRITICAL
-    )  # this package reports Orbax's failures itself
+    for library in ("jax", "orbax"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    # This package reports Orbax's failures itself.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # it misses PyTorch, which nothing here needs
+    # transformers misses PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 @functools.cache
 def ignore_late_writes() -> None:
-    """Silence writes of tensorstore that fail after Orbax has given up a checkpoint: on a full disk, one per array.
+    """Silence writes of tensorstore that fail after Orbax has given up a checkpoint.
 
-    The first one's error is the checkpoint's own. The others print tracebacks: threads that are not
-    Python's find their event loop closed, or asyncio finds, whenever garbage is collected, that
-    nothing awaited them.
+    On a full disk there is one per array. The first one's error is the checkpoint's own. The others
+    print tracebacks: threads that are not Python's find their event loop closed, or asyncio finds,
+    whenever garbage is collected, that nothing awaited them.
     """
-    hook = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
-    def without(unraisable: sys.UnraisableHookArgs) -> None:
-        if not (
-            unraisable.exc_type is RuntimeError
-            and str(unraisable.exc_value) == "Event loop is closed"
-        ):
-            hook(unraisable)
+    def report_others(unraisable: sys.UnraisableHookArgs) -> None:
+        is_runtime_error = unraisable.exc_type is RuntimeError
+        if is_runtime_error and str(unraisable.exc_value) == "Event loop is closed":
+            return
+        previous_hook(unraisable)
 
-    sys.unraisablehook = without
+    sys.unraisablehook = report_others
     logging.getLogger("asyncio").addFilter(_is_no_late_write)
 
 
 def _is_no_late_write(record: logging.LogRecord) -> bool:
+    if "was never retrieved" not in record.getMessage():
+        return True
     error = record.exc_info and record.exc_info[1]
-    return not ("was never retrieved" in record.getMessage() and "in OCDBT database" in str(error))
+    return "in OCDBT database" not in str(error)
 
 
 def ignore_absent_tpus(devices: Path = Path("/dev")) -> None:
-    """Set ``JAX_PLATFORMS=cpu`` if it is unset, libtpu is installed, and the machine has neither TPU nor GPU.
+    """Set ``JAX_PLATFORMS=cpu`` where libtpu is installed and the machine has neither TPU nor GPU.
 
     libtpu may be installed only to compile for absent TPUs (``jax-agent-rl plan``); JAX would look
-    for them and complain in every command. Call this before JAX is imported.
+    for them and complain in every command. A variable that is set stays as it is. Call this before
+    JAX is imported.
     """
     if "JAX_PLATFORMS" in os.environ or not is_installed("libtpu"):
         return
-    accelerators = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*")
-    if not any(any(devices.glob(pattern)) for pattern in accelerators):
-        os.environ["JAX_PLATFORMS"] = "cpu"
+    for pattern in ("accel*", "vfio/[0-9]*", "nvidia[0-9]*"):
+        if any(devices.glob(pattern)):
+            return
+    os.environ["JAX_PLATFORMS"] = "cpu"

@@ -21,17 +21,23 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class RequestCounts:
-    """Counts of finished requests by path and status, and of running ones. Use it from one event loop."""
+    """Counts of finished requests by path and status, and of running ones.
+
+    Use it from one event loop.
+    """
 
     def __init__(self) -> None:
-        self._ended: Counter[tuple[str, int]] = Counter()
+        self._finished: Counter[tuple[str, int]] = Counter()
         self._running = 0
 
     @contextmanager
     def request(self, path: str) -> Iterator[list[int]]:
-        """Count one request, whose status the caller appends to the list; without it, 499: the client left.
+        """Count one request, whose status the caller appends to the list.
 
-        ``path`` is the route's, without ids: every id would be a series of its own.
+        Without one it counts as 499: the client left.
+
+        Args:
+            path: of the route, without ids: every id would be a series of its own.
         """
         status: list[int] = []
         self._running += 1
@@ -43,18 +49,18 @@ class RequestCounts:
 
     def count(self, path: str, status: int) -> None:
         """Count one request that ended."""
-        self._ended[path, status] += 1
+        self._finished[path, status] += 1
 
     def families(self) -> Iterator[Metric]:
         """Yield ``server_requests_total{path,status}`` and ``server_requests_running``."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        ended = CounterMetricFamily(
+        finished = CounterMetricFamily(
             PREFIX + "server_requests", "Requests answered.", labels=["path", "status"]
         )
-        for (path, status), count in sorted(self._ended.items()):
-            ended.add_metric([path, str(status)], count)
-        yield ended
+        for (path, status), count in sorted(self._finished.items()):
+            finished.add_metric([path, str(status)], count)
+        yield finished
         yield GaugeMetricFamily(
             PREFIX + "server_requests_running", "Requests under way.", value=self._running
         )
@@ -65,9 +71,8 @@ def gauges(values: Mapping[str, float]) -> Iterator[Metric]:
     from prometheus_client.core import GaugeMetricFamily
 
     for name, value in values.items():
-        yield GaugeMetricFamily(
-            PREFIX + name, name.replace("_", " ").capitalize() + ".", value=value
-        )
+        description = name.replace("_", " ").capitalize() + "."
+        yield GaugeMetricFamily(PREFIX + name, description, value=value)
 
 
 def exposition_text(families: Iterable[Metric]) -> bytes:
@@ -81,8 +86,10 @@ def exposition_text(families: Iterable[Metric]) -> bytes:
         else:
             merged[family.name] = family
 
-    class Read:
+    class MergedFamilies:
+        """What ``generate_latest`` expects of a registry."""
+
         def collect(self) -> Iterable[Metric]:
             return merged.values()
 
-    return generate_latest(Read())  # pyright: ignore[reportArgumentType]
+    return generate_latest(MergedFamilies())  # pyright: ignore[reportArgumentType]

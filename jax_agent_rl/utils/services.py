@@ -1,4 +1,4 @@
-"""Starts of what runs outside of this process: a cluster, an engine, a tracker, the runtime of an accelerator.
+"""Starts of what runs outside of this process: a cluster, an engine, a tracker, an accelerator.
 
 Any of them may never answer: ``ray.init`` waits for ever when memory ran out. Their libraries
 block, and most have no time limit, so each start has a daemon thread of its own, which is left
@@ -40,8 +40,8 @@ async def start_service(
     Args:
         start: blocks until the service is there. It runs in another thread, in a copy of the
             caller's context.
-        name: what does not answer, for the message.
-        fix: what to do about it, for the message.
+        name: of the service, for the message.
+        fix: what to do if it does not answer, for the message.
         seconds: time limit.
         undo: ends a service that came too late, or after the caller was cancelled.
         ended: set by the caller when the service has been shut down. Give it for a service whose
@@ -53,15 +53,15 @@ async def start_service(
         JaxAgentRLError: made by ``error``: no answer in time.
         Exception: what ``start`` raised.
     """
-    starting = _Start(start, undo, name, ended)
+    call = _StartCall(start, undo, name, ended)
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(starting.result), seconds)
+        return await asyncio.wait_for(asyncio.wrap_future(call.result), seconds)
     except TimeoutError:
-        if starting.is_over():
-            raise  # its own
-        raise error(_late(name, seconds, fix)) from None
+        if call.is_over():
+            raise  # start() raised it
+        raise error(_late_message(name, seconds, fix)) from None
     finally:
-        starting.leave()
+        call.leave()
 
 
 def start_service_blocking(
@@ -75,22 +75,22 @@ def start_service_blocking(
     error: Callable[[str], JaxAgentRLError] = ConfigError,
 ) -> T:
     """Do as :func:`start_service` where there is no event loop."""
-    starting = _Start(start, undo, name, ended)
+    call = _StartCall(start, undo, name, ended)
     try:
-        return starting.result.result(seconds)
+        return call.result.result(seconds)
     except TimeoutError:
-        if starting.is_over():
-            raise
-        raise error(_late(name, seconds, fix)) from None
+        if call.is_over():
+            raise  # start() raised it
+        raise error(_late_message(name, seconds, fix)) from None
     finally:
-        starting.leave()
+        call.leave()
 
 
-def _late(name: str, seconds: float, fix: str) -> str:
+def _late_message(name: str, seconds: float, fix: str) -> str:
     return f"{name} did not answer within {seconds:g} seconds; {fix}"
 
 
-class _Start(Generic[T]):
+class _StartCall(Generic[T]):
     """A call in a daemon thread, and whether anybody still waits for it."""
 
     def __init__(
@@ -106,11 +106,13 @@ class _Start(Generic[T]):
         self._lock = threading.Lock()
         self._is_over = False
         self._is_left = False
-        context = contextvars.copy_context()
-        arguments = (context, start, undo)
-        threading.Thread(
-            target=self._run, args=arguments, name=f"start of {name}", daemon=True
-        ).start()
+        thread = threading.Thread(
+            target=self._run,
+            args=(contextvars.copy_context(), start, undo),
+            name=f"start of {name}",
+            daemon=True,
+        )
+        thread.start()
 
     def is_over(self) -> bool:
         """Return whether the call has ended."""
@@ -127,24 +129,26 @@ class _Start(Generic[T]):
         start: Callable[[], T],
         undo: Callable[[T], object] | None,
     ) -> None:
-        value = None
-        problem: BaseException | None = None
+        service = None
+        failure: BaseException | None = None
         try:
-            value = context.run(start)
-        except SystemExit as left:
-            problem = RuntimeError(f"it tried to exit with {left.code!r}")
-        except StopIteration as stopped:  # a future cannot carry it
-            problem = RuntimeError(f"StopIteration: {stopped}")
-        except BaseException as raised:
-            problem = raised
+            service = context.run(start)
+        except SystemExit as error:
+            failure = RuntimeError(f"it tried to exit with {error.code!r}")
+        except StopIteration as error:  # a future cannot carry it
+            failure = RuntimeError(f"StopIteration: {error}")
+        except BaseException as error:
+            failure = error
+
         with self._lock:
             self._is_over = True
             is_left = self._is_left
-        if problem is not None:
-            self.result.set_exception(problem)
+        if failure is not None:
+            self.result.set_exception(failure)
             return
-        self.result.set_result(value)  # type: ignore[arg-type]
+
+        self.result.set_result(service)  # type: ignore[arg-type]
         if is_left and undo is not None:
-            context.run(undo, value)  # type: ignore[arg-type]
+            context.run(undo, service)  # type: ignore[arg-type]
         elif self._ended is not None:
             self._ended.wait()

@@ -31,8 +31,8 @@ class DaemonThreads:
 
     Args:
         max_abandoned: maximum abandoned calls at the same time.
-        kind: what is called, for messages.
-        error: error of a refused call, and of one that tried to exit.
+        kind: what is called (``tool``), for messages.
+        error: makes the error of a refused call, and of a call that tried to exit.
     """
 
     def __init__(
@@ -68,9 +68,13 @@ class DaemonThreads:
                 f" returned; give the {self._kind}s time limits of their own"
             )
         call = _Call(function, name, self._error)
-        threading.Thread(
-            target=call.run, args=(self._ended,), name=f"{self._kind} {name}", daemon=True
-        ).start()
+        thread = threading.Thread(
+            target=call.run,
+            args=(self._note_end,),
+            name=f"{self._kind} {name}",
+            daemon=True,
+        )
+        thread.start()
         try:
             return await call.result
         finally:
@@ -79,7 +83,7 @@ class DaemonThreads:
                     call.abandoned = True
                     self._abandoned += 1
 
-    def _ended(self, call: _Call) -> None:
+    def _note_end(self, call: _Call) -> None:
         with self._lock:
             call.ended = True
             if call.abandoned:
@@ -101,15 +105,22 @@ class _Call:
         self._context = contextvars.copy_context()
         self._function = function
 
-    def run(self, ended: Callable[[_Call], None]) -> None:
-        value, error = None, None
+    def run(self, on_end: Callable[[_Call], None]) -> None:
+        """Call the function in this thread.
+
+        Args:
+            on_end: called with this object before the result is delivered.
+        """
+        value = None
+        error: Exception | None = None
         try:
             value = self._context.run(self._function)
         except Exception as raised:
             error = raised
         except BaseException as raised:  # SystemExit in a function must not end the run
             error = self.error(f"{self.name} raised {type(raised).__name__}: {raised}")
-        ended(self)
+
+        on_end(self)
         try:
             self._loop.call_soon_threadsafe(self._deliver, value, error)
         except RuntimeError:
@@ -142,18 +153,21 @@ async def in_time(
     Args:
         call: calls a tool, a reward function, an environment.
         timeout: seconds.
-        what: names it, in case it holds the event loop (:mod:`jax_agent_rl.utils.loop_watch`).
+        what: names the code in case it holds the event loop
+            (:mod:`jax_agent_rl.utils.loop_watch`).
         late: makes the error to raise on timeout.
         error: makes the error to raise if the code cancelled itself or tried to exit, which must
             neither look like a cancellation of the caller nor end the run.
     """
     own_time = OwnTime()
-    task = asyncio.ensure_future(own_time.measure(_no_exit(call, what, error), time.monotonic))
+    work = _without_exit(call, what, error)
+    task = asyncio.ensure_future(own_time.measure(work, time.monotonic))
     try:
-        done, _ = await asyncio.wait({task}, timeout=timeout)
+        finished, _ = await asyncio.wait({task}, timeout=timeout)
     finally:
         task.cancel()
-    if not done:
+
+    if not finished:
         raise late()
     if task.cancelled():
         raise error("cancelled itself")
@@ -162,18 +176,20 @@ async def in_time(
     return task.result()
 
 
-async def _no_exit(
+async def _without_exit(
     call: Callable[[], Awaitable[T]], what: str, error: Callable[[str], JaxAgentRLError]
 ) -> T:
     try:
         with at_work(what):
             return await call()
-    except SystemExit as left:
-        raise error(f"tried to exit with {left.code!r}") from None
+    except SystemExit as exit_request:
+        raise error(f"tried to exit with {exit_request.code!r}") from None
 
 
 class RateLimit:
-    """At most so many starts a second, those of one second at once if none came before; first come, first served.
+    """At most so many starts a second; first come, first served.
+
+    After a second without starts, a second's worth may start at once.
 
     Args:
         per_second: positive.
@@ -191,25 +207,26 @@ class RateLimit:
         self.per_second = per_second
         self._clock = clock
         self._sleep = sleep
-        self._most = max(1.0, per_second)
-        self._left = self._most  # negative: starts that wait have been promised
-        self._counted = clock()
+        self._max_permits = max(1.0, per_second)
+        self._permits = self._max_permits  # negative while starts wait for theirs
+        self._refilled = clock()
 
     async def wait(self) -> None:
         """Wait for a turn."""
         now = self._clock()
-        self._left = min(self._most, self._left + (now - self._counted) * self.per_second)
-        self._counted = now
-        self._left -= 1
-        if self._left < 0:
-            await self._sleep(-self._left / self.per_second)
+        refill = (now - self._refilled) * self.per_second
+        self._permits = min(self._max_permits, self._permits + refill)
+        self._refilled = now
+
+        self._permits -= 1
+        if self._permits < 0:
+            await self._sleep(-self._permits / self.per_second)
 
 
 class PrioritySemaphore:
     """A semaphore with priorities: continuing a started group goes before starting another.
 
-    A branch thus runs while the engine still holds the KV of its parent, and groups complete
-    sooner.
+    A branch thus runs while the engine still holds its parent's KV, and groups complete sooner.
 
     Args:
         count: maximum concurrent holders.
@@ -231,9 +248,10 @@ class PrioritySemaphore:
             try:
                 await turn
             except asyncio.CancelledError:
-                if not turn.cancelled():  # the slot was passed on just before
+                if not turn.cancelled():  # it was passed the slot just before
                     self._pass_on()
                 raise
+
         try:
             yield
         finally:

@@ -1,22 +1,23 @@
-"""What both ends of a weight transfer share: digests, a probe of what was loaded, and deltas between versions.
+"""What both ends of a weight transfer share: digests, a probe of what was loaded, and deltas.
 
 XXH3-128 digests cost about as much as reading memory, and find damage and mistaken files; against
 forgery of both bytes and digest there are tokens and TLS (``rollout.token_env``).
 
 An engine in another process can load weights wrongly without an error: a tied matrix stays old, a
 fused matrix is partly filled, a cached copy is not rebuilt. Each changes log-probs, so the learner
-sends those of a few sequences.
+sends a probe: a few sequences with its own log-probs.
 
 A training step with a small learning rate leaves most bfloat16 numbers as they were and moves the
-others by a unit in the last place. A delta says which 16-bit words of a file's data differ from
-those of the version before, and by how much. It is a safetensors file itself::
+others by a unit in the last place. A delta says which 16-bit words of a file's data differ from the
+previous version, and by how much. It is a safetensors file itself::
 
     header    uint8    header of the new file, as it is
-    gaps      uint8    unchanged words before each changed one, as uint32; byte planes, compressed by zlib
-    changes   uint8    new minus old word modulo 2^16, as uint16; byte planes, compressed by zlib
+    gaps      uint8    unchanged words before each changed one, as uint32
+    changes   uint8    new minus old word modulo 2^16, as uint16
     metadata  base: digest of the old file; count: number of changed words
 
-Whoever applies one compares the digest of the result with that of the new file.
+Gaps and changes are byte planes, compressed by zlib. Whoever applies a delta compares the digest of
+the result with the new file's.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ AS_THEY_ARE = "float32"
 METADATA_KEY = "logprob_probe"
 """Key of the probe in a safetensors file's metadata."""
 
-
 _FLOAT16_MAX = 65504.0
 
 
 def rounded(x: Any, dtype: str) -> Any:
-    """Return a NumPy or device array in the dtype of a transfer, see ``WeightUpdate.dtype``.
+    """Return a NumPy or device array in the dtype of a transfer.
+
+    Args:
+        dtype: as ``WeightUpdate.dtype``.
 
     Raises:
         WeightUpdateError: a number is beyond float16, which would make it infinite. (bfloat16 has
@@ -82,8 +85,15 @@ class LogprobProbe:
     log_probs: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        lengths = [(len(i), len(p)) for i, p in zip(self.ids, self.log_probs, strict=True)]
-        if not lengths or any(n < 2 or m != n - 1 for n, m in lengths):
+        lengths = []
+        for ids, log_probs in zip(self.ids, self.log_probs, strict=True):
+            lengths.append((len(ids), len(log_probs)))
+
+        is_valid = bool(lengths)
+        for num_ids, num_log_probs in lengths:
+            if num_ids < 2 or num_log_probs != num_ids - 1:
+                is_valid = False
+        if not is_valid:
             raise ValueError(
                 f"a probe needs sequences of n >= 2 ids with n - 1 log-probs each, got {lengths}"
             )
@@ -114,17 +124,25 @@ class LogprobProbe:
             ValueError: the probe is damaged.
         """
         return cls(
-            ids=tuple(map(tuple, saved["ids"])), log_probs=tuple(map(tuple, saved["log_probs"]))
+            ids=tuple(map(tuple, saved["ids"])),
+            log_probs=tuple(map(tuple, saved["log_probs"])),
         )
 
     def differences(self, measured: Sequence[Sequence[float]]) -> tuple[float, float]:
-        """Return (largest, mean) |learner - engine| over all probed ids; infinity when a value is not finite."""
-        gaps = [
-            abs(a - b) if math.isfinite(b) else math.inf
-            for expected, got in zip(self.log_probs, measured, strict=True)
-            for a, b in zip(expected, got, strict=True)
-        ]
-        return max(gaps), sum(gaps) / len(gaps)
+        """Return the largest and the mean difference of log-probs over all probed ids.
+
+        Args:
+            measured: the engine's log-probs, in the shape of ``log_probs``. One that is not finite
+                makes the difference infinite.
+        """
+        differences = []
+        for learner_sequence, engine_sequence in zip(self.log_probs, measured, strict=True):
+            for learner, engine in zip(learner_sequence, engine_sequence, strict=True):
+                if math.isfinite(engine):
+                    differences.append(abs(learner - engine))
+                else:
+                    differences.append(math.inf)
+        return max(differences), sum(differences) / len(differences)
 
 
 def read_probe(paths: Sequence[str]) -> LogprobProbe | None:
@@ -170,33 +188,39 @@ def check_files(paths: Sequence[str], digests: Mapping[str, str]) -> None:
         raise WeightUpdateError(
             f"the update has digests of {sorted(digests)}, but files {sorted(names)}"
         )
+
     for path in paths:
+        name = Path(path).name
         try:
-            found = file_digest(path)
+            actual_digest = file_digest(path)
         except OSError as error:
             raise WeightUpdateError(f"weight file {path} cannot be read: {error}") from error
-        check(Path(path).name, found, digests[Path(path).name])
+        check_digest(name, actual_digest, digests[name])
 
 
-def check(name: str, found: str, sent: str) -> None:
-    """Compare two digests.
+def check_digest(name: str, actual_digest: str, sent_digest: str) -> None:
+    """Compare the digest of what was read with the update's.
+
+    Args:
+        name: of the file, for the message.
 
     Raises:
         WeightUpdateError: they differ.
     """
-    if found != sent:
+    if actual_digest != sent_digest:
         raise WeightUpdateError(
-            f"{name} is not what the learner wrote: its digest is {found}, that of the update"
-            f" {sent}; it was damaged, truncated or replaced by another version's"
+            f"{name} is not what the learner wrote: its digest is {actual_digest}, that of the"
+            f" update {sent_digest}; it was damaged, truncated or replaced by another version's"
         )
 
 
 DELTA_SUFFIX = ".delta.safetensors"
 """Ending of a delta's name, in place of the new file's ``.safetensors``."""
-_WORD, _GAP = "<u2", "<u4"
+_WORD = "<u2"
+_GAP = "<u4"
 _BLOCK = 1 << 25  # words compared at a time
-# Of the words: where more changed, sending all of them costs less than compressing.
 _MAX_SHARE = 0.25
+"""Where a larger share of the words changed, sending all of them costs less than compressing."""
 
 
 def delta_path(file: Path) -> Path:
@@ -210,12 +234,15 @@ def result_name(delta: Path) -> str:
 
 
 def write_delta(base: Path, base_digest: str, new: Path) -> Path | None:
-    """Write what changed to :func:`delta_path`; return it, or None where sending the whole file is better.
+    """Write what changed between two files.
 
     Args:
         base: the old file.
         base_digest: its digest, by which a receiver finds its copy.
         new: the new file.
+
+    Returns:
+        The delta, :func:`delta_path`; None where sending the new file is better.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -223,31 +250,37 @@ def write_delta(base: Path, base_digest: str, new: Path) -> Path | None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    begin, old_begin = _data_begin(new), _data_begin(base)
-    size = new.stat().st_size - begin
-    if base.stat().st_size - old_begin != size or size % np.dtype(_WORD).itemsize or not size:
+    old_start = _data_start(base)
+    new_start = _data_start(new)
+    old_size = base.stat().st_size - old_start
+    new_size = new.stat().st_size - new_start
+    if old_size != new_size or not new_size or new_size % np.dtype(_WORD).itemsize:
         return None
-    old_words, words = (
-        np.memmap(file, _WORD, "r", at) for file, at in ((base, old_begin), (new, begin))
-    )
-    places, changes = [], []
-    for first in range(0, len(words), _BLOCK):
-        before, after = old_words[first : first + _BLOCK], words[first : first + _BLOCK]
-        changed = np.flatnonzero(before != after)
-        places.append(changed + first)
-        changes.append(after[changed] - before[changed])  # modulo 2^16
-    place = np.concatenate(places)
-    gaps = np.diff(place, prepend=-1) - 1
-    if len(place) > len(words) * _MAX_SHARE or gaps.max(initial=0) > np.iinfo(_GAP).max:
+
+    old_words = np.memmap(base, _WORD, "r", old_start)
+    new_words = np.memmap(new, _WORD, "r", new_start)
+    position_blocks = []
+    change_blocks = []
+    for start in range(0, len(new_words), _BLOCK):
+        old_block = old_words[start : start + _BLOCK]
+        new_block = new_words[start : start + _BLOCK]
+        changed = np.flatnonzero(old_block != new_block)
+        position_blocks.append(changed + start)
+        change_blocks.append(new_block[changed] - old_block[changed])  # modulo 2^16
+
+    positions = np.concatenate(position_blocks)
+    gaps = np.diff(positions, prepend=-1) - 1
+    if len(positions) > len(new_words) * _MAX_SHARE or gaps.max(initial=0) > np.iinfo(_GAP).max:
         return None
+
     tensors = {
-        "header": np.fromfile(new, np.uint8, begin),
-        "gaps": _compressed(gaps.astype(_GAP)),
-        "changes": _compressed(np.concatenate(changes)),
+        "header": np.fromfile(new, np.uint8, new_start),
+        "gaps": _compress(gaps.astype(_GAP)),
+        "changes": _compress(np.concatenate(change_blocks)),
     }
-    out = delta_path(new)
-    save_file(tensors, out, metadata={"base": base_digest, "count": str(len(place))})
-    return out
+    delta = delta_path(new)
+    save_file(tensors, delta, metadata={"base": base_digest, "count": str(len(positions))})
+    return delta
 
 
 def base_of(delta: Path) -> str:
@@ -256,7 +289,8 @@ def base_of(delta: Path) -> str:
     Raises:
         WeightUpdateError: it is not a delta.
     """
-    return _read_delta(delta)[0]["base"]
+    metadata, _ = _read_delta(delta)
+    return metadata["base"]
 
 
 def apply_delta(base: Path, delta: Path, out: Path) -> None:
@@ -264,8 +298,8 @@ def apply_delta(base: Path, delta: Path, out: Path) -> None:
 
     Args:
         base: the old file.
-        delta: the changes.
-        out: where to write; the caller compares its digest.
+        delta: from :func:`write_delta`.
+        out: where to write the new file; the caller compares its digest.
 
     Raises:
         WeightUpdateError: the delta is damaged, or of another file.
@@ -274,20 +308,21 @@ def apply_delta(base: Path, delta: Path, out: Path) -> None:
     import numpy as np
 
     metadata, tensors = _read_delta(delta)
-    words = np.fromfile(base, _WORD, offset=_data_begin(base))
+    words = np.fromfile(base, _WORD, offset=_data_start(base))
     try:
         count = int(metadata["count"])
         if not 0 <= count <= len(words):
             raise ValueError(f"{count} changes of {len(words)} words")
-        gaps = _expanded(tensors["gaps"], _GAP, count)
-        place = np.cumsum(gaps.astype(np.int64) + 1) - 1
-        if count and place[-1] >= len(words):
-            raise ValueError(f"a change at word {place[-1]} of {len(words)}")
-        words[place] += _expanded(tensors["changes"], _WORD, count)
+        gaps = _expand(tensors["gaps"], _GAP, count)
+        positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
+        if count and positions[-1] >= len(words):
+            raise ValueError(f"a change at word {positions[-1]} of {len(words)}")
+        words[positions] += _expand(tensors["changes"], _WORD, count)
     except (ValueError, zlib.error) as error:
         raise WeightUpdateError(
             f"{delta.name} does not fit {base.name}: {error}; send the whole file"
         ) from error
+
     with out.open("xb") as stream:
         stream.write(tensors["header"].tobytes())
         words.tofile(stream)
@@ -305,30 +340,33 @@ def _read_delta(delta: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
         ) from error
 
 
-def _data_begin(file: Path) -> int:
-    """Return where the tensors of a safetensors file begin."""
+def _data_start(file: Path) -> int:
+    """Return where the tensors of a safetensors file begin: behind the header and its length."""
     with file.open("rb") as stream:
-        raw = stream.read(8)
-    if len(raw) < 8:
-        raise OSError(f"{file} is no safetensors file: it has {len(raw)} bytes")
-    return 8 + struct.unpack("<Q", raw)[0]
+        length_bytes = stream.read(8)
+    if len(length_bytes) < 8:
+        raise OSError(f"{file} is no safetensors file: it has {len(length_bytes)} bytes")
+    (header_length,) = struct.unpack("<Q", length_bytes)
+    return 8 + header_length
 
 
-def _compressed(values: np.ndarray) -> np.ndarray:
+def _compress(values: np.ndarray) -> np.ndarray:
     """Compress byte plane by byte plane: the high bytes are almost all zero."""
     import numpy as np
 
-    planes = np.ascontiguousarray(values.view(np.uint8).reshape(-1, values.itemsize).T)
+    value_bytes = values.view(np.uint8).reshape(-1, values.itemsize)
+    planes = np.ascontiguousarray(value_bytes.T)
     return np.frombuffer(zlib.compress(planes.data, level=1), np.uint8)
 
 
-def _expanded(data: np.ndarray, dtype: str, count: int) -> np.ndarray:
-    """Invert :func:`_compressed`; never expand to more than ``count`` values."""
+def _expand(data: np.ndarray, dtype: str, count: int) -> np.ndarray:
+    """Invert :func:`_compress`; never expand to more than ``count`` values."""
     import numpy as np
 
     itemsize = np.dtype(dtype).itemsize
     size = count * itemsize
-    planes = zlib.decompressobj().decompress(data.tobytes(), size + 1)
-    if len(planes) != size:
-        raise ValueError(f"{size} bytes expected, {len(planes)} found")
-    return np.frombuffer(planes, np.uint8).reshape(itemsize, count).T.copy().view(dtype).reshape(-1)
+    content = zlib.decompressobj().decompress(data.tobytes(), size + 1)
+    if len(content) != size:
+        raise ValueError(f"{size} bytes expected, {len(content)} found")
+    planes = np.frombuffer(content, np.uint8).reshape(itemsize, count)
+    return planes.T.copy().view(dtype).reshape(-1)

@@ -49,8 +49,8 @@ class JsonWorkers:
         program: Python source that each worker runs.
         size: number of workers, and so of concurrent requests, >= 1.
         purpose: description for messages.
-        hello: first request to each worker, answered when it is ready; the time limit of others
-            begins then.
+        hello: first request to each worker, which it answers when it is ready. The time limit of
+            the next request begins then.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class JsonWorkers:
         Args:
             request: what :func:`serve` gives to its function.
             timeout: seconds for the answer.
-            wait: seconds for an idle worker; None: both together take ``timeout`` at most.
+            wait: seconds for an idle worker. None is ``timeout`` seconds for both together.
 
         Raises:
             WorkersBusyError: no worker was free in time.
@@ -82,19 +82,23 @@ class JsonWorkers:
             WorkerFailedError: the worker ended, or did not start.
         """
         deadline = time.monotonic() + timeout
-        patience = timeout if wait is None else wait
-        if not self._free.acquire(timeout=patience):
+        max_wait = timeout if wait is None else wait
+        if not self._free.acquire(timeout=max_wait):
             raise WorkersBusyError(
-                f"{self.purpose}: no worker was free within {patience:g} seconds"
+                f"{self.purpose}: no worker was free within {max_wait:g} seconds"
             )
         if wait is not None:
             deadline = time.monotonic() + timeout
+
         try:
             with self._lock:
-                worker = self._idle.pop() if self._idle else None
-                is_new = worker is None
-                worker = worker or _Worker(self._program)
+                is_new = not self._idle
+                if is_new:
+                    worker = _Worker(self._program)
+                else:
+                    worker = self._idle.pop()
                 self._busy.add(worker)
+
             try:
                 if is_new and self._hello is not None:
                     self._greet(worker, self._hello)
@@ -112,29 +116,30 @@ class JsonWorkers:
     def close(self) -> None:
         """End the workers; running requests fail, later ones start new workers."""
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle_workers = self._idle
+            self._idle = []
             for worker in self._busy:
                 worker.process.kill()  # the thread that waits for it cleans up
-        for worker in idle:
+        for worker in idle_workers:
             worker.kill()
 
     def _greet(self, worker: _Worker, hello: Mapping[str, Any]) -> None:
+        deadline = time.monotonic() + START_SECONDS
         try:
-            ready = self._answer(worker, hello, time.monotonic() + START_SECONDS, START_SECONDS)
+            answer = self._answer(worker, hello, deadline, START_SECONDS)
         except WorkerTimeoutError as error:
             raise WorkerFailedError(f"{error} to start a worker") from None
-        if "error" in ready:
+        if "error" in answer:
             worker.kill()
-            raise WorkerFailedError(f"{self.purpose}: {ready['error']}")
+            raise WorkerFailedError(f"{self.purpose}: {answer['error']}")
 
     def _answer(
         self, worker: _Worker, request: Mapping[str, Any], deadline: float, timeout: float
     ) -> dict[str, Any]:
         try:
             line = worker.exchange(json.dumps(request).encode() + b"\n", deadline)
-            answer = decode_json(
-                line, non_finite=True, lone_surrogates=True
-            )  # a score may be NaN: its check names it
+            # A score may be NaN: its check names it.
+            answer = decode_json(line, non_finite=True, lone_surrogates=True)
             if not isinstance(answer, dict):
                 raise ValueError("it answered no object")
             return answer
@@ -163,14 +168,18 @@ class _Worker:
     """One process and its two pipes, non-blocking so that no I/O outlasts the deadline."""
 
     def __init__(self, program: str):
-        command = own_python("-c", program)
-        pipe = subprocess.PIPE
         # Its own process group: Ctrl-C reaches only the parent, which decides.
         self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, env=own_environment(), bufsize=0, process_group=0
+            own_python("-c", program),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=own_environment(),
+            bufsize=0,
+            process_group=0,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
-        self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        self._stdin = self.process.stdin
+        self._stdout = self.process.stdout
         for stream in (self._stdin, self._stdout):
             os.set_blocking(stream.fileno(), False)
 
@@ -180,19 +189,21 @@ class _Worker:
         Raises:
             TimeoutError: the deadline passed.
             EOFError: the process is gone.
-            _TooLong: the line is.
+            _TooLong: the answer is too long.
         """
         unsent = memoryview(line)
         while unsent:
             self._wait(self._stdin, selectors.EVENT_WRITE, deadline)
-            unsent = unsent[self._stdin.write(unsent) or 0 :]
+            num_sent = self._stdin.write(unsent) or 0
+            unsent = unsent[num_sent:]
+
         received = bytearray()
         while not received.endswith(b"\n"):
             self._wait(self._stdout, selectors.EVENT_READ, deadline)
-            piece = self._stdout.read(1 << 16)
-            if not piece:
+            chunk = self._stdout.read(1 << 16)
+            if not chunk:
                 raise EOFError
-            received += piece
+            received += chunk
             if len(received) > MAX_ANSWER_BYTES:
                 raise _TooLong
         return bytes(received)
@@ -226,5 +237,6 @@ def serve(answer: Any) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     for line in requests:
-        answers.write(json.dumps(answer(json.loads(line))) + "\n")
+        request = json.loads(line)
+        answers.write(json.dumps(answer(request)) + "\n")
         answers.flush()

@@ -1,7 +1,7 @@
-"""What is wrong with a value that a schema refused, in this project's words: what it must be, and so what to write.
+"""What is wrong with a value that a schema refused: what it must be, and so what to write.
 
-Whoever catches a ``ValidationError`` describes it by this module: configurations, requests to every
-server, answers of tool servers.
+Whoever catches a ``ValidationError`` describes it with this module: configurations, requests to
+every server, answers of tool servers.
 """
 
 from __future__ import annotations
@@ -77,52 +77,52 @@ OUR_CHECKS = frozenset({"value_error", "assertion_error"})
 
 
 def describe_value(problem: Mapping[str, Any]) -> str:
-    """Return what a value must be, by one item of ``ValidationError.errors()``.
+    """Return what a value must be.
 
-    A check of ours has said it; of what pydantic checks itself, the kind of problem tells.
+    A validator of ours says it in its message. For pydantic's own checks this module has a
+    sentence by the kind of problem.
+
+    Args:
+        problem: one item of ``ValidationError.errors()``.
     """
     kind = problem["type"]
-    about = problem.get("ctx", {})
+    context = problem.get("ctx", {})
     if kind in OUR_CHECKS:
         return re.sub(r"^(Value error|Assertion failed), ", "", problem["msg"])
     sentence = _SENTENCES.get(kind)
-    if sentence is None:
-        return _without_should(problem["msg"])
+    if sentence is None:  # a kind that no schema here has yet
+        return re.sub(r"^(Input|Value|Object) should ", "must ", problem["msg"])
     if isinstance(sentence, str):
         return sentence
-    return sentence(about)
+    return sentence(context)
 
 
 def place_of(problem: Mapping[str, Any]) -> str:
-    """Return where the value stands: ``tools.0.name``; empty for the whole."""
+    """Return the path of the value, such as ``tools.0.name``; empty for a problem of no field."""
     return ".".join(map(str, problem["loc"]))[:200]
 
 
-def describe_first(error: ValidationError, *, whole: str = "the answer") -> str:
-    """Return the first problem with its place and value, bounded.
-
-    Args:
-        error: of any schema.
-        whole: names what was checked, for a problem of no single field.
-    """
+def describe_first(error: ValidationError) -> str:
+    """Return the first problem of an answer with its field and value, bounded."""
     problem = error.errors(include_url=False)[0]
-    return f"{place_of(problem) or whole}: {describe_value(problem)}, got {problem['input']!r:.200}"
+    field = place_of(problem) or "the answer"
+    return f"{field}: {describe_value(problem)}, got {problem['input']!r:.200}"
 
 
 def describe_problems(error: ValidationError, *, limit: int = 5) -> str:
-    """Return the first problems of a request's body, each with its field; values are the client's own."""
+    """Return the first problems of a request's body, each with its field.
+
+    Values are left out, since the client knows them.
+    """
     lines = []
     for problem in error.errors(include_url=False)[:limit]:
-        place = place_of(problem)
-        said = describe_value(problem)
-        lines.append(f"{place}: {said}" if place else said)
+        field = place_of(problem)
+        description = describe_value(problem)
+        lines.append(f"{field}: {description}" if field else description)
     return "; ".join(lines)
 
 
-def _without_should(message: str) -> str:
-    """Return a message of pydantic's about a kind of value that no schema here has yet."""
-    return re.sub(r"^(Input|Value|Object) should ", "must ", message)
-
-
 def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)

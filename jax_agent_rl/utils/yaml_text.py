@@ -1,4 +1,4 @@
-"""YAML of others, read with bounds: no document grows beyond what it says, and none says a key twice.
+"""YAML of others, read with bounds: no document grows beyond its text, and none has a key twice.
 
 ``1e-5`` is a number here (YAML 1.1 wants ``1.0e-5``).
 """
@@ -14,8 +14,7 @@ from yaml.nodes import CollectionNode, MappingNode, Node
 
 MAX_CHARACTERS = 1_000_000
 MAX_NODES = 50_000
-"""Scalars, lists and mappings of a document, those of an alias counted at each place where it
-stands."""
+"""Scalars, lists and mappings of a document; an alias counts each time with all that it holds."""
 MAX_DEPTH = 64
 MAX_NUMBER_LENGTH = 400
 """Characters of a number: Python takes quadratic time for one, and no float has more."""
@@ -48,11 +47,8 @@ def _read(text: str, read: Any) -> Any:
     loader = _Loader(text)
     try:
         return read(loader)
-    except (
-        ValueError,
-        OverflowError,
-        RecursionError,
-    ) as error:  # PyYAML's constructors of numbers and dates
+    except (ValueError, OverflowError, RecursionError) as error:
+        # PyYAML's constructors of numbers and dates raise these.
         raise yaml.YAMLError(f"a value cannot be read: {error}") from None
     finally:
         loader.dispose()
@@ -71,12 +67,13 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         mark = event.start_mark
         is_alias = isinstance(event, yaml.AliasEvent)
-        before = self._nodes
+        previous_nodes = self._nodes
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise ConstructorError(None, None, f"more than {MAX_DEPTH} levels deep", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
+
         if is_alias and isinstance(node, CollectionNode):
             if id(node) not in self._sizes:
                 raise ConstructorError(None, None, "an alias of what it stands in", mark)
@@ -86,8 +83,9 @@ class _Loader(yaml.SafeLoader):
         if self._nodes > MAX_NODES:
             problem = f"more than {MAX_NODES} values, those of aliases counted where they stand"
             raise ConstructorError(None, None, problem, mark)
+
         if isinstance(node, CollectionNode) and not is_alias:
-            self._sizes[id(node)] = self._nodes - before
+            self._sizes[id(node)] = self._nodes - previous_nodes
         if isinstance(node, MappingNode) and not is_alias:
             _check_keys(node)
         return node
@@ -107,16 +105,16 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 
 
 def _check_keys(node: MappingNode) -> None:
-    """Raise ConstructorError if a key stands there twice; what ``<<`` merges may be overridden."""
-    seen = set()
-    for key, _ in node.value:
-        name = (key.tag, key.value)
-        if isinstance(key, CollectionNode) or key.tag == _MERGE:
+    """Raise ConstructorError if a mapping has a key twice; what ``<<`` merges may be overridden."""
+    keys = set()
+    for key_node, _ in node.value:
+        if isinstance(key_node, CollectionNode) or key_node.tag == _MERGE:
             continue
-        if name in seen:
-            problem = f"the key {key.value[:100]!r} stands twice in one mapping"
-            raise ConstructorError(None, None, problem, key.start_mark)
-        seen.add(name)
+        key = (key_node.tag, key_node.value)
+        if key in keys:
+            problem = f"the key {key_node.value[:100]!r} stands twice in one mapping"
+            raise ConstructorError(None, None, problem, key_node.start_mark)
+        keys.add(key)
 
 
 def _check_length(node: Any) -> None:

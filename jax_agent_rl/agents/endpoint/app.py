@@ -142,7 +142,7 @@ class Endpoint:
             open_paths=("/health",),
             max_body_bytes=limits.max_body_bytes,
             body_key=f"agent.endpoint.max_body_bytes={limits.max_body_bytes}",
-            around=[counted(self._requests), _failures],
+            middlewares=[counted(self._requests), _failures],
         )
 
     async def _health(self, request: web.Request) -> web.Response:

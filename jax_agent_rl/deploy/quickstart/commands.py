@@ -10,7 +10,7 @@ from pathlib import Path
 from jax_agent_rl.data.tasks import prepare_shop
 from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.utils.files import whole_folder, writing
+from jax_agent_rl.utils.files import replacing_folder, writing
 
 RECIPE = "quickstart"
 DATA = Path("data/shop")
@@ -41,7 +41,7 @@ def write_task(folder: Path) -> list[Path]:
         ConfigError: the folder is not empty.
         StorageError: it cannot be written.
     """
-    with whole_folder(folder, error=ConfigError) as unfinished:
+    with replacing_folder(folder, error=ConfigError) as unfinished:
         with writing(
             folder,
             message="{file} could not be written ({reason}); make space, or name another folder",

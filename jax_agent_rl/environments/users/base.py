@@ -30,7 +30,7 @@ from jax_agent_rl.errors import ConfigError, InteractionError, TrajectoryError
 from jax_agent_rl.utils.failures import FailureLog, user_code_error
 from jax_agent_rl.utils.plugins import find_class, read_entries
 from jax_agent_rl.utils.threads import in_time
-from jax_agent_rl.validation import as_score, shown
+from jax_agent_rl.validation import as_score, brief_repr
 
 if TYPE_CHECKING:
     from jax_agent_rl.environments.users.builtin import UserModel
@@ -188,7 +188,7 @@ def _checked(answer: Any, name: str) -> UserReply:
             except ValueError as error:
                 problem = str(error)
         case _:
-            problem = f"got {shown(answer)}"
+            problem = f"got {brief_repr(answer)}"
     raise InteractionError(
         f"interaction {name!r} must answer (terminate: bool, text, score, metadata): {problem}"
     )

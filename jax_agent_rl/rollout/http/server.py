@@ -94,7 +94,7 @@ class RolloutServer:
             max_body_bytes=max_request_bytes,
             body_key=f"max_request_bytes={max_request_bytes}",
             keep_alive=_KEEP_ALIVE_SECONDS,
-            around=[counted(self._requests)],
+            middlewares=[counted(self._requests)],
         )
         self._uploads = Uploads(max_bytes=max_upload_bytes, folder=upload_folder)
         self._sweeping: asyncio.Task[None] | None = None

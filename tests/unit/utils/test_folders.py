@@ -14,11 +14,11 @@ from jax_agent_rl.models.convert import convert
 from jax_agent_rl.observe.report.command import RunData, write_page
 from jax_agent_rl.observe.run_dir import Records, RunDir
 from jax_agent_rl.tinker_server.database import Database
-from jax_agent_rl.utils.files import make_folder, require_new, whole_folder
+from jax_agent_rl.utils.files import make_folder, replacing_folder, require_new
 
 
 def fill(folder: Path) -> None:
-    with whole_folder(folder):
+    with replacing_folder(folder):
         pass
 
 
