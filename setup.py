@@ -10,7 +10,10 @@ ROOT = Path(__file__).parent
 
 
 class BuildWithRecipes(build_py):
-    """Puts ``configs/`` into a built package as ``jax_agent_rl/recipes/``; an editable install reads it where it is."""
+    """Puts ``configs/`` into a built package as ``jax_agent_rl/recipes/``.
+
+    An editable install reads the folder where it is.
+    """
 
     def run(self) -> None:
         super().run()

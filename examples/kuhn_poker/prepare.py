@@ -1,4 +1,7 @@
-"""Writes the deals of Kuhn poker: ``python examples/kuhn_poker/prepare.py --train 60 --heldout 6``."""
+"""Writes the deals of Kuhn poker.
+
+python examples/kuhn_poker/prepare.py --train 60 --heldout 6
+"""
 
 from __future__ import annotations
 

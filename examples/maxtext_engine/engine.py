@@ -75,7 +75,8 @@ def settings(model: DecoderConfig, shapes: EngineShapes) -> dict[str, Any]:
         "mlp_activations": ["silu", "linear"],
         "normalization_layer_epsilon": model.rms_norm_eps,
         "rope_max_timescale": int(model.rope.theta),
-        # MaxText rounds a tied matrix to bfloat16 before it multiplies with it, whatever the dtype: it gets a copy.
+        # MaxText rounds a tied matrix to bfloat16 before it multiplies with it, whatever the dtype:
+        # it gets a copy.
         "logits_via_embedding": False,
         "dtype": DTYPE,
         "weight_dtype": DTYPE,

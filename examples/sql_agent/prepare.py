@@ -158,7 +158,7 @@ def ask_all(
 def row_of(
     question: str, query: str, answer: str, worked: list[tuple[str, str, str]]
 ) -> dict[str, Any]:
-    """One question as a row in verl's schema; the query stays with it, for whoever reads the rows."""
+    """One question as a row in verl's schema, with its query for whoever reads the rows."""
     return {
         "data_source": "sql_agent",
         "prompt": [

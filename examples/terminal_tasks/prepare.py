@@ -16,7 +16,8 @@ NOUNS = (
 TOML = 'version = "1.0"\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 60.0\n'
 TEST_SH = """#!/bin/bash
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1  # start seven times as fast
-# -P, -c and --rootdir: a pytest.py, a conftest.py or a pytest.ini in the working folder is the program's, not ours.
+# -P, -c and --rootdir: a pytest.py, a conftest.py or a pytest.ini in the working folder is the
+# program's, not ours.
 options="-q -p no:cacheprovider -c /dev/null --rootdir=/tests"
 if python3 -P -m pytest $options /tests/test_state.py; then reward=1; else reward=0; fi
 echo $reward > /logs/verifier/reward.txt

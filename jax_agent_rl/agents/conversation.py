@@ -1,4 +1,4 @@
-"""Conversations with agents' frameworks: whether two are the same, and what a framework reads of a sampled turn.
+"""Conversations with agents' frameworks: which are the same, and how a sampled turn reads.
 
 A framework sends the whole conversation with every request, and no two write it alike. Messages are
 normalized first (:mod:`jax_agent_rl.chat.messages`); two of them are the *same* when role, text,
@@ -59,7 +59,7 @@ def plain_messages(
 ) -> list[dict[str, Any]]:
     """Return the messages of a request in normal form (:func:`normalize_messages`).
 
-    Where there are images, which only a model with that modality reads, content is a list of parts,
+    Where there are images, which only a model with that modality reads, content is a list of parts:
     see :mod:`jax_agent_rl.agents.prompt`.
 
     Raises:
@@ -92,7 +92,10 @@ def assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]
 
 
 def fingerprint(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return a digest that is equal iff two plain conversations with the same tools read the same to a model."""
+    """Return a digest of a plain conversation and its tools.
+
+    Two digests are equal iff the conversations read the same to a model.
+    """
     keys = [_content_key(message) for message in messages]
     text = json.dumps([keys, list(tools)], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -118,10 +121,13 @@ def _content_key(message: Mapping[str, Any]) -> list[Any]:
 def first_difference(
     messages: Sequence[Mapping[str, Any]], recorded: Iterable[Sequence[Mapping[str, Any]]]
 ) -> str:
-    """Say where a conversation of text leaves the recorded one that it follows longest; of several, the last one.
+    """Say where a conversation of text leaves the recorded one that it follows longest.
 
-    >>> recorded = [{"role": "user", "content": "look it up"}, {"role": "assistant", "content": "I will"}]
-    >>> first_difference([recorded[0], {"role": "assistant", "content": "I did"}], [recorded])
+    If it follows several equally long, the last one counts.
+
+    >>> question = {"role": "user", "content": "look it up"}
+    >>> recorded = [question, {"role": "assistant", "content": "I will"}]
+    >>> first_difference([question, {"role": "assistant", "content": "I did"}], [recorded])
     "message 2 of 2 (assistant) has 'I did' where the recorded one (assistant) has 'I will'"
     """
     keys = [_content_key(message) for message in messages]
@@ -256,7 +262,6 @@ def read_reply(
 
     Args:
         codec: ids to text and calls.
-        output: the generation.
         tools: schemas of the request's tools; without any, what looks like a call is text.
         stop: the request's stop strings; the text ends before the one that was met.
         context_ids: what it was sampled after, see :meth:`ChatCodec.parse_reply`.
@@ -280,7 +285,11 @@ def read_reply(
 def _with_call_ids(
     codec: ChatCodec, reply: Reply, context_digest: str
 ) -> tuple[Reply, tuple[ToolCall | MalformedCall, ...]]:
-    """Return a turn in which every decoded call has an id of its own, and its calls in order, malformed ones too."""
+    """Give every decoded call of a turn an id of its own.
+
+    Returns:
+        The turn with these ids, and its calls in order, malformed ones included.
+    """
     parts: list[ReplyPart] = []
     calls: list[ToolCall | MalformedCall] = []
     used_ids: set[str] = set()
@@ -314,11 +323,11 @@ def spoken_parts(
     with_tools: bool = False,
     continues: bool = False,
 ) -> tuple[ReplyPart, ...]:
-    """Return the text, reasoning and, with tools, calls of a turn that a framework sees; arguments as above.
+    """Return what a framework sees of a turn: text, reasoning and, with tools, calls.
 
-    The turn may be the beginning of one. Text has no white space around it, and ends before its
-    first stop string. White space between two stretches of it belongs to the second one, so that
-    nothing changes when the turn grows.
+    ``stop`` and ``continues`` are as in :func:`read_reply`. The turn may be the beginning of one.
+    Text has no white space around it, and ends before its first stop string. White space between
+    two stretches of it belongs to the second one, so that nothing changes when the turn grows.
     """
     parts: list[ReplyPart] = []
     held_space = ""  # white space at the end of the text, sent if more text follows
@@ -384,7 +393,7 @@ OnText = Callable[[str, str | None], None]
 
 
 class TurnStream:
-    """Sends text and reasoning of a turn to a listener while it is sampled, in pieces that are never taken back.
+    """Sends a turn's text and reasoning to a listener as they are sampled; takes nothing back.
 
     Text that may still change is held back: an incomplete character or tag, white space at its end,
     the beginning of a stop string; and reasoning until it ends. Only for requests without tools:
@@ -392,8 +401,6 @@ class TurnStream:
 
     Args:
         read: takes sampled ids; returns text and reasoning of all of them so far.
-        stop: the request's stop strings.
-        on_text: the listener.
     """
 
     def __init__(
