@@ -33,7 +33,7 @@ from jax_agent_rl.types import (
     Trajectory,
     Turn,
 )
-from jax_agent_rl.utils.process import ignore_absent_tpus
+from jax_agent_rl.utils.shutdown import ignore_absent_tpus
 
 ROOT = Path(__file__).parents[1]
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}

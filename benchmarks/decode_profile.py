@@ -2,7 +2,7 @@
 
     python benchmarks/decode_profile.py [--batches 1 8 32] [--positions 256]
 
-SmolLM2-135M in float32, once with ``jetstream.cpu_kernels`` (if there is a compiler) and once with
+SmolLM2-135M in float32, once with ``jetstream.cpu`` (if there is a compiler) and once with
 XLA alone. Each part runs by itself as the step computes it, as often as a dispatch of the engine
 has steps, in a loop on the device:
 
@@ -32,8 +32,8 @@ import numpy as np
 from common import argument_parser, best_seconds, cpu, load_quickstart, read_bandwidth, sgemm_flops
 from decode import step_floor
 
-from jax_agent_rl.jetstream import cpu_kernels
 from jax_agent_rl.jetstream.attention import decode_attention
+from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch, make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams

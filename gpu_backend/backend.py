@@ -43,8 +43,8 @@ from gpu_backend.requests import (
     vllm_sampling,
 )
 from gpu_backend.settings import VllmSettings, check_installation
-from gpu_backend.updates import FILES, WeightUpdater, ask_workers
-from gpu_backend.weights import Checkpoint
+from gpu_backend.weight_mapping import Checkpoint
+from gpu_backend.weight_updates import FILES, WeightUpdater, ask_workers
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 from jax_agent_rl.rollout.protocol import (

@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.factory import (
 )
 from vllm.platforms import current_platform
 
-from gpu_backend import broadcast, updates
+from gpu_backend import broadcast, weight_updates
 from gpu_backend.settings import TRANSFER
 from jax_agent_rl.models.tensors import TensorSample
 
@@ -46,7 +46,7 @@ class InPlaceUpdateInfo(WeightTransferUpdateInfo):
     Attributes:
         paths: safetensors files.
         handles: tensors in the memory of a GPU of this machine, by name; see
-            ``gpu_backend.updates.plain_handle``.
+            ``gpu_backend.weight_updates.plain_handle``.
         device_uuid: the GPU of the handles.
         broadcast: fields of a :class:`~gpu_backend.broadcast.Announcement`.
     """
@@ -99,13 +99,13 @@ class WeightExtension:
         """Replace the parameters of a TPU worker, whose ``update_weights`` does nothing."""
         worker: Any = self
         with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
-            updates.replace_weights(worker.model_runner, _read_files(paths))
+            weight_updates.replace_weights(worker.model_runner, _read_files(paths))
         worker.synchronize_device()
 
     def why_not_replaceable(self) -> str | None:
         """Return why this TPU worker's weights cannot be replaced; None if they can."""
         worker: Any = self
-        return updates.why_not_replaceable(worker.model_runner)
+        return weight_updates.why_not_replaceable(worker.model_runner)
 
     def weights_not_landed(
         self, paths: Sequence[str], placements: Mapping[str, Sequence[Any]]
@@ -170,7 +170,7 @@ def _open_handles(update: InPlaceUpdateInfo) -> Iterator[tuple[str, torch.Tensor
 
 
 def rebuild_arguments(handle: Sequence[Any], device: int) -> tuple[Any, ...]:
-    """Return the arguments of ``rebuild_cuda_tensor`` from ``gpu_backend.updates.plain_handle``.
+    """Return the arguments of ``rebuild_cuda_tensor`` from ``weight_updates.plain_handle``.
 
     Args:
         handle: what ``plain_handle`` returned.

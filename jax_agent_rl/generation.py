@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.validation import check_bool, check_collection, check_finite, check_int, check_str
+from jax_agent_rl.checks import check_bool, check_collection, check_finite, check_int, check_str
 
 if TYPE_CHECKING:
     import numpy as np

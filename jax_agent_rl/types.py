@@ -23,6 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax_agent_rl.checks import as_score
+from jax_agent_rl.checks import digest_ids as digest_ids
 from jax_agent_rl.errors import DropReason as DropReason
 from jax_agent_rl.errors import FinishReason as FinishReason
 from jax_agent_rl.generation import PauseMode as PauseMode
@@ -33,8 +35,6 @@ from jax_agent_rl.generation import Support as Support
 from jax_agent_rl.generation import TokenOutput as TokenOutput
 from jax_agent_rl.generation import TokenScores as TokenScores
 from jax_agent_rl.generation import join_routed as join_routed
-from jax_agent_rl.validation import as_score
-from jax_agent_rl.validation import digest_ids as digest_ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,7 +69,7 @@ SLOW = {
     "unit/docs/test_notebook.py::test_it_runs_and_its_reward_rises": "trains",
     "unit/docs/test_site.py::test_every_page_and_the_picture_are_there": "builds the site",
     "unit/environments/test_adapters.py::test_a_textworld_game_is_won_and_its_points_add_up_to_one": "makes and compiles a game",
-    "unit/jetstream/test_cpu_kernels.py::test_a_second_process_finds_the_library_built": "builds the kernels",
+    "unit/jetstream/cpu/test_kernels.py::test_a_second_process_finds_the_library_built": "builds the kernels",
     "unit/jetstream/test_data_parallel.py": "engines on simulated devices",
     "unit/jetstream/test_drafting.py::test_the_index_drafts_by_what_was_drawn_after_the_longest_suffix": "an index of many sequences",
     "unit/jetstream/test_engine_sleep.py": "engines on simulated devices",
@@ -160,7 +160,7 @@ REPRESENTATIVES = {
         ("float32-1]", "is_not_read[float32]"),
         "kernels for every type",
     ),
-    "unit/jetstream/test_cpu_kernels.py::test_the_engine_samples_the_same_ids_with_and_without_kernels": (
+    "unit/jetstream/cpu/test_kernels.py::test_the_engine_samples_the_same_ids_with_and_without_kernels": (
         ("[plain]",),
         "an engine for each kind of layer",
     ),

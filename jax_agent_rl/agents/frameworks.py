@@ -48,7 +48,7 @@ from jax_agent_rl.errors import AgentTimeoutError, ConfigError, TrajectoryError
 from jax_agent_rl.types import SamplingParams, Trajectory
 from jax_agent_rl.utils.failures import user_code_error
 from jax_agent_rl.utils.loop_watch import at_work
-from jax_agent_rl.utils.threads import DaemonThreads
+from jax_agent_rl.utils.timeouts import DaemonThreads
 
 if TYPE_CHECKING:
     from langchain_core.runnables import Runnable

@@ -35,6 +35,7 @@ from jax_agent_rl.agents.turn_loop import (
 )
 from jax_agent_rl.chat.grammar import GrammarError
 from jax_agent_rl.chat.grammar_limits import in_grammar_thread
+from jax_agent_rl.checks import is_number
 from jax_agent_rl.environments.users import InteractionSession
 from jax_agent_rl.errors import ConfigError, InteractionError
 from jax_agent_rl.tools.base import BaseTool
@@ -49,7 +50,6 @@ from jax_agent_rl.types import (
     Trajectory,
     join_media,
 )
-from jax_agent_rl.validation import is_number
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec

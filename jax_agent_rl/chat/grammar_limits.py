@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jax_agent_rl.errors import BackendError
-from jax_agent_rl.utils.threads import DaemonThreads
+from jax_agent_rl.utils.timeouts import DaemonThreads
 from jax_agent_rl.utils.worker_pool import (
     JsonWorkers,
     WorkerFailedError,

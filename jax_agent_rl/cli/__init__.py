@@ -331,7 +331,7 @@ def _run_trainer(train: Callable[..., Coroutine[Any, Any, object]]) -> None:
     """Run a trainer until it ends, or saves and ends after Ctrl-C or SIGTERM."""
     from rich.console import Console
 
-    from jax_agent_rl.utils.process import exit_within
+    from jax_agent_rl.utils.shutdown import exit_within
 
     console = Console()
     with exit_if_interrupted():
@@ -374,9 +374,9 @@ def prepare(
     ] = "python",
 ) -> None:
     """Write the training and held-out rows of a built-in task."""
+    from jax_agent_rl.checks import did_you_mean
     from jax_agent_rl.data.tasks import prepare_calculator, prepare_shop
     from jax_agent_rl.errors import ConfigError
-    from jax_agent_rl.validation import did_you_mean
 
     tasks = {"shop": functools.partial(prepare_shop, calls=calls), "calculator": prepare_calculator}
     if task not in tasks:
@@ -648,7 +648,7 @@ def chaos(
 def main() -> None:
     """Run the command line; print errors a user can fix as one message, not a traceback."""
     from jax_agent_rl.errors import ConfigError, JaxAgentRLError
-    from jax_agent_rl.utils.process import ignore_absent_tpus, keep_freed_memory, quiet_logging
+    from jax_agent_rl.utils.shutdown import ignore_absent_tpus, keep_freed_memory, quiet_logging
     from jax_agent_rl.utils.text import printable
 
     if sys.argv[1:2] == ["quickstart"]:

@@ -462,7 +462,7 @@ def exit_if_interrupted() -> Iterator[None]:
 
     What it interrupted has cleaned up by then.
     """
-    from jax_agent_rl.utils.process import EXIT_CODE
+    from jax_agent_rl.utils.shutdown import EXIT_CODE
 
     try:
         yield
@@ -476,7 +476,7 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     Raises:
         typer.Exit: it was interrupted.
     """
-    from jax_agent_rl.utils.process import Interruption, InterruptStage, exit_within
+    from jax_agent_rl.utils.shutdown import Interruption, InterruptStage, exit_within
 
     async def interruptible() -> T:
         with Interruption(

@@ -107,7 +107,7 @@ def tool_server(
     settings = load_tree(settings_model("tool-server"), command_line.file, command_line.overrides)
     check_tool_server(settings)
     from jax_agent_rl.tool_server.server import run
-    from jax_agent_rl.utils.process import run_server
+    from jax_agent_rl.utils.shutdown import run_server
 
     run_server(run(settings, print_line=print))
 
@@ -125,7 +125,7 @@ def tinker_server(
     settings = load_tree(settings_model("tinker-server"), command_line.file, command_line.overrides)
     check_tinker_server(settings)
     from jax_agent_rl.runtime import use_compilation_cache
-    from jax_agent_rl.utils.process import run_server
+    from jax_agent_rl.utils.shutdown import run_server
 
     try:
         from jax_agent_rl.tinker_server.app import serve as run
@@ -293,7 +293,7 @@ def _serve(choice: PolicyChoice, serve: Callable[..., Coroutine[Any, Any, None]]
 
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.runtime.policy import open_policy
-    from jax_agent_rl.utils.process import run_server
+    from jax_agent_rl.utils.shutdown import run_server
 
     use_compilation_cache()
     print_to_console = functools.partial(print_line, Console())

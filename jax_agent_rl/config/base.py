@@ -22,8 +22,8 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import core_schema
 
+from jax_agent_rl.checks import did_you_mean
 from jax_agent_rl.utils.plugins import InstalledName, Kind, installed
-from jax_agent_rl.validation import did_you_mean
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]

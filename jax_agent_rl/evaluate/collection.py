@@ -30,7 +30,7 @@ from jax_agent_rl.evaluate.journal import Journal, require_same
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.runtime.identity import named_content
 from jax_agent_rl.runtime.policy import ServedPolicy
-from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
+from jax_agent_rl.runtime.rollouts import Rollouts, open_rollouts
 from jax_agent_rl.trainer.step import training_sampling
 from jax_agent_rl.types import DropReason, Group, SamplingParams
 from jax_agent_rl.utils.bounded_json import read_json_object

@@ -28,7 +28,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.runtime.policy import ServedPolicy
-from jax_agent_rl.runtime.sampling import Rollouts, Source, open_rollouts
+from jax_agent_rl.runtime.rollouts import Rollouts, Source, open_rollouts
 from jax_agent_rl.trainer.record import evaluation_record
 from jax_agent_rl.trainer.step import all_trajectories, evaluation_sampling, gather, recorded
 from jax_agent_rl.types import Group, SamplingParams

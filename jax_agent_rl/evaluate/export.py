@@ -29,6 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from jax_agent_rl.checks import as_score, brief_repr
 from jax_agent_rl.data.reader import Row, read_row_file
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.evaluate.journal import Journal
@@ -46,7 +47,6 @@ from jax_agent_rl.types import (
 )
 from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.files import replacing, write_atomically, writing
-from jax_agent_rl.validation import as_score, brief_repr
 
 if TYPE_CHECKING:
     import pyarrow

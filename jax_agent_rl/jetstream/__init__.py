@@ -8,7 +8,7 @@ thread that runs the engine) → ``scheduler``, ``request`` and ``admission`` (w
 Speculative decoding: ``speculation`` (what is drafted and verified), ``verification`` (its
 programs).
 
-Device side: ``attention``, ``decode_kernel``, ``cpu_kernels``, ``kv_cache``, ``sampling``,
+Device side: ``attention``, ``decode_kernel``, ``cpu``, ``kv_cache``, ``sampling``,
 ``decode_batch``, ``shapes``, ``sharding`` · weights: ``weights``, ``adapters`` · images:
 ``vision_engine`` · bitwise reproducible log-probs: ``deterministic`` · scoring and diagnosis:
 ``inspection`` · JetStream's interface: ``driver_interface`` · engines of users:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.jetstream import cpu_kernels
+from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.lora import PeftAdapter
 
@@ -128,7 +128,7 @@ def add_low_rank(
         adapters: the matrix's adapters.
         x: [D, B T], the matrix's input: T tokens of each context.
         adapter: int32 [B], 0 is the plain model and n the n-th adapter.
-        native: use ``jetstream.cpu_kernels``.
+        native: use ``jetstream.cpu``.
     """
     a = adapters.a
     parts = len(adapters.b)

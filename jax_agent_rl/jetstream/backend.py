@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jax_agent_rl.chat.grammar import GrammarCompiler, GrammarError, GrammarState
 from jax_agent_rl.chat.grammar_limits import in_grammar_thread
+from jax_agent_rl.checks import check_ids, check_int
 from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.errors import BackendClosedError, BackendError
 from jax_agent_rl.jetstream import inspection
@@ -51,7 +52,6 @@ from jax_agent_rl.rollout.protocol import (
     WeightUpdate,
 )
 from jax_agent_rl.types import PauseMode, TokenOutput, TokenScores
-from jax_agent_rl.validation import check_ids, check_int
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.data_parallel import Replica

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.config.engines import EngineMeshConfig
-from jax_agent_rl.jetstream import cpu_kernels, programs
+from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks, replace_adapters, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
+from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.decode_batch import (
     PREFILL_ROWS,
     DecodeBatch,
@@ -320,7 +321,7 @@ class JaxEngine(VerifyingEngine):
     # --- decoding ---------------------------------------------------------------------------------
 
     def _suits_cpu_kernels(self) -> bool:
-        """Whether ``jetstream.cpu_kernels`` can compute for this engine: in float32, on one CPU."""
+        """Whether ``jetstream.cpu`` can compute for this engine: in float32, on one CPU."""
         if self._platform != "cpu" or self.split is not None or self._quantize is not None:
             return False
         dtypes = {jnp.dtype(self.dtype), jnp.dtype(self.kv_dtype)}

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_agent_rl.jetstream import cpu_kernels
 from jax_agent_rl.jetstream.adapters import AdapterStacks, LayerAdapters, add_low_rank
 from jax_agent_rl.jetstream.attention import DEVICES, chunk_attention, decode_attention
+from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, to_cache, write_routed
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -66,7 +66,7 @@ class Kernels(enum.Enum):
     PALLAS = enum.auto()
     """Attention kernels for TPUs, which read and write pages in place."""
     CPU = enum.auto()
-    """``jetstream.cpu_kernels``: products and attention, pages in place."""
+    """``jetstream.cpu``: products and attention, pages in place."""
 
 
 @jax.tree_util.register_dataclass
@@ -290,7 +290,7 @@ class _AdaptedLayer:
 
     Attributes:
         adapter: int32 [B], see ``adapters.add_low_rank``; None if there are none.
-        native: use ``jetstream.cpu_kernels``.
+        native: use ``jetstream.cpu``.
     """
 
     params: Params

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ModelError
-from jax_agent_rl.models.families.common import BOOKKEEPING
+from jax_agent_rl.models.families.hf_config import BOOKKEEPING
 from jax_agent_rl.models.hf import read_json, tokenizer_files, weight_files
 from jax_agent_rl.utils.files import Stamp, file_stamp
 from jax_agent_rl.utils.fingerprints import digest, file_fingerprint, fingerprint

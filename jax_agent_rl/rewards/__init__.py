@@ -29,6 +29,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jax_agent_rl.chat.thinking import answer_of, with_closed_thinking
+from jax_agent_rl.checks import as_score
 from jax_agent_rl.errors import RewardError, RewardTimeoutError, TrajectoryError
 from jax_agent_rl.rewards import code as _code  # registers its functions, like judge and rules
 from jax_agent_rl.rewards.judge import ModelJudge, RemoteReward
@@ -49,8 +50,7 @@ from jax_agent_rl.rewards.rules import boxed, has_format, tagged
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.failures import user_code_error
-from jax_agent_rl.utils.threads import DaemonThreads, in_time
-from jax_agent_rl.validation import as_score
+from jax_agent_rl.utils.timeouts import DaemonThreads, in_time
 
 __all__ = [
     "ModelJudge",
@@ -87,7 +87,7 @@ async def score(
 
     Args:
         timeout: seconds the function may take, ``reward.timeout``; then its thread is abandoned,
-            see :mod:`jax_agent_rl.utils.threads`.
+            see :mod:`jax_agent_rl.utils.timeouts`.
         services: what functions may request besides the trajectory and the row, e.g. ``judge``.
         workers: runs the synchronous functions of ``reward.path``; None: threads do.
 

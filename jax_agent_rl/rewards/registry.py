@@ -28,10 +28,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
+from jax_agent_rl.checks import as_score, brief_repr, did_you_mean, looks_like_number
 from jax_agent_rl.errors import ConfigError, RewardError
 from jax_agent_rl.utils.failures import is_user_file, place
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
-from jax_agent_rl.validation import as_score, brief_repr, did_you_mean, looks_like_number
 
 Score = float | Mapping[str, Any]
 ComputeScore = Callable[..., Score | Awaitable[Score]]

@@ -21,7 +21,7 @@ from jax_agent_rl.errors import JaxAgentRLError, RewardError, RewardTimeoutError
 from jax_agent_rl.rewards.registry import RewardFunction, find_reward, load_rewards, split_score
 from jax_agent_rl.utils import worker_pool
 from jax_agent_rl.utils.failures import describe_error, user_code_error
-from jax_agent_rl.utils.threads import DaemonThreads
+from jax_agent_rl.utils.timeouts import DaemonThreads
 from jax_agent_rl.utils.worker_pool import JsonWorkers, WorkerFailedError, WorkerTimeoutError
 
 PROGRAM = "from jax_agent_rl.rewards.workers import serve; serve()"

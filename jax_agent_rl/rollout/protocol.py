@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from jax_agent_rl.checks import check_bool, check_ids, check_int, check_str
 from jax_agent_rl.types import (
     PauseMode,
     SamplingParams,
@@ -29,7 +30,6 @@ from jax_agent_rl.types import (
     TokenOutput,
     TokenScores,
 )
-from jax_agent_rl.validation import check_bool, check_ids, check_int, check_str
 
 if TYPE_CHECKING:  # the launcher imports this module before anything is installed
     from jax_agent_rl.utils.weight_transfer import LogprobProbe

@@ -1,6 +1,6 @@
 """How a run is put together: engines, agents and learner from a configuration, on all its hosts.
 
-``train`` a whole run · ``build`` its components · ``sampling`` and ``scoring`` the half without a
+``train`` a whole run · ``build`` its components · ``rollouts`` and ``scoring`` the half without a
 learner · ``engines`` and ``placement`` which engines sample, and where · ``ray_cluster`` ·
 ``publishers`` how weights reach them · ``multihost`` and ``multihost_engines`` several processes ·
 ``policy`` which weights a command uses · ``serve`` · ``diagnosis``.

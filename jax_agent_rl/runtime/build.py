@@ -59,7 +59,7 @@ from jax_agent_rl.runtime.placement import (
     room_for_learning,
 )
 from jax_agent_rl.runtime.publishers import make_publisher
-from jax_agent_rl.runtime.sampling import (
+from jax_agent_rl.runtime.rollouts import (
     encode_text_of,
     open_agents,
     prepare,

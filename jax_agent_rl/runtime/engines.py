@@ -81,7 +81,7 @@ def check_engine(config: Config) -> None:
     if backend == "vllm":
         try:
             from gpu_backend.settings import check_engine_args, check_installation
-            from gpu_backend.weights import Checkpoint
+            from gpu_backend.weight_mapping import Checkpoint
         except ImportError as error:
             raise ConfigError(
                 f"rollout.backend=vllm: the package gpu_backend is missing ({error})"

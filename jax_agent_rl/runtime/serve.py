@@ -28,7 +28,7 @@ from jax_agent_rl.runtime.engines import (
     make_client,
     make_engine,
 )
-from jax_agent_rl.runtime.sampling import open_codec
+from jax_agent_rl.runtime.rollouts import open_codec
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.network import token_from
 

@@ -35,7 +35,7 @@ from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
 from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.files import is_in_use, mark_in_use
-from jax_agent_rl.utils.process import ExitWithin, Interruption
+from jax_agent_rl.utils.shutdown import ExitWithin, Interruption
 from jax_agent_rl.utils.text import counted
 
 TRAINERS: dict[str, type[Trainer]] = {

@@ -37,7 +37,7 @@ from jax_agent_rl.runtime.identity import Resumption, RunIdentity, run_identity
 from jax_agent_rl.runtime.policy import resolve_model
 from jax_agent_rl.runtime.train import free_folder, newest_run, nothing_to_do
 from jax_agent_rl.supervised.conversations import Encoder, Example, Pair
-from jax_agent_rl.utils.process import ExitWithin, Interruption
+from jax_agent_rl.utils.shutdown import ExitWithin, Interruption
 from jax_agent_rl.utils.text import counted
 
 Metrics = dict[str, float]

@@ -43,8 +43,8 @@ from jax_agent_rl.tool_server.worker import WorkerProcess, assign_worker, raise_
 from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_body
-from jax_agent_rl.utils.process import on_forced_exit
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE
+from jax_agent_rl.utils.shutdown import on_forced_exit
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -32,7 +32,7 @@ from pydantic import BaseModel
 from jax_agent_rl.errors import ToolDefinitionError
 from jax_agent_rl.tools.base import BaseTool, ToolResult
 from jax_agent_rl.tools.schema import check_parameters, json_schema, make_converter, unwrap_function
-from jax_agent_rl.utils.threads import DaemonThreads
+from jax_agent_rl.utils.timeouts import DaemonThreads
 
 THREADS = DaemonThreads()
 """Threads of all synchronous function tools of the process."""

@@ -31,6 +31,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jax_agent_rl.checks import is_number
 from jax_agent_rl.config import ToolsConfig
 from jax_agent_rl.errors import ConfigError, DataError, ToolDefinitionError
 from jax_agent_rl.tools.base import BaseTool
@@ -38,8 +39,7 @@ from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
 from jax_agent_rl.tools.schema import check_parameters, unwrap_function
 from jax_agent_rl.tools.verl import VerlTool, is_verl_tool, verl_modules
 from jax_agent_rl.utils.plugins import find_class, load_user_module, read_entries
-from jax_agent_rl.utils.threads import RateLimit
-from jax_agent_rl.validation import is_number
+from jax_agent_rl.utils.timeouts import RateLimit
 
 _KEY = "tools.tool_config_path"
 _ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}

@@ -19,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
+from jax_agent_rl.checks import as_score
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, ToolTimeoutError
 from jax_agent_rl.tools.base import (
     BaseTool,
@@ -34,8 +35,7 @@ from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
 from jax_agent_rl.utils.failures import FailureLog, describe_error, error_place
 from jax_agent_rl.utils.media import check_media
-from jax_agent_rl.utils.threads import in_time
-from jax_agent_rl.validation import as_score
+from jax_agent_rl.utils.timeouts import in_time
 
 
 class ToolSession:

@@ -32,10 +32,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jax_agent_rl.checks import is_number
 from jax_agent_rl.errors import ConfigError, ToolDefinitionError
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, ToolResult
 from jax_agent_rl.tools.function_tool import function_tool
-from jax_agent_rl.validation import is_number
 
 logger = logging.getLogger(__name__)
 

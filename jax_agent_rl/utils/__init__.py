@@ -1,9 +1,9 @@
 """Helpers without a subject of their own.
 
 - Services: ``http_server``, ``network``, ``prometheus``, ``services``.
-- Code of others: ``failures``, ``loop_watch``, ``packages``, ``plugins``, ``threads``,
+- Code of others: ``failures``, ``loop_watch``, ``packages``, ``plugins``, ``timeouts``,
   ``worker_pool``.
-- The process: ``process``.
+- The process: ``shutdown``.
 - Files: ``files``, ``fingerprints``, ``hub``, ``media``, ``weight_transfer``.
 - Text: ``bounded_json``, ``config_words``, ``fences``, ``ids``, ``text``, ``wrong_values``,
   ``yaml_text``.

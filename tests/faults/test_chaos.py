@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jax_agent_rl.testing.chaos.ledger import FREE_TO_LOSE
 from jax_agent_rl.testing.leaks import Footprint
-from jax_agent_rl.utils.process import EXIT_CODE
+from jax_agent_rl.utils.shutdown import EXIT_CODE
 
 
 async def chaos(*options: str) -> tuple[int | None, dict, str]:

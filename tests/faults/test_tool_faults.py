@@ -20,7 +20,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import FunctionTool, ToolRegistry
 from jax_agent_rl.tools.base import MARKER
 from jax_agent_rl.types import FinishReason, SamplingParams
-from jax_agent_rl.utils.threads import DaemonThreads
+from jax_agent_rl.utils.timeouts import DaemonThreads
 from tests.fakes import FakeCodec, ScriptedBackend
 
 ROWS = [{"prompt": [{"role": "user", "content": "go"}], "agent_name": "tool_agent"}]

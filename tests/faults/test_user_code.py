@@ -46,7 +46,7 @@ from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.failures import FailureLog
 from jax_agent_rl.utils.loop_watch import watch_loop
-from jax_agent_rl.utils.threads import DaemonThreads
+from jax_agent_rl.utils.timeouts import DaemonThreads
 from tests.fakes import FakeCodec, ScriptedBackend
 
 PATIENCE = 0.2

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from gpu_backend.updates import FILES
+from gpu_backend.weight_updates import FILES
 from jax_agent_rl.errors import BackendError
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.client import LLMServerClient

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from gpu_backend.settings import argument_names
-from gpu_backend.updates import FILES
+from gpu_backend.weight_updates import FILES
 from jax_agent_rl.errors import BackendClosedError, ConfigError, EngineDiedError
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.client import LLMServerClient

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from gpu_backend.updates import FILES
+from gpu_backend.weight_updates import FILES
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.protocol import WeightUpdate

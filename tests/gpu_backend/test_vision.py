@@ -13,7 +13,7 @@ import pytest_asyncio
 from safetensors.numpy import load_file, save_file
 
 from gpu_backend.backend import VllmBackend
-from gpu_backend.updates import FILES
+from gpu_backend.weight_updates import FILES
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.agents.tool_agent import ToolAgent
 from jax_agent_rl.chat.codec import ChatCodec

@@ -214,7 +214,7 @@ STARTS = {
     "jax_agent_rl/deploy/launch/ray_process.py": "the run itself",
     "jax_agent_rl/deploy/launch/tpu/gcloud.py": "a command whose lines are shown while it runs",
     "jax_agent_rl/deploy/launch/tpu/job.py": "timeout=",
-    "jax_agent_rl/jetstream/cpu_kernels.py": "timeout=",
+    "jax_agent_rl/jetstream/cpu/kernels.py": "timeout=",
     "jax_agent_rl/deploy/quickstart/commands.py": "timeout=",
     "jax_agent_rl/testing/chaos/faults.py": "_START_SECONDS",
 }

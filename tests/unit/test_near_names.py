@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_agent_rl.checks import did_you_mean, nearest, nearest_keys
 from jax_agent_rl.config import Config, build
 from jax_agent_rl.config.loading import valid_keys
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.validation import did_you_mean, nearest, nearest_keys
 
 PACKAGE = Path(__file__).parents[2] / "jax_agent_rl"
 KEYS = sorted({*valid_keys(Config), *(key.rpartition(".")[0] for key in valid_keys(Config))} - {""})

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from starlette.responses import Response
 
 from jax_agent_rl import rewards
+from jax_agent_rl.checks import FLOAT32_MAX, as_score
 from jax_agent_rl.environments import Environment, EnvironmentPool, Observation
 from jax_agent_rl.environments.users import BaseInteraction
 from jax_agent_rl.environments.users.base import InteractionSession
@@ -38,7 +39,6 @@ from jax_agent_rl.tools import BaseTool, ToolResponse, ToolSession
 from jax_agent_rl.tools.client import ServerAction, ToolServerClient, observation_url
 from jax_agent_rl.types import FinishReason, Group, ToolCallRecord, Trajectory, Turn
 from jax_agent_rl.utils.network import JsonService
-from jax_agent_rl.validation import FLOAT32_MAX, as_score
 from tests.fakes import FakeCodec
 from tests.http_service import ToolServer
 from tests.trajectories import call, trajectory

@@ -22,7 +22,8 @@ import numpy as np
 from jax_agent_rl.agreement.report import product_precision
 from jax_agent_rl.deploy.certify.machine import Machine
 from jax_agent_rl.deploy.certify.report import CheckResult, Claim
-from jax_agent_rl.jetstream import attention, cpu_kernels
+from jax_agent_rl.jetstream import attention
+from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, gather_pages, to_cache
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.models.attention import tree_attention

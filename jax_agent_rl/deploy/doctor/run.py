@@ -38,7 +38,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.runtime.engine_devices import MASTER, parameter_count
 from jax_agent_rl.runtime.engines import check_engine, read_model
-from jax_agent_rl.runtime.sampling import Source, make_agents, open_codec, read_rows
+from jax_agent_rl.runtime.rollouts import Source, make_agents, open_codec, read_rows
 from jax_agent_rl.runtime.scoring import POLICY, needed_services, reward_server
 from jax_agent_rl.runtime.teachers import check_teachers
 from jax_agent_rl.tool_server.sandbox import open_sandbox

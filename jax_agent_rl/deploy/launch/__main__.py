@@ -38,8 +38,8 @@ from jax_agent_rl.deploy.launch.ray_driver import add_run_options, load_run
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 from jax_agent_rl.runtime.ray_cluster import RAY_FIX, secure_own_cluster
 from jax_agent_rl.utils.config_words import split_config
-from jax_agent_rl.utils.process import EXIT_CODE
 from jax_agent_rl.utils.services import start_service_blocking
+from jax_agent_rl.utils.shutdown import EXIT_CODE
 from jax_agent_rl.utils.text import printable
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ from jax_agent_rl.deploy.launch import count, positive
 from jax_agent_rl.deploy.launch.ray_process import NodeProcess
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 from jax_agent_rl.runtime.ray_cluster import RAY_FIX
-from jax_agent_rl.utils.process import EXIT_CODE
 from jax_agent_rl.utils.services import start_service_blocking
+from jax_agent_rl.utils.shutdown import EXIT_CODE
 from jax_agent_rl.utils.text import printable
 
 OWN_KEYS = ("learner.multihost.coordinator", "learner.multihost.process_id", "rollout.ray_address")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_agent_rl.checks import did_you_mean
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.launch.tpu.gcloud import SHAPES
 from jax_agent_rl.errors import ConfigError
@@ -36,7 +37,6 @@ from jax_agent_rl.runtime.engine_devices import (
     with_engine_mesh,
 )
 from jax_agent_rl.utils.packages import is_installed
-from jax_agent_rl.validation import did_you_mean
 
 GIB = 1 << 30
 

@@ -26,11 +26,11 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from jax_agent_rl.checks import as_score, brief_repr
 from jax_agent_rl.errors import ConfigError, InteractionError, TrajectoryError
 from jax_agent_rl.utils.failures import FailureLog, user_code_error
 from jax_agent_rl.utils.plugins import find_class, read_entries
-from jax_agent_rl.utils.threads import in_time
-from jax_agent_rl.validation import as_score, brief_repr
+from jax_agent_rl.utils.timeouts import in_time
 
 if TYPE_CHECKING:
     from jax_agent_rl.environments.users.builtin import UserModel

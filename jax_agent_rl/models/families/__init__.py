@@ -1,6 +1,6 @@
 """Model families: how they translate ``config.json`` and :class:`DecoderConfig`, and tensor names.
 
-Every :class:`~jax_agent_rl.models.families.common.ModelFamily` in a module of this package is
+Every :class:`~jax_agent_rl.models.families.hf_config.ModelFamily` in a module of this package is
 registered under its model types.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.families.common import (
+from jax_agent_rl.models.families.hf_config import (
     Fields,
     ModelFamily,
     carried_fields,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig, Rope
-from jax_agent_rl.models.families.common import (
+from jax_agent_rl.models.families.hf_config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     Defaults,

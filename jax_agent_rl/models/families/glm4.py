@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.families.common import (
+from jax_agent_rl.models.families.hf_config import (
     Defaults,
     Fields,
     ModelFamily,

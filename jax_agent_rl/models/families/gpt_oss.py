@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig, Experts, Rope, YarnScaling
-from jax_agent_rl.models.families.common import (
+from jax_agent_rl.models.families.hf_config import (
     ROPE_SECTIONS,
     Defaults,
     Fields,

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Experts
-from jax_agent_rl.models.families.common import (
+from jax_agent_rl.models.families.hf_config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     Defaults,

@@ -20,7 +20,7 @@ from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, VisionConfig
-from jax_agent_rl.models.families.common import (
+from jax_agent_rl.models.families.hf_config import (
     FULL_ATTENTION,
     INERT,
     ROPE_SECTIONS,

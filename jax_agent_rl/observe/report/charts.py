@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jax_agent_rl.checks import is_number
 from jax_agent_rl.utils.files import replacing
-from jax_agent_rl.validation import is_number
 
 MAX_POINTS = 600
 """Points of a line; longer lines keep the smallest and largest value of every stretch, so no spike

@@ -32,7 +32,7 @@ from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, WeightU
 from jax_agent_rl.testing.fakes import BatchingEngine, Run
 from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.types import PauseMode
-from jax_agent_rl.utils.process import run_server
+from jax_agent_rl.utils.shutdown import run_server
 
 HEARTBEAT_SECONDS = 0.5
 UNTRAINED = -1

@@ -29,12 +29,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypeVar
 
+from jax_agent_rl.checks import as_float, as_score
 from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.sandbox import Sandbox
 from jax_agent_rl.utils.plugins import load_user_module
-from jax_agent_rl.utils.threads import DaemonThreads
-from jax_agent_rl.validation import as_float, as_score
+from jax_agent_rl.utils.timeouts import DaemonThreads
 
 FINISH = "finish"
 """Name of the tool that every server has: the end of a trajectory."""

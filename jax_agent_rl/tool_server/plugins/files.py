@@ -32,13 +32,13 @@ from urllib.parse import unquote, urlsplit
 from bs4 import BeautifulSoup
 from PIL import Image
 
+from jax_agent_rl.checks import is_number
 from jax_agent_rl.config.commands import ImageSettings
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import NO_PATH, last_tag, parse_tool_call, resolve_file
 from jax_agent_rl.utils.files import read_regular_file
 from jax_agent_rl.utils.media import FORMATS
-from jax_agent_rl.validation import is_number
 
 _SUFFIXES = (".html", ".htm", ".md", ".txt")
 _MAX_BYTES = 10 << 20

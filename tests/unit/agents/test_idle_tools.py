@@ -15,7 +15,7 @@ from jax_agent_rl.agents import (
 )
 from jax_agent_rl.config import DataSource, SearchConfig, ToolClientConfig, build
 from jax_agent_rl.config.run import report_idle_tools
-from jax_agent_rl.runtime import sampling
+from jax_agent_rl.runtime import rollouts
 from jax_agent_rl.tools.registry import ToolRegistry
 from tests.agent_testbed import AgentHarness
 
@@ -109,8 +109,8 @@ def test_loading_rows_warns_of_what_they_leave_idle(tmp_path, caplog):
     )
     config = build(MINIMAL, ["tools.function_tool_path=tools.py"])
     sources = (DataSource(path=str(rows)),)
-    sampling.warn_of_idle_tools(
-        config, sources, sampling.read_rows(config, ToolRegistry(), (sources, None))
+    rollouts.warn_of_idle_tools(
+        config, sources, rollouts.read_rows(config, ToolRegistry(), (sources, None))
     )
     (said,) = [
         record.getMessage() for record in caplog.records if record.levelno == logging.WARNING

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.agreement.report import Cause, Diagnosis
-from jax_agent_rl.jetstream import attention, cpu_kernels, forward
+from jax_agent_rl.jetstream import attention, forward
+from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, YarnScaling
 from jax_agent_rl.models.layers import Quantized, quantized
 from jax_agent_rl.rollout.protocol import WeightUpdate

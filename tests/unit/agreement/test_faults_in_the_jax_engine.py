@@ -16,8 +16,9 @@ import pytest_asyncio
 
 from jax_agent_rl.agreement.diagnosis import EngineView
 from jax_agent_rl.agreement.report import JAX_ENGINE, Cause, Diagnosis
-from jax_agent_rl.jetstream import cpu_kernels, programs
+from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Params, Rope
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from tests.agreement_testbed import (

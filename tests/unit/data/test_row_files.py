@@ -36,7 +36,7 @@ from jax_agent_rl.evaluate.export import records
 from jax_agent_rl.observe.run_dir import RunDir, trajectory_record
 from jax_agent_rl.rewards import register_reward, score
 from jax_agent_rl.rewards.registry import RewardFunction
-from jax_agent_rl.runtime.sampling import read_rows
+from jax_agent_rl.runtime.rollouts import read_rows
 from jax_agent_rl.supervised.conversations import Encoder
 from jax_agent_rl.tools import BaseTool, ToolRegistry
 from jax_agent_rl.types import Group, Trajectory

@@ -19,7 +19,7 @@ from jax_agent_rl.evaluate.journal import Journal, require_same
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.policy import ServedPolicy
-from jax_agent_rl.runtime.sampling import Rollouts
+from jax_agent_rl.runtime.rollouts import Rollouts
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 

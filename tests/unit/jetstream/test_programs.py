@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_agent_rl.jetstream import cpu_kernels
+from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.driver_interface import DriverEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_agent_rl.jetstream import cpu_kernels, verification
+from jax_agent_rl.jetstream import verification
+from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.drafting import MATCHES, Draft, LookupDrafter
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable

@@ -21,7 +21,7 @@ from jax_agent_rl.types import (
     Turn,
 )
 from jax_agent_rl.utils.plugins import load_user_module
-from jax_agent_rl.utils.threads import DaemonThreads
+from jax_agent_rl.utils.timeouts import DaemonThreads
 
 
 @pytest.fixture(autouse=True)

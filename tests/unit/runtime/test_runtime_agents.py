@@ -13,7 +13,7 @@ from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.rewards import register_reward, score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.sampling import make_agents
+from jax_agent_rl.runtime.rollouts import make_agents
 from jax_agent_rl.tools import ToolRegistry
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend

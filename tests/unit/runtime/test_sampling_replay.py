@@ -6,7 +6,7 @@ from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.build import require_replay
-from jax_agent_rl.runtime.sampling import require_grammars
+from jax_agent_rl.runtime.rollouts import require_grammars
 from tests.toy_backend import ToyBackend
 
 MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}

@@ -10,7 +10,7 @@ import aiohttp
 
 from jax_agent_rl.tool_server.sandbox.limits import process_tree
 from jax_agent_rl.tool_server.worker import assign_worker
-from jax_agent_rl.utils.process import EXIT_CODE
+from jax_agent_rl.utils.shutdown import EXIT_CODE
 from tests.capabilities import needs_bwrap
 from tests.tool_serving import FAKES, serving, total, until_healthy
 

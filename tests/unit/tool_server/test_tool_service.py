@@ -16,7 +16,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugins import Failure, ToolContext, tool_classes
 from jax_agent_rl.tool_server.service import Telemetry, ToolService, shorten
 from jax_agent_rl.tools.client import ServerAction
-from jax_agent_rl.utils.threads import DaemonThreads
+from jax_agent_rl.utils.timeouts import DaemonThreads
 from tests.examples import examples
 
 FAKES = str(Path(__file__).with_name("fake_tools.py"))

@@ -16,7 +16,7 @@ from jax_agent_rl.observe.sinks.metrics import PACKAGES, check_sinks
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.utils.packages import import_installed, is_installed, package_folder
 from jax_agent_rl.utils.plugins import load_user_module
-from jax_agent_rl.utils.process import own_environment, own_python
+from jax_agent_rl.utils.shutdown import own_environment, own_python
 from tests.unit.rewards.test_function_workers import row
 
 ROOT = Path(__file__).parents[3]
@@ -99,7 +99,7 @@ def test_every_python_that_this_package_starts_is_started_so():
         "testing/chaos/testbed.py",  # its own processes, for tests
         "tool_server/sandbox/__init__.py",  # the interpreter of programs, in a sandbox
         "tool_server/sandbox/isolation.py",
-        "utils/process.py",
+        "utils/shutdown.py",
     }
 
 

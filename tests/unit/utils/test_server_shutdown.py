@@ -18,14 +18,14 @@ import pytest
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import PauseMode, SamplingParams
-from jax_agent_rl.utils.process import EXIT_CODE
+from jax_agent_rl.utils.shutdown import EXIT_CODE
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 SHUTDOWN_TIMEOUT_SECONDS = 5.0
 SERVER = """
 import asyncio, sys, threading
-from jax_agent_rl.utils.process import run_server
+from jax_agent_rl.utils.shutdown import run_server
 
 async def main():
     {starting}

@@ -27,7 +27,7 @@ from jax_agent_rl.deploy.launch.tpu.job import Job
 from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
 from jax_agent_rl.errors import ConfigError, LaunchError
 from jax_agent_rl.utils.config_words import split_config
-from jax_agent_rl.utils.process import EXIT_CODE
+from jax_agent_rl.utils.shutdown import EXIT_CODE
 from jax_agent_rl.utils.text import printable
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")

@@ -128,9 +128,9 @@ class Checkpoint:
         names = config.get("architectures") or ["(none)"]
         if names[0] not in FAMILIES:
             raise ConfigError(
-                f"{config_file}: architecture {names[0]!r} has no table in gpu_backend/weights.py,"
-                " so its weights could not be updated safely; there are"
-                f" {', '.join(sorted(FAMILIES))} (add one there)"
+                f"{config_file}: architecture {names[0]!r} has no table in"
+                " gpu_backend/weight_mapping.py, so its weights could not be updated safely; there"
+                f" are {', '.join(sorted(FAMILIES))} (add one there)"
             )
         if config.get("quantization_config"):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Kernels of a decode step on CPUs (``cpu_kernels.cc``).
+"""Kernels of a decode step on CPUs (``kernels.cc``).
 
 The system's C++ compiler builds them at first use.
 
@@ -38,7 +38,7 @@ from jax_agent_rl.utils.files import cache_root
 
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cc")
-HEADERS = tuple(SOURCE.with_name(f"cpu_{name}.h") for name in ("vectors", "products", "attention"))
+HEADERS = tuple(SOURCE.with_name(f"{name}.h") for name in ("vectors", "products", "attention"))
 TARGETS = ("product", "gated_product", "grouped_product", "decode_attention")
 COMPILERS = ("c++", "g++", "clang++")
 COMPILER_SECONDS = 600.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.utils.threads import DaemonThreads, RateLimit
+from jax_agent_rl.utils.timeouts import DaemonThreads, RateLimit
 
 
 async def test_results_exceptions_and_exits_come_back():

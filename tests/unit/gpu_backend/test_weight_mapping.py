@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gpu_backend.settings import VllmSettings
-from gpu_backend.updates import WeightUpdater
-from gpu_backend.weights import Checkpoint, read_header, read_update
+from gpu_backend.weight_mapping import Checkpoint, read_header, read_update
+from gpu_backend.weight_updates import WeightUpdater
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.protocol import WeightUpdate

@@ -1,9 +1,9 @@
-// Kernels of a decode step on CPUs, called through XLA's foreign function interface; cpu_kernels.py builds and wraps them.
+// Kernels of a decode step on CPUs, called through XLA's foreign function interface; kernels.py builds and wraps them.
 //
 // Activations are feature-major [in, B], as in forward.py, for B slots. Everything is float32.
 
-#include "cpu_attention.h"
-#include "cpu_products.h"
+#include "attention.h"
+#include "products.h"
 
 #define BIND ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
 #define FLOATS Arg<ffi::Buffer<ffi::F32>>()

@@ -8,7 +8,7 @@
 
 #pragma once
 
-#include "cpu_vectors.h"
+#include "vectors.h"
 
 namespace {
 
@@ -294,7 +294,7 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weight, ff
   return ffi::Error::Success();
 }
 
-enum Activation : int64_t { kSilu, kGeluTanh, kClampedSwiglu };  // in the order of cpu_kernels.ACTIVATIONS
+enum Activation : int64_t { kSilu, kGeluTanh, kClampedSwiglu };  // in the order of ACTIVATIONS in kernels.py
 
 inline Wide Gate(int64_t activation, Wide gate, Wide up) {
   Wide steep = gate;

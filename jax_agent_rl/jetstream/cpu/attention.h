@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "cpu_vectors.h"
+#include "vectors.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// Vectors, and work shared by threads, for the kernels of cpu_kernels.cc.
+// Vectors, and work shared by threads, for the kernels in kernels.cc.
 //
 // Vectors are those of GCC and Clang, which compile to AVX-512, AVX2 or NEON alike.
 

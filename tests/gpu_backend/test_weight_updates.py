@@ -45,7 +45,7 @@ async def assert_serves(engine: Engine, seed: int, name: str = "check") -> None:
 
 def rewrite(update: WeightUpdate, change) -> WeightUpdate:
     """The same update with its (only) file's tensors and metadata changed."""
-    from gpu_backend.weights import read_header
+    from gpu_backend.weight_mapping import read_header
 
     path = Path(update.payload[0])
     metadata = dict(read_header(path)[1])

@@ -27,7 +27,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gpu_backend.settings import Platform, VllmSettings
-from gpu_backend.weights import Checkpoint, Shapes, read_update
+from gpu_backend.weight_mapping import Checkpoint, Shapes, read_update
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.tensors import TensorSample
 from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, WeightUpdate
@@ -179,7 +179,7 @@ class WeightUpdater:
             raise WeightUpdateError(
                 f"{len(missing)} tensors did not arrive in vLLM's model, e.g."
                 f" {sorted(missing)[:3]}: its loader skipped them or stores them in a way"
-                " gpu_backend/weights.py does not describe"
+                " gpu_backend/weight_mapping.py does not describe"
             )
 
     async def _transfer(self, update_info: Mapping[str, Any]) -> None:
@@ -319,7 +319,7 @@ def plain_handle(rebuild_args: Sequence[Any]) -> list[Any]:
 # --- TPUs -----------------------------------------------------------------------------------------
 
 IN_JAX = "Qwen2ForCausalLM, Qwen3ForCausalLM and LlamaForCausalLM"
-"""Architectures of ``weights.FAMILIES`` that tpu-inference 0.32 has in JAX."""
+"""Architectures of ``weight_mapping.FAMILIES`` that tpu-inference 0.32 has in JAX."""
 
 
 async def ask_workers(engine: Any) -> str | None:

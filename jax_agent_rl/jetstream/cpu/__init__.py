@@ -1,0 +1,1 @@
+"""Decode kernels in C++ for engines on CPUs."""
