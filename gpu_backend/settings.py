@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jax_agent_rl.checks import did_you_mean
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.media import KINDS
+from jax_agent_rl.utils.near_names import did_you_mean
 from jax_agent_rl.utils.packages import package_folder
 
 GIB = 1 << 30

@@ -22,7 +22,6 @@ from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.formats import Reply, ToolCall
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.generation import decode_supports
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.config import Params
@@ -32,6 +31,7 @@ from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry
 from jax_agent_rl.types import Support, TokenOutput, Trajectory
+from jax_agent_rl.types.supports import decode_supports
 from tests.fakes import GrowingFake
 from tests.tiny import TINY, tiny_params
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.errors import BackendError, WeightUpdateError
-from jax_agent_rl.generation import encode_supports
 from jax_agent_rl.rollout.protocol import (
     Capabilities,
     GenerateRequest,
@@ -37,6 +36,7 @@ from jax_agent_rl.testing.conformance.backends import (
 from jax_agent_rl.testing.conformance.models import log_softmax, truncate
 from jax_agent_rl.testing.fakes import BatchingEngine, Run
 from jax_agent_rl.types import PauseMode, TokenScores
+from jax_agent_rl.types.supports import encode_supports
 
 EOS, VOCAB, IMAGE = 2, 61, 60
 LAYERS, EXPERTS, PER_TOKEN = 3, 6, 2

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.generation import encode_supports
 from jax_agent_rl.tracing import Span, Trace
 from jax_agent_rl.types import (
     FinishReason,
@@ -20,6 +19,7 @@ from jax_agent_rl.types import (
     Trajectory,
     Turn,
 )
+from jax_agent_rl.types.supports import encode_supports
 
 
 def trajectory(

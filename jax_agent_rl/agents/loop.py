@@ -25,12 +25,12 @@ from typing import Any, ClassVar, TypeVar
 
 from jax_agent_rl.agents.context import AgentContext, Prefix, derive_seed
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.checks import did_you_mean
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.run import default_agent
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.types import Fork, SamplingParams, Trajectory
+from jax_agent_rl.utils.near_names import did_you_mean
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 
 

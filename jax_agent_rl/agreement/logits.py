@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.generation import decode_supports
 from jax_agent_rl.learner.linear_logprobs import NEGATIVE
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.types import Support
+from jax_agent_rl.types.supports import decode_supports
 
 TOKENS_PER_CHUNK = 32
 """Tokens whose logits are in memory together."""

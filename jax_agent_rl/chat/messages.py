@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax_agent_rl.chat.formats.base import to_arguments
-from jax_agent_rl.checks import has_lone_surrogate
 from jax_agent_rl.errors import TemplateError
 from jax_agent_rl.utils.media import KINDS
+from jax_agent_rl.utils.surrogates import has_lone_surrogate
 
 Message = dict[str, Any]
 

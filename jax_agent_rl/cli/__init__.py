@@ -374,9 +374,9 @@ def prepare(
     ] = "python",
 ) -> None:
     """Write the training and held-out rows of a built-in task."""
-    from jax_agent_rl.checks import did_you_mean
     from jax_agent_rl.data.tasks import prepare_calculator, prepare_shop
     from jax_agent_rl.errors import ConfigError
+    from jax_agent_rl.utils.near_names import did_you_mean
 
     tasks = {"shop": functools.partial(prepare_shop, calls=calls), "calculator": prepare_calculator}
     if task not in tasks:

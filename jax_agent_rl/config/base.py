@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import core_schema
 
-from jax_agent_rl.checks import did_you_mean
+from jax_agent_rl.utils.near_names import did_you_mean
 from jax_agent_rl.utils.plugins import InstalledName, Kind, installed
 
 Positive = Annotated[int, Field(ge=1)]

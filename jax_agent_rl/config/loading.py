@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from jax_agent_rl.checks import brief_repr, did_you_mean, nearest_keys
+from jax_agent_rl.checks import brief_repr
 from jax_agent_rl.config.recipes import find_config, recipe_files
 from jax_agent_rl.config.reference import KeyInfo, list_keys
 from jax_agent_rl.config.roots import command_of, meant_command
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.files import read_regular_file
+from jax_agent_rl.utils.near_names import did_you_mean, nearest_keys
 from jax_agent_rl.utils.wrong_values import OUR_CHECKS, describe_value, place_of
 from jax_agent_rl.utils.yaml_text import MAX_CHARACTERS, load_yaml
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jax_agent_rl.checks import nearest_keys
 from jax_agent_rl.config.base import INSTALLED_FORMAT, SCHEMA_KEY
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.near_names import nearest_keys
 
 Schema = Mapping[str, Any]
 _NUMBER_LIMITS = (

@@ -23,9 +23,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jax_agent_rl.checks import did_you_mean
 from jax_agent_rl.config.reference import KeyInfo, list_keys
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.near_names import did_you_mean
 
 
 def _paths(sections: Mapping[str, str]) -> frozenset[str]:

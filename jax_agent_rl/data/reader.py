@@ -44,10 +44,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jax_agent_rl.checks import has_lone_surrogate
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.bounded_json import TooDeepError, decode_json
 from jax_agent_rl.utils.files import read_lines
+from jax_agent_rl.utils.surrogates import has_lone_surrogate
 
 if TYPE_CHECKING:
     import pyarrow

@@ -34,11 +34,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.checks import did_you_mean
 from jax_agent_rl.data.reader import Row, located
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.files import write_atomically
 from jax_agent_rl.utils.media import KINDS, MAX_FRAMES, data_url_bytes, media_source
+from jax_agent_rl.utils.near_names import did_you_mean
 from jax_agent_rl.utils.packages import is_installed
 
 Source = str | bytes | list[str | bytes]

@@ -33,7 +33,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from jax_agent_rl.checks import as_float, as_score, did_you_mean
+from jax_agent_rl.checks import as_float, as_score
 from jax_agent_rl.errors import (
     ConfigError,
     DataError,
@@ -43,6 +43,7 @@ from jax_agent_rl.errors import (
 )
 from jax_agent_rl.types import FinishReason, ToolCallRecord
 from jax_agent_rl.utils.failures import FailureLog, user_code_error
+from jax_agent_rl.utils.near_names import did_you_mean
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 from jax_agent_rl.utils.timeouts import DaemonThreads, in_time
 

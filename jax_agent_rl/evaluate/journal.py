@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.checks import json_line
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.types import DropReason
 from jax_agent_rl.utils.files import make_folder, writing
+from jax_agent_rl.utils.surrogates import json_line
 
 
 class Journal:

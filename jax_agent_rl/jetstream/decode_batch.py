@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_agent_rl.generation import mask_words
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.sampling import Truncation
 from jax_agent_rl.models.vision_context import MultimodalContext
 from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.types.supports import mask_words
 
 MAX_STOP_IDS = 8
 PREFILL_ROWS = 4

@@ -21,7 +21,6 @@ import jax.monitoring
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jax_agent_rl.generation import mask_words
 from jax_agent_rl.jetstream.adapters import AdapterStacks
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.forward import EngineParams, Kernels, decode_step, prefill_chunks
@@ -35,6 +34,7 @@ from jax_agent_rl.jetstream.kv_cache import (
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision_context import ImageInputs
+from jax_agent_rl.types.supports import mask_words
 
 
 def decode(

@@ -10,10 +10,10 @@ import numpy as np
 
 from jax_agent_rl.chat.grammar import GrammarState
 from jax_agent_rl.errors import BackendError, PromptTooLongError
-from jax_agent_rl.generation import encode_supports
 from jax_agent_rl.models.vision_context import MultimodalContext
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import RoutedExperts, StopReason, Support, TokenOutput, digest_ids
+from jax_agent_rl.types.supports import encode_supports
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.engine import JaxEngine

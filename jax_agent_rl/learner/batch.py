@@ -32,7 +32,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jax_agent_rl.generation import decode_supports, mask_words
 from jax_agent_rl.learner.image_packing import RowImages
 from jax_agent_rl.types import (
     FinishReason,
@@ -43,6 +42,7 @@ from jax_agent_rl.types import (
     Trajectory,
     Turn,
 )
+from jax_agent_rl.types.supports import decode_supports, mask_words
 
 TERMS_PER_TOKEN = 2
 """Room for terms in a row, per token of its length."""

@@ -6,7 +6,7 @@ Tokens are sorted by expert, for one grouped product per matrix. On a mesh each 
     shard's tokens ─► all-gather over ``expert`` ─► shard's experts ─► sum-scatter back
                                                     (tokens of other experts sorted to the end)
 
-The choices may be given (router replay, ``jax_agent_rl.generation``): weights and gradients are
+The choices may be given (router replay, ``types.routed_experts``): weights and gradients are
 then those of the layer's own scores over the given experts.
 
 No token is dropped and there is no capacity factor; a shard holds the tokens of its ``expert``

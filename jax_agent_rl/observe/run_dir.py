@@ -26,13 +26,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jax_agent_rl.checks import json_line
 from jax_agent_rl.data.reader import MAX_LINE_BYTES
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.observe.schema import is_trace_record, is_trajectory_record
 from jax_agent_rl.observe.selection import sample
 from jax_agent_rl.types import FinishReason, Fork, StopReason, TokenOutput, Trajectory, Turn
 from jax_agent_rl.utils.files import make_folder, read_lines, replacing, write_atomically, writing
+from jax_agent_rl.utils.surrogates import json_line
 
 Numbers = Sequence[float] | np.ndarray
 TokenValues = Mapping[str, Mapping[str, Numbers]]

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-from jax_agent_rl.generation import ID_BOUND
 from jax_agent_rl.types import FinishReason, StopReason
+from jax_agent_rl.types.token_ids import ID_BOUND
 
 _Count = Annotated[int, Field(ge=0, lt=ID_BOUND)]
 _Ids = Annotated[list[_Count], Field(fail_fast=True)]

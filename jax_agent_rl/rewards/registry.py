@@ -28,9 +28,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
-from jax_agent_rl.checks import as_score, brief_repr, did_you_mean, looks_like_number
+from jax_agent_rl.checks import as_score, brief_repr, looks_like_number
 from jax_agent_rl.errors import ConfigError, RewardError
 from jax_agent_rl.utils.failures import is_user_file, place
+from jax_agent_rl.utils.near_names import did_you_mean
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 
 Score = float | Mapping[str, Any]

@@ -41,7 +41,6 @@ from pydantic import TypeAdapter
 
 from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
-from jax_agent_rl.generation import routed_from_json, routed_to_json
 from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.learner.checkpoint import Checkpointer, located
 from jax_agent_rl.learner.learner import Learner
@@ -52,6 +51,7 @@ from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import gathered
 from jax_agent_rl.rollout.http.wire import decode_media, encode_media
 from jax_agent_rl.types import Group, Trajectory, Turn
+from jax_agent_rl.types.routed_experts import routed_from_json, routed_to_json
 
 if TYPE_CHECKING:
     from jax_agent_rl.runtime.multihost_engines import WeightBuffer

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from jax_agent_rl.generation import ID_BOUND
 from jax_agent_rl.tinker_server.wire import MOST_IDS, BadRequest
+from jax_agent_rl.types.token_ids import ID_BOUND
 from jax_agent_rl.utils.ids import SafeId
 from jax_agent_rl.utils.wrong_values import describe_problems
 

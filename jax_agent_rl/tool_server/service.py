@@ -26,7 +26,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from jax_agent_rl.checks import replace_lone_surrogates
 from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.plugins import (
@@ -41,6 +40,7 @@ from jax_agent_rl.tool_server.plugins import (
 from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.failures import FailureLog, describe_error, error_place
 from jax_agent_rl.utils.loop_watch import OwnTime, at_work
+from jax_agent_rl.utils.surrogates import replace_lone_surrogates
 
 logger = logging.getLogger(__name__)
 OPENED = "toolserver_environments_opened"

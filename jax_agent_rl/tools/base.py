@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, SupportsFloat
 
-from jax_agent_rl.checks import as_float, as_score, replace_lone_surrogates
+from jax_agent_rl.checks import as_float, as_score
 from jax_agent_rl.errors import ToolDefinitionError
+from jax_agent_rl.utils.surrogates import replace_lone_surrogates
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FiniteFloat, ValidationError
 
-from jax_agent_rl.checks import as_score, replace_lone_surrogates
+from jax_agent_rl.checks import as_score
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tracing import span
 from jax_agent_rl.utils.media import read_images
 from jax_agent_rl.utils.network import JsonService
+from jax_agent_rl.utils.surrogates import replace_lone_surrogates
 from jax_agent_rl.utils.wrong_values import describe_first
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,6 @@
   ``worker_pool``.
 - The process: ``shutdown``.
 - Files: ``files``, ``fingerprints``, ``hub``, ``media``, ``weight_transfer``.
-- Text: ``bounded_json``, ``config_words``, ``fences``, ``ids``, ``text``, ``wrong_values``,
-  ``yaml_text``.
+- Text: ``bounded_json``, ``config_words``, ``fences``, ``ids``, ``near_names``, ``surrogates``,
+  ``text``, ``wrong_values``, ``yaml_text``.
 """

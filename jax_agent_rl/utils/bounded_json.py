@@ -16,8 +16,8 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from jax_agent_rl.checks import has_lone_surrogate
 from jax_agent_rl.utils.files import read_regular_file
+from jax_agent_rl.utils.surrogates import has_lone_surrogate
 
 MAX_NESTING = 100
 """Maximum levels of arrays and objects; recursive code can handle several times as many."""

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from jax_agent_rl.checks import did_you_mean
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.utils.failures import describe_error, error_place
+from jax_agent_rl.utils.near_names import did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

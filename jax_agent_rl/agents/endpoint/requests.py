@@ -24,9 +24,9 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.grammar_limits import GrammarBusyError, GrammarError
 from jax_agent_rl.chat.template import check_template_kwargs
-from jax_agent_rl.generation import ID_BOUND
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.types.token_ids import ID_BOUND
 
 Prompt = str | list[int]
 _Ids = Annotated[list[int], Field(fail_fast=True)]

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.checks import nearest
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.near_names import nearest
 
 Shape = tuple[int, int, int, int, int]
 """hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads."""

@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.compiled import Inventory, Phase, Program, Published
-from jax_agent_rl.generation import mask_words
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.decode_batch import (
     ALL_ALLOWED,
@@ -34,6 +33,7 @@ from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.parameters import PARAMETERS, Kind
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
 from jax_agent_rl.trainer.step import training_sampling
+from jax_agent_rl.types.supports import mask_words
 
 WEIGHTS = "engine weights"
 CACHE = "KV cache"

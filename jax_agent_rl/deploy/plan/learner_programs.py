@@ -17,7 +17,6 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jax_agent_rl.config import AlgorithmConfig, Config, LearnerConfig
 from jax_agent_rl.deploy.plan.compiled import Inventory, Program, Published
 from jax_agent_rl.deploy.plan.engine_programs import pass_flops
-from jax_agent_rl.generation import mask_words
 from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
 from jax_agent_rl.learner.image_packing import blanks, image_packing
 from jax_agent_rl.learner.losses.policy import SELECTORS
@@ -38,6 +37,7 @@ from jax_agent_rl.models.sharding import (
 )
 from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types.supports import mask_words
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -34,12 +34,12 @@ from jax_agent_rl.deploy.plan.topology import (
     place_devices,
 )
 from jax_agent_rl.errors import ConfigError, ModelError
-from jax_agent_rl.generation import mask_words
 from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.runtime.engine_devices import engine_shapes
+from jax_agent_rl.types.supports import mask_words
 from jax_agent_rl.utils.hub import hub_name
 
 BATCH = "gradients and batches"

@@ -36,7 +36,6 @@ from jax_agent_rl.deploy.plan.topology import (
     learner_meshes,
 )
 from jax_agent_rl.errors import CompilerError, ConfigError
-from jax_agent_rl.generation import mask_words
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.runtime.engine_devices import (
     MASTER,
@@ -44,6 +43,7 @@ from jax_agent_rl.runtime.engine_devices import (
     engine_shapes,
     parameter_count,
 )
+from jax_agent_rl.types.supports import mask_words
 
 TRIES = 3
 """Layouts compiled at most, per layout that should fit."""

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_agent_rl.checks import did_you_mean
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.launch.tpu.gcloud import SHAPES
 from jax_agent_rl.errors import ConfigError
@@ -36,6 +35,7 @@ from jax_agent_rl.runtime.engine_devices import (
     resolve_engine_mesh,
     with_engine_mesh,
 )
+from jax_agent_rl.utils.near_names import did_you_mean
 from jax_agent_rl.utils.packages import is_installed
 
 GIB = 1 << 30

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from jax_agent_rl.chat.messages import alternating
 from jax_agent_rl.chat.thinking import answer_of
-from jax_agent_rl.checks import replace_lone_surrogates
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.loading import build_tree
 from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
@@ -21,6 +20,7 @@ from jax_agent_rl.errors import ConfigError, InteractionError, TemplateError
 from jax_agent_rl.rewards.rules import last_number, marked_number
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.network import JsonService, bearer
+from jax_agent_rl.utils.surrogates import replace_lone_surrogates
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.checks import is_number, replace_lone_surrogates
+from jax_agent_rl.checks import is_number
 from jax_agent_rl.errors import ConfigError, DataError, ModelError
 from jax_agent_rl.observe.report.charts import charts, newest_traces, timeline, zero_metrics
 from jax_agent_rl.observe.report.trajectories import (
@@ -41,6 +41,7 @@ from jax_agent_rl.observe.run_dir import (
 from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, FactTable, choose
 from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.files import make_folder, replacing
+from jax_agent_rl.utils.surrogates import replace_lone_surrogates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from jax_agent_rl.generation import ID_BOUND
 from jax_agent_rl.rollout.http.weight_files import MAX_FILES
 from jax_agent_rl.rollout.http.wire import REMOTE_PAYLOADS
 from jax_agent_rl.types import PauseMode
+from jax_agent_rl.types.token_ids import ID_BOUND
 
 MAX_PATH = 4096
 MAX_ALTERNATIVES = 1024

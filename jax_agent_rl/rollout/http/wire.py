@@ -28,9 +28,10 @@ from jax_agent_rl.errors import (
     TokenDriftError,
     WeightUpdateError,
 )
-from jax_agent_rl.generation import ID_BOUND, routed_from_json, routed_to_json
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, TokenChunk
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, TokenScores
+from jax_agent_rl.types.routed_experts import routed_from_json, routed_to_json
+from jax_agent_rl.types.token_ids import ID_BOUND
 from jax_agent_rl.utils.media import as_frames, as_image
 
 PROTOCOL_VERSION = 6

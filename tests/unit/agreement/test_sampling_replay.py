@@ -13,13 +13,13 @@ import pytest
 
 from jax_agent_rl.chat.grammar import GrammarCompiler
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.generation import decode_supports
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.metrics import AgreementCheck, Comparison
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import FinishReason, Group, SamplingParams, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types.supports import decode_supports
 from tests.tiny import full_logits, tiny_params
 from tests.tiny_chat import CONFIG, tokenizer
 

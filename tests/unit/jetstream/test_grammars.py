@@ -14,13 +14,13 @@ import pytest
 
 from jax_agent_rl.chat.grammar import GrammarCompiler
 from jax_agent_rl.errors import BackendError
-from jax_agent_rl.generation import decode_supports
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
+from jax_agent_rl.types.supports import decode_supports
 from tests.tiny import full_logits, tiny_params
 from tests.tiny_chat import CONFIG, tokenizer
 

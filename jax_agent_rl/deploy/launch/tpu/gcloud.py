@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jax_agent_rl.checks import did_you_mean
 from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
+from jax_agent_rl.utils.near_names import did_you_mean
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBIC = (

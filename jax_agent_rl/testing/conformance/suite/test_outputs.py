@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.errors import BackendError, PromptTooLongError
-from jax_agent_rl.generation import ID_BOUND
 from jax_agent_rl.testing.conformance.models import log_softmax
 from jax_agent_rl.testing.conformance.probe import CheckFailed, Probe
 from jax_agent_rl.testing.conformance.runner import check
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
+from jax_agent_rl.types.token_ids import ID_BOUND
 
 _MAX_ANSWER = 48
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.errors import BackendError
-from jax_agent_rl.generation import decode_supports
 from jax_agent_rl.rollout.merge_outputs import remaining_request
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER
 from jax_agent_rl.testing.conformance.models import log_softmax, predictions
 from jax_agent_rl.testing.conformance.probe import CheckFailed, Probe
 from jax_agent_rl.testing.conformance.runner import check
 from jax_agent_rl.types import StopReason, TokenOutput
+from jax_agent_rl.types.supports import decode_supports
 
 _RESTRICTED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.7},

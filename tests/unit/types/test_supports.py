@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.generation import decode_supports, encode_supports, mask_words
+from jax_agent_rl.types.supports import decode_supports, encode_supports, mask_words
 
 
 def masks_of(kept: np.ndarray) -> np.ndarray:

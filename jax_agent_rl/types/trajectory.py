@@ -1,20 +1,6 @@
-"""Data types of rollouts: frozen, keyword-only, validated at construction.
+"""Trajectories: the turns of a rollout, its token ids, and where it branched off.
 
-A worked example, two turns (ids invented, one id per word)::
-
-    prompt_ids        = [10, 11, 12]              the rendered conversation, ends with "assistant:"
-    turn 1 sampled    = [20, 21, 2]               a tool call; 2 is the end-of-turn token, kept
-    turn 1 appended   = [30, 31, 32]              boundary + tool result + next "assistant:"
-    turn 2 sampled    = [40, 2]                   the answer
-
-    context of turn 2 = [10, 11, 12] + [20, 21, 2] + [30, 31, 32]      joined, never re-rendered
-
-    response_ids      = [20, 21, 2, 30, 31, 32, 40, 2]
-    response_mask     = [ 1,  1, 1,  0,  0,  0,  1, 1]     1 = sampled by the policy
-    rollout_logprobs  = [-.1,-.2,-.1, 0,  0,  0,-.3,-.1]   of the distribution sampled from
-    policy_versions   = [ 4,  4, 4, -1, -1, -1,  5, 5]     the weights that produced each token
-
-Where the mask is 0, the log-prob is 0 and the version is -1.
+The package's docstring has a worked example.
 """
 
 from __future__ import annotations
@@ -24,17 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_agent_rl.checks import as_score
-from jax_agent_rl.checks import digest_ids as digest_ids
-from jax_agent_rl.errors import DropReason as DropReason
-from jax_agent_rl.errors import FinishReason as FinishReason
-from jax_agent_rl.generation import PauseMode as PauseMode
-from jax_agent_rl.generation import RoutedExperts as RoutedExperts
-from jax_agent_rl.generation import SamplingParams as SamplingParams
-from jax_agent_rl.generation import StopReason as StopReason
-from jax_agent_rl.generation import Support as Support
-from jax_agent_rl.generation import TokenOutput as TokenOutput
-from jax_agent_rl.generation import TokenScores as TokenScores
-from jax_agent_rl.generation import join_routed as join_routed
+from jax_agent_rl.errors import DropReason, FinishReason
+from jax_agent_rl.types.supports import Support
+from jax_agent_rl.types.token_output import TokenOutput, TokenScores
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -371,40 +349,6 @@ class Trajectory:
     def multi_modal(self) -> dict[str, tuple[Any, ...]]:
         """Unprocessed images and videos the ids show, by kind, in order of their placeholders."""
         return join_media([self.prompt_media, *(turn.appended_media for turn in self.turns)])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """The surviving trajectories of one prompt, with the reward statistics advantages need.
-
-    Attributes:
-        group_id: id of the group, which its trajectories have as well.
-        trajectories: the members that were not lost.
-        dropped: number of lost members by reason.
-        greedy_reward: reward of the prompt's greedy rollout (ReMax); None without one.
-        metrics: how the group was collected, e.g. ``branches``.
-        frozen: trajectories of roles that are not trained: on record, but no samples.
-        baselines: rewards to expect, by role (RAE).
-    """
-
-    group_id: str
-    trajectories: tuple[Trajectory, ...]
-    dropped: Mapping[DropReason, int] = field(default_factory=dict)
-    greedy_reward: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    frozen: tuple[Trajectory, ...] = ()
-    baselines: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        strangers = [t.trajectory_id for t in self.trajectories if t.group_id != self.group_id]
-        if strangers:
-            raise ValueError(
-                f"group {self.group_id!r} was given trajectories of other groups: {strangers}"
-            )
-
-    @property
-    def rewards(self) -> tuple[float, ...]:
-        return tuple(t.reward for t in self.trajectories)
 
 
 def join_media(parts: Iterable[Mapping[str, tuple[Any, ...]]]) -> dict[str, tuple[Any, ...]]:

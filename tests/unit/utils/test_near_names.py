@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.checks import did_you_mean, nearest, nearest_keys
 from jax_agent_rl.config import Config, build
 from jax_agent_rl.config.loading import valid_keys
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.near_names import did_you_mean, nearest, nearest_keys
 
-PACKAGE = Path(__file__).parents[2] / "jax_agent_rl"
+PACKAGE = Path(__file__).parents[3] / "jax_agent_rl"
 KEYS = sorted({*valid_keys(Config), *(key.rpartition(".")[0] for key in valid_keys(Config))} - {""})
 """Of the configuration, with its sections."""
 NAMES = st.text("abcdeilmnorst_", min_size=1, max_size=14)

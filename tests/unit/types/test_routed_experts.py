@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.generation import RoutedExperts, join_routed
 from jax_agent_rl.rollout.http.wire import decode_output, encode_output
 from jax_agent_rl.rollout.merge_outputs import remaining_request
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime.multihost import decode_groups, encode_groups
-from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
+from jax_agent_rl.types import RoutedExperts, SamplingParams, StopReason, TokenOutput, join_routed
 from tests.trajectories import random_groups, with_routed_experts
 
 WHOLE = np.random.default_rng(0).integers(0, 256, (12, 3, 2)).astype(np.uint8)
