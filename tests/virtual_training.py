@@ -24,7 +24,8 @@ from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.server import AsyncServer, FleetMetrics
+from jax_agent_rl.rollout.fleet_metrics import FleetMetrics
+from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.fakes import FakeLearner, NoCheckpoints
 from jax_agent_rl.testing.simulate.engine import SimulatedEngine

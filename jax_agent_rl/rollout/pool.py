@@ -36,7 +36,8 @@ from jax_agent_rl.errors import (
 )
 from jax_agent_rl.rollout.protocol import IdentifiesWeights, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.request_queue import RequestQueue
-from jax_agent_rl.rollout.server import AsyncServer, watch_servers
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.watchdog import watch_servers
 from jax_agent_rl.types import PauseMode
 
 logger = logging.getLogger(__name__)

@@ -30,9 +30,10 @@ from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.traces import open_tracer
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.fleet_metrics import FleetMetrics
 from jax_agent_rl.rollout.http.membership import MembershipServer
 from jax_agent_rl.rollout.pool import BackendFactory
-from jax_agent_rl.rollout.server import AsyncServer, FleetMetrics
+from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engine_devices import check_turns, engine_mesh, idle_device_warnings
 from jax_agent_rl.runtime.engines import backend_factories, one_program, parameter_dtype, read_model
 from jax_agent_rl.runtime.identity import RunIdentity, run_identity

@@ -17,8 +17,9 @@ from jax_agent_rl.config import AgentConfig, Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.shapes import page_size
 from jax_agent_rl.models.hf import load_config
+from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.server import AsyncServer, engine_families
+from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engine_devices import engine_mesh, engine_shapes, idle_device_warnings
 from jax_agent_rl.runtime.engines import (
     UNTRAINED,

@@ -1,9 +1,9 @@
 """Metrics in Prometheus's text format 0.0.4, and counts of a server's requests.
 
 Names begin with ``jax_agent_rl_``: ``engine_…`` are an engine's counts since it started
-(:mod:`jax_agent_rl.rollout.server`), ``server_requests`` its requests, ``train_…`` the newest line
-of a run's ``metrics.jsonl`` (:mod:`jax_agent_rl.observe.sinks.metrics`). Counters end in
-``_total``.
+(:mod:`jax_agent_rl.rollout.engine_metrics`), ``server_requests`` its requests, ``train_…`` the
+newest line of a run's ``metrics.jsonl`` (:mod:`jax_agent_rl.observe.sinks.metrics`). Counters end
+in ``_total``.
 """
 
 from __future__ import annotations

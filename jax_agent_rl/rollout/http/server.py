@@ -28,11 +28,11 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from jax_agent_rl.errors import BackendError, JaxAgentRLError, PromptTooLongError, WeightUpdateError
+from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.http import requests, wire
 from jax_agent_rl.rollout.http.weight_files import SharedDir, Uploads
 from jax_agent_rl.rollout.http.wire import decode_request
 from jax_agent_rl.rollout.protocol import Health, RolloutBackend, WeightUpdate
-from jax_agent_rl.rollout.server import engine_families
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.utils.http_server import HttpServer, Refused, counted, read_body, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text

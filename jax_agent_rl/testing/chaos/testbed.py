@@ -42,9 +42,9 @@ from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
+from jax_agent_rl.rollout.fleet_metrics import FleetMetrics
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.rollout.server import FleetMetrics
 from jax_agent_rl.testing.chaos import engine
 from jax_agent_rl.testing.chaos.engine import hash_policy
 from jax_agent_rl.testing.chaos.faults import Child, free_port

@@ -27,8 +27,9 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.run_dir import RunDir, TokenValues
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.fleet_metrics import FleetMetrics
 from jax_agent_rl.rollout.request_queue import MoveRule
-from jax_agent_rl.rollout.server import AsyncServer, FleetMetrics
+from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.fakes import NoCheckpoints
 from jax_agent_rl.testing.simulate.engine import SimulatedEngine

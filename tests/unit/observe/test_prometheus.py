@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.sinks.metrics import serve_trainer
+from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health
-from jax_agent_rl.rollout.server import engine_families
 from jax_agent_rl.utils.prometheus import RequestCounts, exposition_text
 
 CAPABILITIES = Capabilities(max_model_len=64, max_concurrent=4)

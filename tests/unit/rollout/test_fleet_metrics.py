@@ -3,8 +3,8 @@
 import asyncio
 
 from jax_agent_rl.errors import EngineDiedError
+from jax_agent_rl.rollout.fleet_metrics import FleetMetrics
 from jax_agent_rl.rollout.protocol import BackendMetrics
-from jax_agent_rl.rollout.server import FleetMetrics
 from tests.fleet import in_virtual_time, now
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_agent_rl.rollout.server import StallDetector
+from jax_agent_rl.rollout.watchdog import StallDetector
 
 
 class Server:
