@@ -314,6 +314,7 @@ NIGHTLY = {
     "e2e/test_async_modes.py::test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing[keep": "two runs; `--all` ends the other modes",
     "e2e/test_multihost_run.py::test_a_full_disk_on_one_process_ends_the_run_with_a_message_and_it_resumes[1]": "three runs; `--all` fills the disk of process 0",
     "e2e/test_multihost_run.py::test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint[fully_async]": "three runs; `--all` has the synchronous ones",
+    "e2e/test_ray_job.py::test_nodes_that_stall_die_or_come_late_cost_no_trajectory": "waits five minutes; `--all` has a learner that is killed",
     "e2e/test_real_model.py::test_three_steps_on_the_calculator_teach_something": "trains 135M parameters, as the wheel's quickstart does",
     "e2e/test_remote_run.py::test_a_server_added_by_command_takes_over_from_the_one_that_is_removed": "two servers; `--all` has a run with one",
     "e2e/test_remote_run.py::test_eval_on_a_rollout_server_samples_what_the_engine_here_does": "a server; `--all` has a run with one",
@@ -321,12 +322,21 @@ NIGHTLY = {
     "e2e/test_task_examples.py::test_an_example_with_a_tool_server_calls_it_and_learns_from_it[python_agent]": "trains 135M parameters; `--all` has the SQL agent",
     "e2e/test_task_examples.py::test_an_example_with_a_tool_server_calls_it_and_learns_from_it[search_agent]": "trains 135M parameters; `--all` has the SQL agent",
     "e2e/test_tpu_pod_run.py::test_a_managed_job_on_two_hosts_continues_after_a_recovery_with_every_step_once": "two runs of two hosts; `--all` has one that loses its slice",
+    "unit/agents/test_clients.py::test_an_unmodified_agent_is_one_exact_trajectory_that_is_trained_on[smolagents]": "takes long to import; `--all` has the other clients",
     "unit/agreement/test_faults_by_kind.py::test_a_tensor_that_is_used_wrongly_is_named_by_log_probs_alone[experts]": "compiles experts for every hypothesis",
     "unit/deploy/plan/test_search.py::test_more_tokens_at_once_and_more_kept_of_them_take_more": "compiles many programs for TPUs",
+    "unit/learner/test_meshes.py::test_a_mesh_gives_the_loss_and_gradient_of_one_device[int8]": "compiles for eight devices; tests/unit/learner/test_precision.py has eight bits on one",
+    "unit/learner/test_meshes.py::test_a_mesh_gives_the_loss_and_gradient_of_one_device[nf4]": "compiles for eight devices; tests/unit/learner/test_precision.py has four bits on one",
+    "unit/runtime/test_multihost.py::test_one_and_four_processes_go_on_from_what_two_saved": "seven processes; `--all` has one that goes on from what two saved",
+    "unit/testing/simulate/test_simulation.py::test_a_session_whose_server_is_full_waits_where_its_context_is_dear": "simulates thousands of sessions; `--all` has those that move",
 }
 """What ``--all`` leaves to ``--nightly``: how a test's name with parameters begins, and why."""
 
 PARTS_OF_ALL = {
+    "parity/test_families_vs_transformers.py::test_every_field_of_a_config_is_honoured_refused_or_without_effect": (
+        ("[llama]", "[qwen3]", "[qwen3_moe]", "[gemma3]", "[gpt_oss]", "[glm4]"),
+        "a model for every field",
+    ),
     "unit/cli/test_damaged_files.py::test_a_damaged_run_is_a_message_in_every_command": (
         ("config.json", "summary.json", "checkpoints/4/notes/metadata"),
         "every command on each damage of each file",
