@@ -21,7 +21,7 @@ from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
 from jax_agent_rl.utils.files import cache_root
 from tests.examples import load_profile
 from tests.simulated import COMPILE_QUICKLY
-from tests.slow import is_nightly, is_slow
+from tests.slow import SLOW, is_nightly, is_slow
 
 if importlib.util.find_spec(
     "libtpu"
@@ -35,6 +35,7 @@ load_profile()
 secure_own_cluster()  # before a test of vLLM imports Ray
 pytest.register_assert_rewrite("jax_agent_rl.testing.conformance.suite")
 
+TESTS = Path(__file__).parent
 GROWTH_BYTES = 2**30
 kept_bytes = 3 * 2**30
 """Memory of a worker above which its compiled programs and traces are dropped after a file."""
@@ -108,6 +109,15 @@ def _end_without_other_threads() -> None:
     time.sleep(60)
     faulthandler.dump_traceback()
     os._exit(1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which nothing would run: importing them takes seconds in each worker."""
+    if "not slow" not in config.option.markexpr or not collection_path.is_relative_to(TESTS):
+        return None
+    if collection_path.relative_to(TESTS).as_posix() in SLOW:
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

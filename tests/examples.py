@@ -1,5 +1,4 @@
-"""How many examples hypothesis tries: few in the quick tests, its usual number with ``--all``, many
-at night.
+"""How many examples hypothesis tries: few in the quick tests, more with ``--all``, many at night.
 
 ``TEST_EXAMPLES`` names the profile; ``launch/test.sh`` sets it.
 """
@@ -10,12 +9,12 @@ import os
 import hypothesis
 
 USUAL = 100
-SHARES = {"quick": 0.2, "all": 1.0, "nightly": 10.0}
+SHARES = {"quick": 0.2, "all": 0.5, "nightly": 10.0}
 LEAST = 5
 
 
 def examples(usual: int = USUAL) -> int:
-    """Return how many examples a test tries now that tries ``usual`` of them with ``--all``."""
+    """Return how many examples a test tries now, given the number that is written in it."""
     return max(min(usual, LEAST), math.ceil(usual * SHARES[_profile()]))
 
 

@@ -304,13 +304,13 @@ def hub_name(path: str | os.PathLike[str]) -> tuple[str, str | None] | None:
     return match["id"], match["revision"]
 
 
-def read_pretrained(cls: Any, folder: Path, **options: Any) -> Any:
+def read_pretrained(auto_class: Any, folder: Path, **options: Any) -> Any:
     """Read one of transformers' objects from a folder.
 
     Code that the folder brings is never run, and nobody is asked whether to run it.
 
     Args:
-        cls: class with ``from_pretrained``, such as ``AutoTokenizer``.
+        auto_class: class with ``from_pretrained``, such as ``AutoTokenizer``.
         options: further arguments of ``from_pretrained``.
 
     Raises:
@@ -318,7 +318,7 @@ def read_pretrained(cls: Any, folder: Path, **options: Any) -> Any:
         OSError, ValueError: it cannot be read.
     """
     try:
-        return cls.from_pretrained(
+        return auto_class.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, **options
         )
     except ValueError as error:
@@ -327,7 +327,7 @@ def read_pretrained(cls: Any, folder: Path, **options: Any) -> Any:
         raise ModelError(
             f"{folder} brings code of its own (auto_map in its JSON files), which is never run;"
             " choose a model of a class that transformers has, or remove auto_map if"
-            f" {cls.__name__} can do without"
+            f" {auto_class.__name__} can do without"
         ) from None
 
 

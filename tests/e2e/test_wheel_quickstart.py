@@ -71,6 +71,8 @@ def test_the_installed_wheel_trains_the_quickstart_in_an_empty_folder(tmp_path: 
         "quickstart",
         "trainer.steps=2",
         "trainer.checkpoint_every=2",
+        "data.eval_limit=8",
+        "rollout.prompts_per_step=2",
         folder=empty,
         seconds=1800,
     )

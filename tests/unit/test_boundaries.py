@@ -5,6 +5,7 @@ rule.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,22 @@ SOURCES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*
 PACKAGE = [
     file for file in SOURCES if file.relative_to(ROOT).parts[0] in ("jax_agent_rl", "gpu_backend")
 ]
-TREES = {file: ast.parse(file.read_text()) for file in SOURCES}
+
+
+@functools.cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """Every node of a file's syntax tree."""
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
+@functools.cache
+def calls_of(file: Path) -> list[tuple[ast.Call, str]]:
+    """Every call of a file with the text of what is called."""
+    found = []
+    for node in nodes_of(file):
+        if isinstance(node, ast.Call):
+            found.append((node, ast.unparse(node.func)))
+    return found
 
 
 def place(file: Path, node: ast.AST) -> str:
@@ -25,9 +41,8 @@ def place(file: Path, node: ast.AST) -> str:
 def calls(files: list[Path]) -> Iterator[tuple[Path, ast.Call, str]]:
     """Every call with the text of what is called."""
     for file in files:
-        for node in ast.walk(TREES[file]):
-            if isinstance(node, ast.Call):
-                yield file, node, ast.unparse(node.func)
+        for call, name in calls_of(file):
+            yield file, call, name
 
 
 # --- code that a model's folder brings ------------------------------------------------------------
@@ -40,19 +55,23 @@ RUNS_REMOTE_CODE = (
     "pipeline",
 )
 """Functions of transformers, datasets and sentence-transformers that take ``trust_remote_code``."""
-OWN_CLASSES = {
-    node.name
-    for tree in TREES.values()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.ClassDef)
-}
+
+
+def own_classes() -> set[str]:
+    names = set()
+    for file in SOURCES:
+        for node in nodes_of(file):
+            if isinstance(node, ast.ClassDef):
+                names.add(node.name)
+    return names
 
 
 def test_no_call_runs_or_asks_to_run_a_folders_code():
+    own_receivers = {*own_classes(), "cls"}
     found = 0
     for file, call, name in calls(SOURCES):
         receiver, _, function = name.rpartition(".")
-        if function not in RUNS_REMOTE_CODE or receiver in {*OWN_CLASSES, "cls"}:
+        if function not in RUNS_REMOTE_CODE or receiver in own_receivers:
             continue
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         assert given.get("trust_remote_code") == "False", (
@@ -64,7 +83,7 @@ def test_no_call_runs_or_asks_to_run_a_folders_code():
 
 def test_nothing_trusts_remote_code():
     for file in SOURCES:
-        for node in ast.walk(TREES[file]):
+        for node in nodes_of(file):
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 assert ast.unparse(node.value) == "False", place(file, node)
 
@@ -283,7 +302,7 @@ def test_every_http_server_is_one_whose_routes_are_all_tried():
     """tests/unit/test_routes.py tries them; there a new route fails until it has a valid body."""
     makers = {
         file.stem if file.stem != "app" else file.parent.name
-        for file in TREES
+        for file in SOURCES
         if makes_http_server(file)
     }
     tried = {

@@ -1,13 +1,18 @@
 """The package keeps its shape: few modules at its root, no cycles, one class per name."""
 
 import ast
+import functools
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*(ROOT / "jax_agent_rl").rglob("*.py"), *(ROOT / "gpu_backend").rglob("*.py")])
-TREES = {file: ast.parse(file.read_text()) for file in FILES}
+
+
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def module(file: Path) -> str:
@@ -35,7 +40,7 @@ def imports(tree: ast.Module) -> set[str]:
 def test_no_file_imports_itself_through_others():
     try:
         TopologicalSorter(
-            {name: imports(TREES[file]) - {name} for name, file in MODULES.items()}
+            {name: imports(tree_of(file)) - {name} for name, file in MODULES.items()}
         ).prepare()
     except CycleError as error:
         raise AssertionError(" -> ".join(error.args[1])) from None
@@ -43,8 +48,8 @@ def test_no_file_imports_itself_through_others():
 
 def test_every_public_class_has_a_name_of_its_own():
     where = defaultdict(list)
-    for file, tree in TREES.items():
-        for node in tree.body:
+    for file in FILES:
+        for node in tree_of(file).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where[node.name].append(module(file))
     assert {name: files for name, files in where.items() if len(files) > 1} == {}

@@ -61,9 +61,12 @@ VISION = replace(
     TINY_VISION, image_token_id=3, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6
 )
 CONFIG = replace(TINY_VL, vocab_size=300, vision=VISION)
-PROCESSOR = VisionProcessor(vision=VISION, patcher=vision_processor().patcher)
 LONGEST = 96
 FIRST, SECOND = picture(1), picture(2, 12, 8)
+
+
+def processor() -> VisionProcessor:
+    return VisionProcessor(vision=VISION, patcher=vision_processor().patcher)
 
 
 def data_url(image: Image.Image, form: str = "PNG") -> str:
@@ -88,7 +91,7 @@ def codec() -> ChatCodec:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend_tokenizer(), eos_token="<|end|>", chat_template=TEMPLATE
     )
-    return ChatCodec(fast, media=MediaTokens({"image": 3, "video": 4}, PROCESSOR.patcher))
+    return ChatCodec(fast, media=MediaTokens({"image": 3, "video": 4}, processor().patcher))
 
 
 @contextlib.asynccontextmanager
@@ -105,7 +108,7 @@ async def seeing_context():
     decode = functools.partial(codec().decode, skip_special_tokens=False)
     params = tiny_params(config=CONFIG)
     backend = Watched(
-        CONFIG, params, shapes, version=0, vision_processor=PROCESSOR, decode_text=decode
+        CONFIG, params, shapes, version=0, vision_processor=processor(), decode_text=decode
     )
     await backend.start()
     try:
@@ -203,8 +206,8 @@ async def test_images_of_two_turns_are_in_one_exact_trajectory_that_is_trained_o
             second.prompt_ids
             == t.prompt_ids + t.turns[0].output.token_ids + t.turns[0].appended_ids
         )
-        shown = PROCESSOR.make_context(
-            t.prompt_ids + t.response_ids, PROCESSOR.read({"image": [FIRST, SECOND]})
+        shown = processor().make_context(
+            t.prompt_ids + t.response_ids, processor().read({"image": [FIRST, SECOND]})
         )
         expected = seen_logprobs(tiny_params(config=CONFIG), shown, CONFIG)[:-1]
         expected = expected[np.arange(len(expected)), shown.ids[1:]][len(t.prompt_ids) - 1 :]
@@ -216,7 +219,7 @@ async def test_images_of_two_turns_are_in_one_exact_trajectory_that_is_trained_o
         algorithm=AlgorithmConfig(),
         config=LearnerConfig(pack_length=2 * LONGEST, row_patches=128, remat="none"),
         temperature=1.0,
-        vision_processor=PROCESSOR,
+        vision_processor=processor(),
     )
     group = Group(
         group_id="g", trajectories=tuple(replace(t, reward=float(i)) for i, t in enumerate(made))
