@@ -2,9 +2,9 @@
 
     python benchmarks/recovery.py [--seconds 60] [--seed 1] [--steps 4]
 
-``throughput_share``: trajectories trained per second by the small real system of ``jax-agent-rl
-chaos`` under faults of a kind, over those without any; 1 is the limit. Engines are killed every 5 s
-on average, frozen every 9, hung every 12. ``servers_lost`` counts the times that requests had to
+``throughput_share``: trajectories trained per second by the small real system of ``tests/chaos``
+under faults of a kind, over those without any; 1 is the limit. Engines are killed every 5 s on
+average, frozen every 9, hung every 12. ``servers_lost`` counts the times that requests had to
 continue elsewhere, ``attempts`` how often one was sent.
 
 ``killed run``: the quickstart with a checkpoint after each step is killed in the middle of its
@@ -40,7 +40,8 @@ def under_faults(kind: str, seconds: float, seed: int) -> dict[str, float]:
     Raises:
         subprocess.CalledProcessError: an invariant did not hold.
     """
-    command = [*COMMAND, "chaos", "--json", f"--seconds={seconds}", f"--seed={seed}"]
+    command = [sys.executable, "-m", "tests.chaos", "--json"]
+    command += [f"--seconds={seconds}", f"--seed={seed}"]
     if kind != "all":
         command += ["--only", kind]
     process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import os
 import platform
 import shlex
@@ -33,7 +32,6 @@ from jax_agent_rl.cli.options import (
     exit_if_interrupted,
     given_config,
     overrides_of,
-    print_object,
     settings_model,
 )
 from jax_agent_rl.cli.serve import register as register_servers
@@ -612,36 +610,6 @@ def plan(
             task, console, budget=budget if search else None, picture=plot, as_json=json
         )
     if not result.fits:
-        raise typer.Exit(1)
-
-
-@command(
-    app, Panel.CHECK, "chaos", "chaos --seconds 120 --seed 3 --soak", "chaos --only kill_engine"
-)
-def chaos(
-    seconds: Annotated[
-        float, typer.Option(help="Total time of the run without faults and the run with faults.")
-    ] = 45.0,
-    seed: Annotated[int, typer.Option(help="Seed of faults, rows and tokens.")] = 0,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this fault; may be repeated.")
-    ] = None,
-    soak: Annotated[
-        bool,
-        typer.Option("--soak", help="Measure memory, descriptors and tasks, with fewer faults."),
-    ] = False,
-    json: JsonOption = False,
-) -> None:
-    """Run a small system of real processes under injected faults, and check what must hold."""
-    from jax_agent_rl.testing.chaos.run import run_command
-
-    # Lost servers and calls are expected.
-    logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)
-    with exit_if_interrupted():
-        report = run_command(seconds, seed, only or [], soak=soak, console=console_of(json))
-    if json:
-        print_object(report)
-    if report["failures"]:
         raise typer.Exit(1)
 
 

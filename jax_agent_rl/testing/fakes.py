@@ -4,7 +4,7 @@
 
     FakeBackend                    capabilities, version, refusals: what all fakes answer alike
      ├─ BatchingEngine             continuous batching: one id per running request and tick
-     │   ├─ chaos PacedBackend     samples from a table, takes weights as files, hangs on command
+     │   ├─ tests PacedBackend     samples from a table, takes weights as files, hangs on command
      │   └─ tests ToyBackend       a toy model with prefix cache, images and adapters, for the
      │                             conformance suite
      ├─ simulate SimulatedEngine   computes when requests finish in virtual time; no ticks

@@ -1,4 +1,4 @@
-"""The command that users run: every fault for a while, and an end before its time."""
+"""The command: every fault for a while, and an end before its time."""
 
 import asyncio
 import json
@@ -6,17 +6,16 @@ import signal
 import sys
 from pathlib import Path
 
-from jax_agent_rl.testing.chaos.ledger import FREE_TO_LOSE
 from jax_agent_rl.testing.leaks import Footprint
 from jax_agent_rl.utils.shutdown import EXIT_CODE
+from tests.chaos.invariants import FREE_TO_LOSE
 
 
 async def chaos(*options: str) -> tuple[int | None, dict, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "jax_agent_rl.cli",
-        "chaos",
+        "tests.chaos",
         "--json",
         *options,
         stdout=asyncio.subprocess.PIPE,
@@ -42,8 +41,7 @@ async def test_a_fault_there_is_not_is_refused_before_anything_is_started():
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "jax_agent_rl.cli",
-        "chaos",
+        "tests.chaos",
         "--only",
         "flood",
         stderr=asyncio.subprocess.PIPE,
@@ -57,8 +55,7 @@ async def test_told_to_stop_it_takes_its_servers_with_it():
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "jax_agent_rl.cli",
-        "chaos",
+        "tests.chaos",
         "--seconds",
         "600",
         stdout=asyncio.subprocess.PIPE,

@@ -152,8 +152,6 @@ CLIENTS = {
     "jax_agent_rl/deploy/launch/__main__.py": "Ray's client of the user's own cluster",
     "jax_agent_rl/agents/command/runner.py": "copies bytes of a program's connection, keeps none",
     "jax_agent_rl/agents/command/agent.py": "copies bytes of a program's connection, keeps none",
-    "jax_agent_rl/testing/chaos/proxy.py": "copies bytes of a connection, keeps none",
-    "jax_agent_rl/testing/chaos/faults.py": "reads nothing",
     "benchmarks/tool_server.py": "this machine's own server",
 }
 """Each file that makes a client of another program, and what bounds it."""
@@ -235,7 +233,6 @@ STARTS = {
     "jax_agent_rl/deploy/launch/tpu/job.py": "timeout=",
     "jax_agent_rl/jetstream/cpu/kernels.py": "timeout=",
     "jax_agent_rl/deploy/quickstart/commands.py": "timeout=",
-    "jax_agent_rl/testing/chaos/faults.py": "_START_SECONDS",
 }
 """Each file that starts what runs outside of its process, and what bounds the time until it
 answers."""
@@ -286,7 +283,6 @@ SERVERS = {
     ),
     "jax_agent_rl/agents/command/agent.py": "Relay: MAX_CONNECTIONS, keeps no bytes",
     "jax_agent_rl/agents/command/runner.py": "Relay: MAX_CONNECTIONS, keeps no bytes",
-    "jax_agent_rl/testing/chaos/proxy.py": "a proxy of tests",
 }
 """Each file that makes a server, and what bounds what its clients send."""
 

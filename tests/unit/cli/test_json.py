@@ -30,7 +30,6 @@ def test_every_command_with_a_table_or_a_report_has_it():
         "certify",
         "conformance",
         "plan",
-        "chaos",
         "simulate",
         "diagnose",
         "eval",

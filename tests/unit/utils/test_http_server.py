@@ -320,7 +320,6 @@ def test_no_module_listens_by_other_means():
             "torch.distributed's store, in the cluster's own network, for one transfer"
         ),
         "jax_agent_rl/agents/command/runner.py": "runs inside the sandbox, on its own loopback",
-        "jax_agent_rl/testing/chaos/proxy.py": "breaks the connections of chaos tests",
         "jax_agent_rl/tool_server/worker.py": "a Unix socket in a private folder of the server's",
     }
     root = Path(__file__).parents[3]

@@ -112,7 +112,7 @@ def test_the_first_signal_is_enough_for_a_server_that_closes():
 async def test_a_paused_rollout_server_with_waiting_requests_ends():
     """Its engine hangs, too, so that no request of it will ever end by itself."""
     port = free_port()
-    process = start("-m", "jax_agent_rl.testing.chaos.engine", str(port), "1")
+    process = start("-m", "tests.chaos.engine", str(port), "1")
     assert process.stdout is not None
     try:
         remote = RemoteBackend(f"http://127.0.0.1:{port}", start_seconds=60)
@@ -145,6 +145,6 @@ async def test_a_paused_rollout_server_with_waiting_requests_ends():
 
 def test_every_command_that_serves_ends_this_way():
     """What runs a server's loop elsewhere would not hear a second signal."""
-    runs = {"jax_agent_rl/cli/serve.py": 3, "jax_agent_rl/testing/chaos/engine.py": 1}
+    runs = {"jax_agent_rl/cli/serve.py": 3, "tests/chaos/engine.py": 1}
     for file, count in runs.items():
         assert (ROOT / file).read_text().count(" run_server(") >= count, file

@@ -12,9 +12,9 @@ from jax_agent_rl.errors import EngineDiedError, JaxAgentRLError, ToolServerErro
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.testing.chaos.proxy import Fault, FaultProxy
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.network import JsonService
+from tests.chaos.proxy import Fault, FaultProxy
 from tests.toy_backend import ToyBackend
 
 ANSWER = {"observations": ["x" * 500]}

@@ -1,12 +1,12 @@
 """What the servers run: an engine whose tokens can be recomputed, and a tool that counts actions.
 
-``python -m jax_agent_rl.testing.chaos.engine PORT SEED`` serves the engine; the tool server loads
-this file as ``tool_path``.
+``python -m tests.chaos.engine PORT SEED`` serves the engine; the tool server loads this file as
+``tool_path``.
 
 The weights are a table of logits. A checksum of the whole context selects the row for the next id;
 seed and position determine the draw. So a token sampled from stale or half-written weights, from
 another context, or twice in a row differs when it is recomputed
-(:func:`jax_agent_rl.testing.chaos.ledger.problems`).
+(:func:`tests.chaos.invariants.problems`).
 
 The server starts within a second, so that it can be killed every few seconds. SIGUSR1 hangs the
 engine while the server continues to send heartbeats; SIGUSR2 lets it continue.
@@ -38,7 +38,7 @@ HEARTBEAT_SECONDS = 0.5
 UNTRAINED = -1
 EOS = 2
 FIRST_BYTE = 3
-"""Id of byte 0 in :func:`jax_agent_rl.testing.chaos.testbed.codec`; smaller ids are special."""
+"""Id of byte 0 in :func:`tests.chaos.testbed.codec`; smaller ids are special."""
 VOCABULARY = FIRST_BYTE + 256
 _ROWS = 64
 _TOOL_SECONDS = 0.05

@@ -11,8 +11,8 @@ from jax_agent_rl.agents import derive_seed
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.testing.chaos.engine import context_key, hash_policy
 from jax_agent_rl.types import DropReason, PauseMode, TokenOutput, Trajectory
+from tests.chaos.engine import context_key, hash_policy
 
 TRAINED = "trained"
 FREE_TO_LOSE = frozenset(

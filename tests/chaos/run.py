@@ -1,4 +1,4 @@
-"""``jax-agent-rl chaos``: the testbed without and with faults, and which invariants held.
+"""``python -m tests.chaos``: the testbed without and with faults, and which invariants held.
 
 ::
 
@@ -25,11 +25,11 @@ from typing import Any
 from rich.console import Console
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.testing.chaos.faults import FAULTS, Injection, all_injections
-from jax_agent_rl.testing.chaos.ledger import TRAINED
-from jax_agent_rl.testing.chaos.proxy import Fault
-from jax_agent_rl.testing.chaos.testbed import TOOL_RETRIES, Testbed, open_testbed
-from jax_agent_rl.testing.leaks import Leaks, ResourceUsage, find_leaks, growth
+from tests.chaos.faults import FAULTS, Injection, all_injections
+from tests.chaos.invariants import TRAINED
+from tests.chaos.leaks import Leaks, ResourceUsage, find_leaks, growth
+from tests.chaos.proxy import Fault
+from tests.chaos.testbed import TOOL_RETRIES, Testbed, open_testbed
 
 CALM_SECONDS = 5.0
 _STOP_SECONDS = 30.0

@@ -13,12 +13,13 @@ import pytest
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.testing.chaos.faults import Child, free_port
-from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
-from jax_agent_rl.testing.chaos.run import ChaosResult, failures
-from jax_agent_rl.testing.leaks import MARK, Leaks, ResourceUsage, find_leaks, growth, marked
 from jax_agent_rl.types import DropReason, SamplingParams
+from tests.chaos.faults import Child
+from tests.chaos.invariants import Ledger, WatchedAccounting, WatchedClient
+from tests.chaos.leaks import MARK, Leaks, ResourceUsage, find_leaks, growth, marked
+from tests.chaos.run import ChaosResult, failures
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.ports import free_port
 
 LISTENER = """
 import socket, sys, time

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from random import Random
 from typing import Any
 
 from jax_agent_rl.errors import LaunchError
-from jax_agent_rl.testing.chaos.proxy import Fault, FaultProxy
+from tests.chaos.proxy import Fault, FaultProxy
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 10.0
@@ -118,14 +117,6 @@ class Child:
             await self.kill()
             return False
         return True
-
-
-def free_port() -> int:
-    """Return a free port of the loopback interface."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        _, port = listener.getsockname()
-        return port
 
 
 async def _listens(port: int) -> bool:

@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import functools
 import io
-import os
 import sys
 import time
 import zlib
@@ -45,18 +44,20 @@ from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.rollout.fleet_metrics import FleetMetrics
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.testing.chaos import engine
-from jax_agent_rl.testing.chaos.engine import hash_policy
-from jax_agent_rl.testing.chaos.faults import Child, free_port
-from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
-from jax_agent_rl.testing.chaos.proxy import FaultProxy
 from jax_agent_rl.testing.fakes import FakeLearner, NoCheckpoints
-from jax_agent_rl.testing.leaks import MARK
 from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.step import all_trajectories
 from jax_agent_rl.types import Group, PauseMode, Trajectory
+from jax_agent_rl.utils.shutdown import own_environment
+from tests.chaos import engine
+from tests.chaos.engine import hash_policy
+from tests.chaos.faults import Child
+from tests.chaos.invariants import Ledger, WatchedAccounting, WatchedClient
+from tests.chaos.leaks import MARK
+from tests.chaos.proxy import FaultProxy
+from tests.ports import free_port
 
 ENGINES = 3
 SILENCE_SECONDS = 2.0
@@ -221,7 +222,7 @@ async def open_testbed(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[
     temporary.mkdir()
     weights = scratch / "weights"
     weights.mkdir()
-    env = {**os.environ, MARK: mark, "TMPDIR": str(temporary)}
+    env = {**own_environment(), MARK: mark, "TMPDIR": str(temporary)}
     ledger = Ledger(seed)
     async with AsyncExitStack() as stack:
         engines = [_engine(number, seed, env, scratch) for number in range(ENGINES)]
@@ -297,7 +298,7 @@ def _byte_characters() -> list[str]:
 def _engine(number: int, seed: int, env: dict[str, str], scratch: Path) -> Child:
     name = f"engine-{number}"
     port = free_port()
-    command = [sys.executable, "-m", "jax_agent_rl.testing.chaos.engine", str(port), str(seed)]
+    command = [sys.executable, "-m", "tests.chaos.engine", str(port), str(seed)]
     return Child(name, command, port=port, env=env, log=scratch / f"{name}.log")
 
 

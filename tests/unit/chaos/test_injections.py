@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.testing.chaos.faults import FAULTS, Injection, all_injections
-from jax_agent_rl.testing.chaos.proxy import Fault, FaultProxy
 from jax_agent_rl.testing.simulate.workload import VirtualLoop
+from tests.chaos.faults import FAULTS, Injection, all_injections
+from tests.chaos.proxy import Fault, FaultProxy
 
 
 class FakeProcess:

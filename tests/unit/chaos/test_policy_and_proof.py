@@ -15,15 +15,6 @@ from jax_agent_rl.errors import BackendClosedError, BackendError, WeightUpdateEr
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.testing.chaos import engine as chaos_engine
-from jax_agent_rl.testing.chaos.engine import (
-    EOS,
-    HashPolicy,
-    PacedBackend,
-    context_key,
-    hash_policy,
-)
-from jax_agent_rl.testing.chaos.ledger import problems
 from jax_agent_rl.types import (
     FinishReason,
     PauseMode,
@@ -33,6 +24,9 @@ from jax_agent_rl.types import (
     Trajectory,
     Turn,
 )
+from tests.chaos import engine as chaos_engine
+from tests.chaos.engine import EOS, HashPolicy, PacedBackend, context_key, hash_policy
+from tests.chaos.invariants import problems
 
 SEED, NAME = 7, "async-3-1-2"
 PROMPT = (1, 50, 60)
