@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
-from jax_agent_rl.learner import advantages
-from jax_agent_rl.learner.advantages import scored_batch
+from jax_agent_rl.learner.advantages.registry import compute_advantages
+from jax_agent_rl.learner.advantages.scored_batch import scored_batch
 from jax_agent_rl.learner.batch import segment_lengths
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch
-from jax_agent_rl.learner.losses import kl_forward, term_weights
+from jax_agent_rl.learner.losses.aggregation import term_weights
+from jax_agent_rl.learner.losses.kl import kl_forward
 from jax_agent_rl.learner.metrics import Comparison, UpdateRecord, comparable, compare
 from jax_agent_rl.types import Group, Trajectory
 
@@ -171,7 +172,7 @@ def build_experience(
     if config.kl.where == "reward":
         for rewards, indices, distance in zip(samples.rewards, sampled, distances, strict=True):
             rewards[indices] -= kl_coef * distance
-    estimated = advantages.compute(replace(samples, values=scores.values), config)
+    estimated = compute_advantages(replace(samples, values=scores.values), config)
     advantage = _select(estimated.advantages, sampled)
     if config.kl.where == "advantage":
         pairs = zip(advantage, distances, strict=True)

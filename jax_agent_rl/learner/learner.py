@@ -33,6 +33,7 @@ import numpy as np
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.learner.batch import Batch
 from jax_agent_rl.learner.cancellation import StepCancellation
+from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.experience import (
     Experience,
     PerTerm,
@@ -42,7 +43,7 @@ from jax_agent_rl.learner.experience import (
     score_contexts,
 )
 from jax_agent_rl.learner.image_packing import image_packing
-from jax_agent_rl.learner.losses import adapt_kl_coef
+from jax_agent_rl.learner.losses.kl import adapt_kl_coef
 from jax_agent_rl.learner.losses.policy import SELECTORS, select_terms
 from jax_agent_rl.learner.metrics import (
     UNCHECKED,
@@ -60,15 +61,10 @@ from jax_agent_rl.learner.optimized_params import (
     all_or_nothing,
 )
 from jax_agent_rl.learner.optimizer import learning_rate, undo_update
-from jax_agent_rl.learner.parameterization import Parameterization, critic_params
+from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
-from jax_agent_rl.learner.scoring import (
-    MiniBatch,
-    ScoreContexts,
-    Scorer,
-    Teacher,
-    score_by_teachers,
-)
+from jax_agent_rl.learner.scoring import MiniBatch, ScoreContexts, Scorer
+from jax_agent_rl.learner.teachers import Teacher, score_by_teachers
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, place, replicated

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.config import LearnerConfig, LoraConfig
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.critic import Critic, critic_shapes
 from jax_agent_rl.learner.optimized_params import View, bind
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import Decoder
@@ -229,32 +230,6 @@ class Parameterization:
     def reference(self) -> tuple[Params, Params]:
         """Return the reference policy: copied initial parameters, and the frozen ones."""
         return jax.tree.map(place, self.params, self.shardings), self.frozen
-
-
-# --- the critic: the policy's architecture with a scalar head -------------------------------------
-
-
-class Critic(Decoder):
-    """A language model with a value head in place of its output head."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        super().__init__(replace(config, tie_word_embeddings=True), rngs=rngs)
-        self.value_head = nnx.Param(jnp.zeros(config.hidden_size, jnp.float32))
-
-
-def critic_params(params: Params) -> Params:
-    """Return a language model's parameters with its output head replaced by a value head of zeros.
-
-    At first every value is 0, so the first advantages are plain returns instead of noise.
-    """
-    body = {name: value for name, value in params.items() if name != "lm_head"}
-    return body | {"value_head": jnp.zeros(params["final_norm"].shape, jnp.float32)}
-
-
-def critic_shapes(model: DecoderConfig) -> Params:
-    """Return the shape of every parameter of the critic."""
-    shapes = replace(model, tie_word_embeddings=True).parameter_shapes()
-    return shapes | {"value_head": (model.hidden_size,)}
 
 
 def compute_model(graphdef: nnx.GraphDef, dtype: str, trained: Params, frozen: Params) -> Any:

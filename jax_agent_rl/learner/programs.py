@@ -16,15 +16,14 @@ from jax.sharding import Mesh
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.config.learner import OptimizerSection
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.critic import Critic, state_values, value_loss
 from jax_agent_rl.learner.objective import (
     ObjectiveConfig,
     objective_config,
     policy_loss,
     router_loads,
-    state_values,
     term_logprobs,
     top_logprobs,
-    value_loss,
 )
 from jax_agent_rl.learner.optimized_params import (
     Arrays,
@@ -34,7 +33,7 @@ from jax_agent_rl.learner.optimized_params import (
     View,
     bind,
 )
-from jax_agent_rl.learner.parameterization import Critic, Parameterization, compute_model
+from jax_agent_rl.learner.parameterization import Parameterization, compute_model
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.sharding import replicated
 

@@ -29,7 +29,7 @@ import optax
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.config.algorithm import PolicyLossConfig
 from jax_agent_rl.learner.batch import Batch, TrainingSequence, sequence_terms
-from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
+from jax_agent_rl.learner.losses.policy import POLICY_LOSSES, LossConfig, Terms
 from jax_agent_rl.learner.objective import ObjectiveConfig, router_balance, scored_sequences
 from jax_agent_rl.learner.optimized_params import (
     Applied,

@@ -17,12 +17,12 @@ from jax_agent_rl.config.base import Facts, unused
 from jax_agent_rl.data.cursor import DataCursor, Mixture
 from jax_agent_rl.data.dataset import RowsWithoutPrompts
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.advantages import find_estimator
+from jax_agent_rl.learner.advantages.registry import find_estimator
 from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.critic import critic_shapes
 from jax_agent_rl.learner.learner import Learner, ScoreContexts
-from jax_agent_rl.learner.losses import find_policy_loss
+from jax_agent_rl.learner.losses.policy import find_policy_loss
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
-from jax_agent_rl.learner.parameterization import critic_shapes
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
@@ -67,12 +67,8 @@ from jax_agent_rl.runtime.rollouts import (
     require_grammars,
     training_sources,
 )
-from jax_agent_rl.runtime.teachers import (
-    check_teachers,
-    make_teachers,
-    open_served_teachers,
-    require_teachers,
-)
+from jax_agent_rl.runtime.served_teachers import open_served_teachers
+from jax_agent_rl.runtime.teachers import check_teachers, make_teachers, require_teachers
 from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 

@@ -16,7 +16,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
 from jax_agent_rl.learner.checkpoint import Checkpointer, cut_off_steps
 from jax_agent_rl.learner.checkpoint_steps import complete_steps
-from jax_agent_rl.learner.losses import describe_aggregation
+from jax_agent_rl.learner.losses.aggregation import describe_aggregation
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report

@@ -18,7 +18,7 @@ import pytest
 from jax_agent_rl.config import TeacherConfig
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.observe.run_dir import read_records
-from jax_agent_rl.runtime.teachers import CompletionsTeacher
+from jax_agent_rl.runtime.served_teachers import CompletionsTeacher
 from jax_agent_rl.testing.conformance.models import log_softmax
 from tests.gpu_backend.conftest import MAX_MODEL_LEN, SMALL, TOKENIZER, Reference
 from tests.ports import free_port

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jax_agent_rl.collect.filters import has_equal_outcomes, select, shape
 from jax_agent_rl.config import AlgorithmConfig
 from jax_agent_rl.config.algorithm import ADV_ESTIMATORS, ShapingConfig
-from jax_agent_rl.learner import advantages
-from jax_agent_rl.learner.advantages import scored_batch
+from jax_agent_rl.learner.advantages.registry import compute_advantages
+from jax_agent_rl.learner.advantages.scored_batch import scored_batch
 from jax_agent_rl.observe.run_dir import restore_trajectory, trajectory_record
 from jax_agent_rl.observe.warnings import rules
 from jax_agent_rl.observe.watch import Watch
@@ -132,7 +132,7 @@ def test_a_group_that_a_default_filter_leaves_out_has_no_advantages(estimator: s
     )
     for values in ((1.0, 1.0, 1.0), (1.0, 0.0, 1.0)):
         group = members(*values, lengths=[2, 2, 2], parts=[{"style": 0.5}] * 3)
-        made = advantages.compute(
+        made = compute_advantages(
             scored_batch([group], turn_reward=config.turn_reward), config
         ).advantages
         is_left_out = not select([group], config).groups

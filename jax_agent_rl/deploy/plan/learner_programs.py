@@ -17,15 +17,16 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jax_agent_rl.config import AlgorithmConfig, Config, LearnerConfig
 from jax_agent_rl.deploy.plan.compiled import Inventory, Program, Published
 from jax_agent_rl.deploy.plan.engine_programs import pass_flops
+from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
 from jax_agent_rl.learner.image_packing import blanks, image_packing
 from jax_agent_rl.learner.losses.policy import SELECTORS
 from jax_agent_rl.learner.optimized_params import UpdatePrograms
 from jax_agent_rl.learner.optimizer import TrainState, learning_rate
 from jax_agent_rl.learner.packing import pack
-from jax_agent_rl.learner.parameterization import Parameterization, critic_params
+from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
-from jax_agent_rl.learner.scoring import teacher_programs
+from jax_agent_rl.learner.teachers import teacher_programs
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import (

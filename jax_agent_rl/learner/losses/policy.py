@@ -1,4 +1,10 @@
-"""Policy losses, ``(Terms, LossConfig) -> TermLoss``.
+"""Policy losses by name (``algorithm.policy_loss.loss_mode``), ``(Terms, LossConfig) -> TermLoss``.
+
+::
+
+    one ratio per token                   vanilla decoupled cispo gpg sapo dppo_tv dppo_kl dro
+    one ratio per trajectory              gspo geo_mean
+    tokens selected over the mini-batch   clip_cov kl_cov
 
 Shapes: R rows, K terms (sampled tokens) per row. In formulas, A is the advantage and r the ratio to
     the old policy.
@@ -6,7 +12,7 @@ Shapes: R rows, K terms (sampled tokens) per row. In formulas, A is the advantag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.config.algorithm import PolicyLossConfig
+from jax_agent_rl.utils.plugins import load_installed
 
 sg = jax.lax.stop_gradient
 LOG_RATIO_LIMIT = 20.0
@@ -405,3 +412,26 @@ def select_terms(
         trajectory_chosen[mask] = is_chosen[begin:end]
         begin = end
     return chosen
+
+
+PolicyLoss = Callable[[Terms, LossConfig], TermLoss]
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "vanilla": vanilla,
+    "decoupled": decoupled,
+    "gspo": gspo,
+    "geo_mean": geo_mean,
+    "cispo": cispo,
+    "gpg": gpg,
+    "sapo": sapo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "dro": dro,
+}
+
+
+def find_policy_loss(name: str) -> PolicyLoss:
+    """Return the loss of a name, also one that an installed package registers."""
+    return POLICY_LOSSES.get(name) or load_installed("losses", name)

@@ -13,7 +13,8 @@ from jax_agent_rl.agents import ToolAgent
 from jax_agent_rl.config import build
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.advantages import compute, scored_batch
+from jax_agent_rl.learner.advantages.registry import compute_advantages
+from jax_agent_rl.learner.advantages.scored_batch import scored_batch
 from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import FinishReason
@@ -87,7 +88,7 @@ async def test_the_advantage_of_a_trajectory_is_that_of_all_its_samples():
     for index, reward in enumerate((1.0, 0.0)):
         members.append(replace(await stage(4, 1).run(trajectory_id=f"g-{index}"), reward=reward))
     samples = scored_batch([group_of(members)], turn_reward="none")
-    good, bad = compute(samples, AlgorithmConfig(adv_estimator="dr_grpo")).advantages
+    good, bad = compute_advantages(samples, AlgorithmConfig(adv_estimator="dr_grpo")).advantages
     mask = np.concatenate([s.response_mask for s in members[0].sequences])
     np.testing.assert_allclose(good, 0.5 * mask)
     np.testing.assert_allclose(bad, -0.5 * mask)
@@ -112,7 +113,7 @@ async def test_gigpo_compares_observations_not_windows():
             values[mask]
             for made in [scored_batch([group_of(group)], turn_reward="none")]
             for values, mask in zip(
-                compute(made, AlgorithmConfig(adv_estimator="gigpo")).advantages,
+                compute_advantages(made, AlgorithmConfig(adv_estimator="gigpo")).advantages,
                 made.masks,
                 strict=True,
             )

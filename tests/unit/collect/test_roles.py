@@ -12,7 +12,8 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import select
 from jax_agent_rl.config import AgentConfig, AlgorithmConfig, build
 from jax_agent_rl.errors import ConfigError, TrajectoryError
-from jax_agent_rl.learner.advantages import compute, scored_batch
+from jax_agent_rl.learner.advantages.registry import compute_advantages
+from jax_agent_rl.learner.advantages.scored_batch import scored_batch
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.trainer.step import recorded, update_role_baselines, with_role_baselines
@@ -193,7 +194,7 @@ def played() -> Group:
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
 def test_baselines_are_those_of_group_and_role(estimator):
     batch = scored_batch([played(), replace(played())], turn_reward="none")
-    got = compute(batch, AlgorithmConfig(adv_estimator=estimator)).advantages
+    got = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator)).advantages
 
     def by_hand(rewards):
         r = np.array(rewards, np.float64)
@@ -228,7 +229,7 @@ def test_rae_subtracts_the_running_mean_of_the_role_before_the_step():
         b = {"solver": 0.95 * b["solver"] + 0.05 * s, "checker": 0.95 * b["checker"] + 0.05 * c}
     assert known == pytest.approx({f"sums/{role}": value for role, value in b.items()}, abs=1e-15)
     batch = scored_batch([with_role_baselines(played(), known)], turn_reward="none")
-    got = compute(batch, AlgorithmConfig(adv_estimator="rae")).advantages
+    got = compute_advantages(batch, AlgorithmConfig(adv_estimator="rae")).advantages
     expected = [
         x for s, c in zip(SOLVER, CHECKER, strict=True) for x in (s - b["solver"], c - b["checker"])
     ]

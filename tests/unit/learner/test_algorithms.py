@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
+from jax_agent_rl.learner.critic import Critic, critic_params, state_values
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.objective import state_values
 from jax_agent_rl.learner.optimized_params import LearnerState
-from jax_agent_rl.learner.parameterization import Critic, critic_params
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import group_of, random_groups, trajectory
 

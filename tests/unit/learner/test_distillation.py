@@ -17,8 +17,8 @@ import torch
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.losses import top_k_kl
-from jax_agent_rl.learner.scoring import Teacher
+from jax_agent_rl.learner.losses.kl import top_k_kl
+from jax_agent_rl.learner.teachers import Teacher
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.types import Group, Trajectory

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import load
-from jax_agent_rl.learner.losses import POLICY_LOSSES, Terms, term_weights
+from jax_agent_rl.learner.losses.aggregation import term_weights
+from jax_agent_rl.learner.losses.policy import POLICY_LOSSES, Terms
 from jax_agent_rl.learner.objective import objective_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -13,8 +13,9 @@ import pytest
 
 from jax_agent_rl.config import AlgorithmConfig
 from jax_agent_rl.config.algorithm import ADV_ESTIMATORS, LossAggMode
-from jax_agent_rl.learner import advantages
-from jax_agent_rl.learner.advantages import ScoredBatch, scored_batch
+from jax_agent_rl.learner.advantages import ScoredBatch
+from jax_agent_rl.learner.advantages.registry import compute_advantages
+from jax_agent_rl.learner.advantages.scored_batch import scored_batch
 from jax_agent_rl.learner.batch import trained_lengths
 from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
 from jax_agent_rl.types import Group, Trajectory
@@ -60,7 +61,7 @@ def estimate(groups: Sequence[Group], config: AlgorithmConfig) -> list[np.ndarra
     stand.
     """
     samples = valued(scored_batch(groups, turn_reward=config.turn_reward))
-    made = advantages.compute(samples, config)
+    made = compute_advantages(samples, config)
     kinds = [made.advantages, *([made.returns] if made.returns else [])]
     return [
         values[mask] for kind in kinds for values, mask in zip(kind, samples.masks, strict=True)
@@ -154,7 +155,7 @@ def test_discounts_and_critic_values_follow_the_order_of_sampling():
     samples = valued(
         scored_batch([Group(group_id="g", trajectories=(SESSION,))], turn_reward="none")
     )
-    (returns,) = advantages.compute(samples, config).returns or []
+    (returns,) = compute_advantages(samples, config).returns or []
     values = np.append(np.cos(IN_TIME), 0.0)
     rewards = np.array([0, 0, 0, 0, 0, 1.0])
     deltas = rewards + gamma * values[1:] - values[:-1]

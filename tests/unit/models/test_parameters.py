@@ -15,8 +15,9 @@ from jax_agent_rl.config.learner import LoraConfig, LoraTarget, OptimizerSection
 from jax_agent_rl.deploy.plan.architectures import ARCHITECTURES
 from jax_agent_rl.deploy.plan.engine_programs import pass_flops
 from jax_agent_rl.jetstream.forward import QUANTIZED
+from jax_agent_rl.learner.critic import critic_shapes
 from jax_agent_rl.learner.optimizer import make_optimizer
-from jax_agent_rl.learner.parameterization import critic_shapes, new_adapters
+from jax_agent_rl.learner.parameterization import new_adapters
 from jax_agent_rl.models.config import DecoderConfig, Experts, VisionConfig
 from jax_agent_rl.models.families import FAMILIES, read_config
 from jax_agent_rl.models.lora import ADAPTABLE

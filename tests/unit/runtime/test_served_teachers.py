@@ -16,7 +16,7 @@ from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.runtime.multihost import decode_groups, encode_groups
-from jax_agent_rl.runtime.teachers import CompletionsTeacher, ServedTeachers
+from jax_agent_rl.runtime.served_teachers import CompletionsTeacher, ServedTeachers
 from jax_agent_rl.testing.conformance.models import log_softmax
 from jax_agent_rl.types import Group
 from tests.toy_backend import MODELS, VOCAB, ToyBackend

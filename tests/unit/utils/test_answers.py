@@ -23,7 +23,7 @@ from jax_agent_rl.rewards.judge import RemoteReward
 from jax_agent_rl.rollout.http import membership, wire
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.runtime.teachers import CompletionsTeacher
+from jax_agent_rl.runtime.served_teachers import CompletionsTeacher
 from jax_agent_rl.tools.client import ServerAction, ServerObservation, ToolServerClient
 from jax_agent_rl.tools.mcp import MAX_TOOLS, MCPConnection, MCPServerConfig
 from jax_agent_rl.types import SamplingParams

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
-from jax_agent_rl.learner.advantages import compute, scored_batch
 from jax_agent_rl.learner.advantages.estimators import gae, whiten
+from jax_agent_rl.learner.advantages.registry import compute_advantages
+from jax_agent_rl.learner.advantages.scored_batch import scored_batch
 from jax_agent_rl.types import FinishReason
 from tests.trajectories import group_of, trajectory
 
@@ -97,5 +98,5 @@ def test_only_a_trajectory_that_was_cut_off_counts_on_what_would_follow(
     samples = scored_batch([group], turn_reward="none")
     samples = type(samples)(**{**vars(samples), "values": [np.array([0.0, 0.0, 8.0])]})
     config = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=1.0, bootstrap=bootstrap)
-    returns = compute(samples, config).returns
+    returns = compute_advantages(samples, config).returns
     assert returns is not None and returns[0].tolist() == [0.5 * last_return, last_return]

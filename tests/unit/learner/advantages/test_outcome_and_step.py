@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.config.algorithm import ADV_ESTIMATORS, AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.advantages import ESTIMATORS, compute, estimators, scored_batch
+from jax_agent_rl.learner.advantages import estimators
+from jax_agent_rl.learner.advantages.registry import ESTIMATORS, compute_advantages
+from jax_agent_rl.learner.advantages.scored_batch import scored_batch
 from tests.trajectories import group_of, random_groups, trajectory
 
 TOTALS = np.array([1.0, 0.0, 0.5, 2.0, 2.5, 0.7])
@@ -150,7 +152,7 @@ def test_a_reward_part_that_is_missing_is_refused_with_its_name():
     groups = [group_of(trajectory([3], [4], reward=1.0, index=i) for i in range(2))]
     config = AlgorithmConfig(adv_estimator="gdpo", gdpo={"reward_keys": ("score", "format")})
     with pytest.raises(ConfigError, match="'format'.*has \\['score'\\]"):
-        compute(scored_batch(groups, turn_reward="none"), config)
+        compute_advantages(scored_batch(groups, turn_reward="none"), config)
 
 
 def test_every_name_in_the_configuration_has_an_estimator():
@@ -160,7 +162,7 @@ def test_every_name_in_the_configuration_has_an_estimator():
 def test_none_learns_from_no_reward():
     samples = scored_batch(random_groups(0), turn_reward="none")
     for advantages, mask in zip(
-        compute(samples, AlgorithmConfig(adv_estimator="none")).advantages,
+        compute_advantages(samples, AlgorithmConfig(adv_estimator="none")).advantages,
         samples.masks,
         strict=True,
     ):
@@ -176,7 +178,7 @@ def test_estimators_leave_inserted_tokens_at_zero_and_put_the_better_above_the_w
         adv_estimator=name, turn_reward="tool_success" if name == "mt_grpo" else "none"
     )
     samples = scored_batch(groups, turn_reward=config.turn_reward)
-    per_token = compute(samples, config).advantages
+    per_token = compute_advantages(samples, config).advantages
     for advantages, mask in zip(per_token, samples.masks, strict=True):
         assert advantages.shape == mask.shape and (advantages[~mask] == 0).all()
     means = [a[m].mean() for a, m in zip(per_token, samples.masks, strict=True)]

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
-from jax_agent_rl.learner.advantages import compute, scored_batch
 from jax_agent_rl.learner.advantages.estimators import (
     anchor_groups,
     arpo,
@@ -15,6 +14,8 @@ from jax_agent_rl.learner.advantages.estimators import (
     tree_grpo,
     treerl,
 )
+from jax_agent_rl.learner.advantages.registry import compute_advantages
+from jax_agent_rl.learner.advantages.scored_batch import scored_batch
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Fork
 from tests.trajectories import call, group_of, trajectory
@@ -73,7 +74,8 @@ def test_gigpo_reads_observations_and_rewards_from_the_turns():
         trajectory([3], [4, 7, 6], mask=[1, 0, 1], reward=0.0, index=2),
     ]
     config = AlgorithmConfig(adv_estimator="gigpo", gigpo={"gamma": 0.5})
-    got = compute(scored_batch([group_of(members)], turn_reward="none"), config).advantages
+    samples = scored_batch([group_of(members)], turn_reward="none")
+    got = compute_advantages(samples, config).advantages
     first = np.array([0.5, 0.5, 0.0]) - 1 / 3  # all from the prompt
     second = np.array([0.5, 0.0, -0.5])  # after 7: 1 and 0; after 8: alone
     episode = np.array([1.0, 1.0, 0.0]) - 2 / 3
@@ -97,7 +99,8 @@ def test_mt_grpo_credits_the_tool_call_only_before_its_result():
     config = AlgorithmConfig(
         adv_estimator="mt_grpo", turn_reward="tool_success", turn_advantage_coef=0.5
     )
-    got = compute(scored_batch([group_of(members)], turn_reward="tool_success"), config).advantages
+    samples = scored_batch([group_of(members)], turn_reward="tool_success")
+    got = compute_advantages(samples, config).advantages
     outcome, turn = grpo(np.array([1.0, 0, 0])), grpo(np.array([1.0, 0, 0]))
     np.testing.assert_allclose(got[0], [outcome[0] + turn[0] / 2] * 2 + [0, outcome[0]])
     np.testing.assert_allclose(got[1], [outcome[1] + turn[1] / 2] * 2 + [0, outcome[1]])
@@ -157,7 +160,7 @@ def test_a_branch_at_the_prompt_is_compared_within_its_tree():
         fork=Fork(tree_id="g-0", parent_id="g-0", turns=0),
     )
     samples = scored_batch([group_of([stem, other, branch])], turn_reward="none")
-    got = compute(samples, AlgorithmConfig(adv_estimator="tree_grpo")).advantages
+    got = compute_advantages(samples, AlgorithmConfig(adv_estimator="tree_grpo")).advantages
     everyone, tree = grpo(np.array([0.0, 1.0, 1.0])), grpo(np.array([0.0, 1.0]))
     np.testing.assert_allclose([a[0] for a in got], everyone + [tree[0], 0, tree[1]])
 
@@ -203,7 +206,7 @@ def test_credit_changes_where_a_branch_left_its_parent_within_a_turn():
         fork=Fork(tree_id="g-0", parent_id="g-0", turns=0, tokens=2),
     )
     samples = scored_batch([group_of([a, b])], turn_reward="none")
-    got = compute(samples, AlgorithmConfig(adv_estimator="treerl")).advantages
+    got = compute_advantages(samples, AlgorithmConfig(adv_estimator="treerl")).advantages
     np.testing.assert_allclose(got[0], [0, 0, 2], atol=1e-12)
     np.testing.assert_allclose(got[1], [0, 0, -2, -2], atol=1e-12)
 
@@ -220,5 +223,5 @@ def test_observations_that_are_trained_on_share_the_credit_of_the_turn_before_th
         for i in range(2)
     )
     samples = scored_batch([group_of([a, b])], turn_reward="none")
-    got = compute(samples, AlgorithmConfig(adv_estimator="treerl")).advantages
+    got = compute_advantages(samples, AlgorithmConfig(adv_estimator="treerl")).advantages
     np.testing.assert_allclose(got[1], [0, 0, 2], atol=1e-12)

@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config.algorithm import LOSS_MODES, PolicyLossConfig
-from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms, term_weights
-from jax_agent_rl.learner.losses.policy import choose_clip_cov, choose_kl_cov
+from jax_agent_rl.learner.losses.aggregation import term_weights
+from jax_agent_rl.learner.losses.policy import (
+    POLICY_LOSSES,
+    LossConfig,
+    Terms,
+    choose_clip_cov,
+    choose_kl_cov,
+)
 
 NEW = np.array([[-0.5, -1.2, -0.1, -2.0], [-0.9, -0.3, -1.5, -0.7], [-0.2, -2.5, -0.6, -0.05]])
 OLD = np.array([[-0.9, -1.0, -0.4, -1.1], [-0.6, -0.9, -1.4, -0.2], [-0.25, -2.4, -1.9, -0.5]])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_agent_rl.config.algorithm import LOSS_MODES, PolicyLossConfig
-from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
+from jax_agent_rl.learner.losses.policy import POLICY_LOSSES, LossConfig, Terms
 from tests.examples import examples
 
 K = 6

@@ -1,4 +1,4 @@
-"""What a token weighs here over what it weighs in verl and TRL by default, by both peers' formulas.
+"""Weights make the loss the named mean; their ratio to a token's weight in verl and TRL.
 
 verl's ``agg_loss(token-mean)``: sum / tokens of the update. TRL's ``dapo``: sum / tokens of the
 rollout batch.
@@ -7,15 +7,19 @@ rollout batch.
 from fractions import Fraction
 from typing import get_args
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jax_agent_rl.config import build
 from jax_agent_rl.config.algorithm import LossAggMode
 from jax_agent_rl.learner.batch import mini_batches, trained_lengths
-from jax_agent_rl.learner.losses import (
+from jax_agent_rl.learner.losses.aggregation import (
     AGGREGATION_FORMULAS,
     describe_aggregation,
     describe_batch,
+    term_weights,
     weight_ratios,
 )
 from tests.trajectories import random_groups
@@ -115,3 +119,35 @@ def test_lengths_are_counted_as_the_learner_cuts_and_masks_the_batch():
         groups[2].trajectories[1].num_sampled
     ]
     assert len(mini_batches(groups, 5)) == 3
+
+
+masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=6)
+MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+@given(masks)
+def test_weights_make_the_loss_the_named_mean(rows):
+    active = [np.array(row) for row in rows]
+    losses = [np.arange(len(row)) + 10.0 * i for i, row in enumerate(rows)]
+    inside = [x[m] for x, m in zip(losses, active, strict=True) if m.any()]
+    expected = dict.fromkeys(MODES, 0.0)
+    if inside:
+        sums = [x.sum() for x in inside]
+        expected = {
+            "token-mean": np.concatenate(inside).mean(),
+            "token-sum": sum(sums),
+            "seq-mean-token-sum": np.mean(sums),
+            "seq-mean-token-mean": np.mean([x.mean() for x in inside]),
+            "seq-mean-token-sum-norm": np.mean(sums) / 7,
+        }
+    for mode in MODES:
+        weights = term_weights(mode, active, scale_factor=7)
+        got = sum(float((w * x).sum()) for w, x in zip(weights, losses, strict=True))
+        assert got == pytest.approx(expected[mode])
+        assert all((w[~m] == 0).all() for w, m in zip(weights, active, strict=True))
