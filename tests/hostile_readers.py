@@ -27,7 +27,7 @@ from jax_agent_rl.tool_server.plugins.search import SearchTool
 from jax_agent_rl.utils.fences import fenced_blocks
 from jax_agent_rl.utils.text import any_of
 
-LENGTH = 100_000
+LENGTH = 60_000
 """Characters of an attack, unless it is a single longer fragment."""
 
 _COUNTED = "".join(f"mark{number}x" for number in range(200_000))
@@ -42,24 +42,18 @@ def action_reader(tool: type[ServerTool]) -> Callable[[str], object]:
     return tool.__new__(tool).parse_action
 
 
+def format_fragments(example: str) -> tuple[str, ...]:
+    """Return the pieces of markup that a format's example call is made of, and its first half.
+
+    The half stands for a call that is begun and never ended.
+    """
+    pieces = re.findall(r"<[^<>]*>|\[/?[A-Z_]+\]|[({\[\"]", example)
+    begun = example[: len(example) // 2]
+    return (begun, *dict.fromkeys(pieces))
+
+
 READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "answer_of": (answer_of, ("<think>", "</think>", "[THINK]", "<", "a")),
-    "hermes": (
-        FORMATS["hermes"].parse,
-        ("<think>", "</think>", "<tool_call>", "</tool_call>", "{", "a"),
-    ),
-    "qwen3_coder": (
-        FORMATS["qwen3_coder"].parse,
-        (
-            "<tool_call>",
-            "</tool_call>",
-            "<function=f>",
-            "</function>",
-            "<parameter=x>",
-            "</parameter>",
-            "\n",
-        ),
-    ),
     "marked_number": (marked_number, ("####", " ", "$", "-", "1", ",", ".")),
     "last_number": (last_number, ("1", ",", ".", "-", "e", ",111", "1e1")),
     "tagged": (tagged, ("<answer>", "</answer>", "<", "a")),
@@ -97,6 +91,10 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "control_tokens": (_PLACEHOLDERS.findall, ("<", "<unused", "1", "<unused5999")),
     "command": (parse_command, ("<command>", "</command>", "\n", " ", "A")),
 }
+
+
+for tool_format in FORMATS.values():
+    READERS[tool_format.name] = (tool_format.parse, format_fragments(tool_format.example))
 
 
 def attacks(fragments: tuple[str, ...]) -> Iterator[str]:

@@ -264,6 +264,7 @@ def _parse_harmony(
     """Parse a turn of Harmony, whose reasoning is a message of its own: no prompt opens it."""
     parts: list[ReplyPart] = []
     call_count = 0
+    next_message = -1
     at = 0
     while at < len(text) and call_count <= MAX_CALLS:
         separator = _BETWEEN_MESSAGES.match(text, at)
@@ -274,9 +275,14 @@ def _parse_harmony(
         message_start = at
         start_token = _START.match(text, at)
         header_start = start_token.end() if start_token else at
-        header_end = text.find(_MESSAGE, header_start)
+        # Many headers without a message may follow each other: the next one is looked for once.
+        if next_message < header_start:
+            next_message = text.find(_MESSAGE, header_start)
+            if next_message < 0:
+                next_message = len(text)
+        header_end = next_message
         end = _END.search(text, header_start)
-        if header_end < 0 or (end is not None and end.start() < header_end):
+        if header_end == len(text) or (end is not None and end.start() < header_end):
             # No message with a header: the end of one that the prompt began, or malformed text.
             at = end.start() if end else len(text)
             text_without_body = text[message_start:at]
