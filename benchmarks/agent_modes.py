@@ -47,7 +47,7 @@ from paced import (
 from jax_agent_rl.agents import AgentContext, ServerToolAgent, derive_seed
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime import use_compilation_cache
+from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.types import SamplingParams
 
 PUBLISHED = {1: 1.69, 3: 2.06}

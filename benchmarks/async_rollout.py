@@ -70,7 +70,7 @@ from jax_agent_rl.models import stored
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime import use_compilation_cache
+from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.simulate.run import simulate

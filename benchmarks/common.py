@@ -24,7 +24,7 @@ from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.runtime import use_compilation_cache
+from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.types import (
     FinishReason,
     SamplingParams,
@@ -33,7 +33,7 @@ from jax_agent_rl.types import (
     Trajectory,
     Turn,
 )
-from jax_agent_rl.utils.shutdown import ignore_absent_tpus
+from jax_agent_rl.utils.startup import ignore_absent_tpus
 
 ROOT = Path(__file__).parents[1]
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}

@@ -36,7 +36,7 @@ from common import ROOT, argument_parser, cpu
 from matplotlib.figure import Figure
 
 from jax_agent_rl.observe.run_dir import read_records
-from jax_agent_rl.utils.shutdown import KEEP_MEMORY
+from jax_agent_rl.utils.startup import KEEP_MEMORY
 from jax_agent_rl.utils.yaml_text import load_yaml
 
 GALLERY = ROOT / "benchmarks" / "gallery.yaml"

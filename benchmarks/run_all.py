@@ -29,7 +29,7 @@ from typing import Any
 
 from common import ROOT, argument_parser, cpu
 
-from jax_agent_rl.utils.shutdown import KEEP_MEMORY
+from jax_agent_rl.utils.startup import KEEP_MEMORY
 
 RESULTS = ROOT / "benchmarks" / "results.json"
 MACHINES = ROOT / "benchmarks" / "machines.json"

@@ -188,7 +188,7 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 def import_everything() -> None:
     """What a run imports, so that forks have it."""
-    from jax_agent_rl.utils.shutdown import ignore_absent_tpus
+    from jax_agent_rl.utils.startup import ignore_absent_tpus
 
     ignore_absent_tpus()
     for name in _IMPORTED:

@@ -225,8 +225,8 @@ def _train(
     if not joins_processes(settings):
         check_training(settings)
 
-    from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.runtime.build import follow_run
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
     from jax_agent_rl.runtime.multihost import initialize, stopping_others_on_failure
     from jax_agent_rl.runtime.policy import with_resolved_model
     from jax_agent_rl.runtime.train import train as run
@@ -318,7 +318,7 @@ def _train_supervised(
     settings = load_tree(settings_model(name), command_line.required(name), command_line.overrides)
     accepted = _accepted_changes(accept_change, resume)
     check_supervised(settings)
-    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
     from jax_agent_rl.supervised.train import train
 
     use_compilation_cache()
@@ -616,7 +616,7 @@ def plan(
 def main() -> None:
     """Run the command line; print errors a user can fix as one message, not a traceback."""
     from jax_agent_rl.errors import ConfigError, JaxAgentRLError
-    from jax_agent_rl.utils.shutdown import ignore_absent_tpus, keep_freed_memory, quiet_logging
+    from jax_agent_rl.utils.startup import ignore_absent_tpus, keep_freed_memory, quiet_logging
     from jax_agent_rl.utils.text import printable
 
     if sys.argv[1:2] == ["quickstart"]:

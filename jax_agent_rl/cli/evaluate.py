@@ -152,9 +152,9 @@ def evaluate(
     check_policy(choice, settings, sources=evaluation_sources(settings, data), out=out)
     from jax_agent_rl.evaluate.evaluation import EvaluationRequest
     from jax_agent_rl.evaluate.evaluation import evaluate as run_evaluation
-    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
     from jax_agent_rl.runtime.policy import open_policy
-    from jax_agent_rl.runtime.train import free_folder
+    from jax_agent_rl.runtime.resume import free_folder
 
     request = EvaluationRequest(
         samples=n,
@@ -232,7 +232,7 @@ def rollout(
     sources = collection_sources(settings, data)
     check_policy(choice, settings, sources=sources, out=out.parent)
     from jax_agent_rl.evaluate.collection import CollectionRequest, collect
-    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
     from jax_agent_rl.runtime.policy import open_policy
 
     request = CollectionRequest(group_size=n, temperature=temperature, data=data, limit=limit)

@@ -124,7 +124,7 @@ def tinker_server(
     command_line = given_config(config, overrides, config_file)
     settings = load_tree(settings_model("tinker-server"), command_line.file, command_line.overrides)
     check_tinker_server(settings)
-    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
     from jax_agent_rl.utils.shutdown import run_server
 
     try:
@@ -291,7 +291,7 @@ def _serve(choice: PolicyChoice, serve: Callable[..., Coroutine[Any, Any, None]]
     """Run a server of the chosen model until it is stopped."""
     from rich.console import Console
 
-    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
     from jax_agent_rl.runtime.policy import open_policy
     from jax_agent_rl.utils.shutdown import run_server
 

@@ -37,13 +37,13 @@ from jax_agent_rl.collect.groups import (
     TimeLimits,
     trace_fields,
 )
+from jax_agent_rl.collect.priority_semaphore import PrioritySemaphore
 from jax_agent_rl.collect.strategies import Chains, Growth, Outcome, Start, Strategy
 from jax_agent_rl.errors import ReplayError, TrajectoryError
 from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
 from jax_agent_rl.utils.failures import describe_error, error_place, raised_by_user
 from jax_agent_rl.utils.loop_watch import at_work
-from jax_agent_rl.utils.timeouts import PrioritySemaphore
 
 Score = Callable[[Trajectory], Awaitable[Trajectory]]
 """Returns the trajectory with its reward, e.g. :func:`jax_agent_rl.rewards.score`."""

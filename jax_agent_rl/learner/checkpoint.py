@@ -38,7 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.checkpoint_steps import brief, complete_steps, located
 from jax_agent_rl.utils.fingerprints import fingerprint
-from jax_agent_rl.utils.shutdown import ignore_late_writes
+from jax_agent_rl.utils.startup import ignore_late_writes
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 

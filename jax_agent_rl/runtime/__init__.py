@@ -1,26 +1,9 @@
 """How a run is put together: engines, agents and learner from a configuration, on all its hosts.
 
-``train`` a whole run · ``build`` its components · ``rollouts`` and ``scoring`` the half without a
-learner · ``engines`` and ``placement`` which engines sample, and where · ``ray_cluster`` ·
-``publishers`` how weights reach them · ``multihost`` and ``multihost_engines`` several processes ·
-``policy`` which weights a command uses · ``serve`` · ``diagnosis``.
+``train`` a whole run · ``resume`` which run goes on, and what may change · ``identity`` what a run
+is of · ``build`` its components · ``rollouts`` and ``scoring`` the half without a learner ·
+``teachers`` and ``served_teachers`` of distillation · ``engines`` and ``placement`` which engines
+sample, and where · ``ray_cluster`` · ``publishers`` how weights reach them · ``multihost`` and
+``multihost_engines`` several processes · ``policy`` which weights a command uses · ``serve`` ·
+``diagnosis`` · ``compilation_cache``.
 """
-
-from __future__ import annotations
-
-import os
-
-from jax_agent_rl.utils.files import cache_root
-
-
-def use_compilation_cache() -> None:
-    """Cache on disk the programs that take half a second or more to compile.
-
-    JAX's own environment variables take precedence.
-    """
-    import jax
-
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_root() / "xla"))
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

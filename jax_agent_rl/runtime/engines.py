@@ -34,7 +34,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.merge_outputs import DecodeText
 from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.protocol import BackendSpec, RolloutBackend, WeightUpdate
-from jax_agent_rl.runtime import use_compilation_cache
+from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.runtime.engine_devices import engine_mesh, engine_shapes, resolve_engine_mesh
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.network import token_from

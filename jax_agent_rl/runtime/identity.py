@@ -14,37 +14,20 @@
 from __future__ import annotations
 
 import functools
-import logging
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from jax_agent_rl.config import TeacherConfig
 from jax_agent_rl.config.base import Section
-from jax_agent_rl.config.resume import (
-    BY_CONTENT,
-    Difference,
-    is_named,
-    require_known_keys,
-    value_differences,
-)
-from jax_agent_rl.errors import CheckpointError, ConfigError
-from jax_agent_rl.learner.checkpoint import read_notes
+from jax_agent_rl.config.resume import BY_CONTENT, Difference
+from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.identity import model_fingerprints
-from jax_agent_rl.observe.run_dir import RunDir, append_records
-from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.fingerprints import code_fingerprint
 from jax_agent_rl.utils.plugins import read_entries, split_class
 
-logger = logging.getLogger(__name__)
-
 POLICY_JUDGE = "policy"
-CHANGES = "config_changes.jsonl"
-"""File of a run folder: what was changed when the run was resumed."""
 _ROWS = "data.train"
 
 
@@ -216,139 +199,3 @@ def _tree_value(tree: Mapping[str, Any], path: str) -> Any:
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
-
-
-_ADVICE = (
-    "set them back to resume it, start a new run (model.path=RUN starts from its weights), or"
-    " resume with what is meant: --accept-change {keys}. docs/training.md lists the keys that may"
-    " change"
-)
-
-
-def check_resumed(
-    model: type[BaseModel],
-    old: RunIdentity,
-    new: RunIdentity,
-    *,
-    accepted: Collection[str] = (),
-    checkpoint: str,
-    advice: str = _ADVICE,
-) -> list[Difference]:
-    """Return what a resumed run changes, for the record.
-
-    Args:
-        model: class of the configuration's root section.
-        old: the checkpoint's.
-        new: the resumed run's.
-        accepted: keys, or sections of keys, that may differ although they define what is trained.
-        checkpoint: its name in messages.
-        advice: what to do, with ``{keys}`` for those that differ.
-
-    Raises:
-        CheckpointError: keys that define what is trained differ; names each with both values.
-    """
-    defining = content_differences(old, new)
-    defining += value_differences(model, old.config, new.config, may_change=False)
-
-    refused = []
-    for difference in defining:
-        if not is_named(difference.key, accepted):
-            refused.append(difference)
-    if refused:
-        lines = "\n".join(f"  {difference}" for difference in refused)
-        keys = ",".join(difference.key for difference in refused)
-        raise CheckpointError(
-            f"{checkpoint} is of other settings, which define what is"
-            f" trained:\n{lines}\n{advice.format(keys=keys)}"
-        )
-    return defining + value_differences(model, old.config, new.config, may_change=True)
-
-
-class Resumption:
-    """What a run resumes from, and what is changed with it.
-
-    Args:
-        model: class of the configuration's root section.
-        folder: the run folder.
-        checkpoints: the folder of its checkpoints.
-        step: step of the checkpoint; None: the newest.
-        accepted: keys that may differ although they define what is trained.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-        ConfigError: there is no key of a name in ``accepted``.
-    """
-
-    def __init__(
-        self,
-        model: type[BaseModel],
-        folder: RunDir,
-        checkpoints: Path | str,
-        *,
-        step: int | None = None,
-        accepted: Collection[str] = (),
-    ) -> None:
-        require_known_keys(model, accepted)
-        self.accepted = accepted
-        self.changes: list[Difference] = []
-        self._model = model
-        self._folder = folder
-
-        notes = read_notes(checkpoints, step)
-        self.step = notes.step
-        self._checkpoint = f"checkpoint {self.step} in {checkpoints}"
-        identity = notes.progress.get("identity")
-        if identity:
-            self._old = RunIdentity.from_json(identity)
-        else:
-            self._old = _recorded_identity(folder)
-
-    def check(self, identity: RunIdentity) -> None:
-        """Compare the run with its checkpoint, before anything is loaded.
-
-        Raises:
-            CheckpointError: something that defines what is trained differs.
-        """
-        if self._old is None:
-            logger.warning(
-                "%s is of an earlier version, which did not record what it was trained with",
-                self._checkpoint,
-            )
-            return
-        self.changes = check_resumed(
-            self._model, self._old, identity, accepted=self.accepted, checkpoint=self._checkpoint
-        )
-
-    def record_changes(self) -> None:
-        """Append to the run folder what is changed from this step on."""
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        records = []
-        for change in self.changes:
-            record = {
-                "step": self.step,
-                "time": now,
-                "key": change.key,
-                "old": change.old,
-                "new": change.new,
-            }
-            if change.what:
-                record["what"] = change.what
-            records.append(record)
-        if records:
-            append_records(self._folder.path / CHANGES, records)
-
-
-def _recorded_identity(folder: RunDir) -> RunIdentity | None:
-    """Return the settings that a run of an earlier version wrote, which knew no fingerprints.
-
-    None if their file is gone.
-    """
-    if not folder.config.exists():
-        return None
-    try:
-        return RunIdentity(config=read_json_object(folder.config))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder.config} cannot be read ({error}), so nothing says what the checkpoint was"
-            " trained with; put the file back, or start without --resume"
-        ) from None

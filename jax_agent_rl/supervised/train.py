@@ -33,9 +33,9 @@ from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.observe.report.charts import loss_plot
 from jax_agent_rl.observe.run_dir import RunDir, read_metrics
-from jax_agent_rl.runtime.identity import Resumption, RunIdentity, run_identity
+from jax_agent_rl.runtime.identity import RunIdentity, run_identity
 from jax_agent_rl.runtime.policy import resolve_model
-from jax_agent_rl.runtime.train import free_folder, newest_run, nothing_to_do
+from jax_agent_rl.runtime.resume import Resumption, free_folder, newest_run, nothing_to_do
 from jax_agent_rl.supervised.conversations import Encoder, Example, Pair
 from jax_agent_rl.utils.shutdown import ExitWithin, Interruption
 from jax_agent_rl.utils.text import counted

@@ -19,8 +19,9 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config.commands import TinkerServerSettings
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.models.identity import model_fingerprints
-from jax_agent_rl.runtime.identity import RunIdentity, check_resumed
+from jax_agent_rl.runtime.identity import RunIdentity
 from jax_agent_rl.runtime.policy import resolve_model
+from jax_agent_rl.runtime.resume import check_resumed
 from jax_agent_rl.tinker_server.database import Database, Request
 from jax_agent_rl.tinker_server.requests import (
     MAX_BODY_BYTES,

@@ -52,7 +52,7 @@ from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.bounded_json import decode_json
 from jax_agent_rl.utils.loop_watch import watch_loop
 from jax_agent_rl.utils.network import IDENTITY, UnreadableAnswerError, read_answer
-from jax_agent_rl.utils.shutdown import own_environment, own_python, quiet_logging
+from jax_agent_rl.utils.startup import own_environment, own_python, quiet_logging
 from jax_agent_rl.utils.timeouts import DaemonThreads
 
 logger = logging.getLogger(__name__)

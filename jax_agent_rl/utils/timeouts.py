@@ -4,20 +4,15 @@ A hanging thread of a pool is lost for good and keeps the process from exiting. 
 its own daemon thread (starting one takes tens of microseconds). When the caller stops waiting, the
 thread is *abandoned*: counted, left alone, and forgotten when it ends. With too many abandoned
 threads, further calls are refused.
-
-:class:`PrioritySemaphore` bounds what runs at once, :class:`RateLimit` how often something starts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import heapq
-import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from jax_agent_rl.errors import JaxAgentRLError, ToolError
@@ -184,84 +179,3 @@ async def _without_exit(
             return await call()
     except SystemExit as exit_request:
         raise error(f"tried to exit with {exit_request.code!r}") from None
-
-
-class RateLimit:
-    """At most so many starts a second; first come, first served.
-
-    After a second without starts, a second's worth may start at once.
-
-    Args:
-        per_second: positive.
-        clock: seconds, monotonic.
-        sleep: waits so many seconds.
-    """
-
-    def __init__(
-        self,
-        per_second: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
-    ):
-        self.per_second = per_second
-        self._clock = clock
-        self._sleep = sleep
-        self._max_permits = max(1.0, per_second)
-        self._permits = self._max_permits  # negative while starts wait for theirs
-        self._refilled = clock()
-
-    async def wait(self) -> None:
-        """Wait for a turn."""
-        now = self._clock()
-        refill = (now - self._refilled) * self.per_second
-        self._permits = min(self._max_permits, self._permits + refill)
-        self._refilled = now
-
-        self._permits -= 1
-        if self._permits < 0:
-            await self._sleep(-self._permits / self.per_second)
-
-
-class PrioritySemaphore:
-    """A semaphore with priorities: continuing a started group goes before starting another.
-
-    A branch thus runs while the engine still holds its parent's KV, and groups complete sooner.
-
-    Args:
-        count: maximum concurrent holders.
-    """
-
-    def __init__(self, count: int):
-        self._free = count
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._arrivals = itertools.count()
-
-    @asynccontextmanager
-    async def take(self, *, urgency: int) -> AsyncIterator[None]:
-        """Hold a slot; the most urgent waiter is next, among equals the first to come."""
-        if self._free:
-            self._free -= 1
-        else:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (-urgency, next(self._arrivals), turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if not turn.cancelled():  # it was passed the slot just before
-                    self._pass_on()
-                raise
-
-        try:
-            yield
-        finally:
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        """Pass the slot to the next waiter, or free it."""
-        while self._waiting:
-            *_, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_agent_rl.utils.bounded_json import decode_json
-from jax_agent_rl.utils.shutdown import own_environment, own_python
+from jax_agent_rl.utils.startup import own_environment, own_python
 
 START_SECONDS = 120.0
 """Time limit of a worker's start: what it imports may be a lot."""

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from jax_agent_rl.cli.options import print_object
 from jax_agent_rl.errors import JaxAgentRLError
-from jax_agent_rl.utils.shutdown import EXIT_CODE, ignore_absent_tpus, quiet_logging
+from jax_agent_rl.utils.shutdown import EXIT_CODE
+from jax_agent_rl.utils.startup import ignore_absent_tpus, quiet_logging
 from tests.chaos.run import run_command
 
 

@@ -50,7 +50,7 @@ from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.step import all_trajectories
 from jax_agent_rl.types import Group, PauseMode, Trajectory
-from jax_agent_rl.utils.shutdown import own_environment
+from jax_agent_rl.utils.startup import own_environment
 from tests.chaos import engine
 from tests.chaos.engine import hash_policy
 from tests.chaos.faults import Child

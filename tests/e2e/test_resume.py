@@ -12,7 +12,7 @@ import pytest
 
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.observe.run_dir import read_records
-from jax_agent_rl.runtime.identity import CHANGES
+from jax_agent_rl.runtime.resume import CHANGES
 from tests.run_results import require_same
 from tests.tiny_chat import CONFIG, params
 from tests.tiny_run import REWARD, tiny_recipe

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.errors import CheckpointError
-from jax_agent_rl.runtime.train import newest_run
+from jax_agent_rl.runtime.resume import newest_run
 from tests.forked import Forker
 from tests.run_results import require_same
 from tests.tiny_run import tiny_recipe

@@ -38,7 +38,7 @@ from jax_agent_rl.deploy.certify.report import (
 )
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.progress import duration, print_line
-from jax_agent_rl.runtime import use_compilation_cache
+from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.runtime.multihost import initialize
 from jax_agent_rl.runtime.policy import with_resolved_model
 from jax_agent_rl.utils.text import printable

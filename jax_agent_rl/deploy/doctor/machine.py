@@ -28,7 +28,7 @@ from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.utils.files import cache_root
 from jax_agent_rl.utils.network import listen_on
 from jax_agent_rl.utils.packages import is_installed
-from jax_agent_rl.utils.shutdown import own_python
+from jax_agent_rl.utils.startup import own_python
 
 
 class Status(StrEnum):

@@ -31,7 +31,7 @@ from rich.console import Console
 from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
 from jax_agent_rl.observe.progress import print_line
 from jax_agent_rl.utils.files import replacing
-from jax_agent_rl.utils.shutdown import own_environment, own_python, quiet_logging
+from jax_agent_rl.utils.startup import own_environment, own_python, quiet_logging
 
 PLANNER = own_python("-m", "jax_agent_rl.deploy.plan.command")
 # Settings of libtpu that avoid a fault, by a function on its stack. Seen on v5p with libtpu

@@ -270,7 +270,7 @@ EFFECTS = {
     "trainer.agreement_tolerance":
         "unit/trainer/test_agreement_watch.py::test_a_tolerance_of_ones_own_holds",
     "trainer.checkpoint_dir":
-        "unit/trainer/test_choose_run.py::test_checkpoints_of_another_run_are_not_written_over",
+        "unit/runtime/test_resume.py::test_checkpoints_of_another_run_are_not_written_over",
     "trainer.keep_trajectories":
         "unit/observe/test_sample_and_filters.py::"
         "test_a_run_writes_no_more_of_a_step_than_it_keeps",

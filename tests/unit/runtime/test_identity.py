@@ -13,7 +13,8 @@ from jax_agent_rl.config.loading import build_tree
 from jax_agent_rl.data.dataset import open_dataset
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.runtime.identity import RunIdentity, check_resumed, run_identity
+from jax_agent_rl.runtime.identity import RunIdentity, run_identity
+from jax_agent_rl.runtime.resume import check_resumed
 from tests.tiny import TINY, tiny_params
 
 Tree = dict[str, Any]

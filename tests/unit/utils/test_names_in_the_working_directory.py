@@ -16,7 +16,7 @@ from jax_agent_rl.observe.sinks.metrics import PACKAGES, check_sinks
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.utils.packages import import_installed, is_installed, package_folder
 from jax_agent_rl.utils.plugins import load_user_module
-from jax_agent_rl.utils.shutdown import own_environment, own_python
+from jax_agent_rl.utils.startup import own_environment, own_python
 from tests.unit.rewards.test_function_workers import row
 
 ROOT = Path(__file__).parents[3]
@@ -98,7 +98,7 @@ def test_every_python_that_this_package_starts_is_started_so():
         "deploy/quickstart/commands.py",  # as the user of the folder does
         "tool_server/sandbox/__init__.py",  # the interpreter of programs, in a sandbox
         "tool_server/sandbox/isolation.py",
-        "utils/shutdown.py",
+        "utils/startup.py",
     }
 
 

@@ -6,11 +6,9 @@ import sys
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.utils.timeouts import DaemonThreads, RateLimit
+from jax_agent_rl.utils.timeouts import DaemonThreads
 
 
 async def test_results_exceptions_and_exits_come_back():
@@ -65,27 +63,3 @@ async def test_too_many_abandoned_calls_refuse_further_ones():
     with pytest.raises(ToolError, match="2 earlier tool calls never returned"):
         await threads.run(lambda: 1, name="t")
     go.set()
-
-
-@given(
-    waits=st.lists(st.floats(0, 3), max_size=40), per_second=st.sampled_from([0.25, 1.0, 2.5, 10.0])
-)
-async def test_no_second_has_more_starts_than_the_limit_and_a_first_burst(waits, per_second):
-    now, starts = 0.0, []
-
-    async def sleep(seconds):
-        starts.append(now + seconds)
-
-    limit = RateLimit(per_second, clock=lambda: now, sleep=sleep)
-    for wait in waits:
-        now += wait
-        before = len(starts)
-        await limit.wait()
-        if len(starts) == before:
-            starts.append(now)
-    assert starts == sorted(starts), "first come, first served"
-    most = max(1.0, per_second)
-    for first in range(len(starts)):
-        for last in range(first, len(starts)):
-            count = last - first + 1
-            assert count <= most + (starts[last] - starts[first]) * per_second + 1e-6

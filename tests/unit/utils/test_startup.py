@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from jax_agent_rl.observe.progress import Progress
-from jax_agent_rl.utils.shutdown import (
+from jax_agent_rl.utils.startup import (
     KEEP_MEMORY,
     ignore_absent_tpus,
     own_environment,
@@ -80,7 +80,7 @@ def test_a_warning_is_printed_above_a_live_display_unless_standard_error_is_a_fi
 FORGING = """
 import logging, sys
 from jax_agent_rl.cli import main
-from jax_agent_rl.utils.shutdown import quiet_logging
+from jax_agent_rl.utils.startup import quiet_logging
 quiet_logging()
 hostile = "t-1\\x1b[2J\\nERROR jax_agent_rl.x: forged\\r\\u2028ERROR again"
 logging.getLogger("jax_agent_rl.a").warning("%s failed", hostile)
@@ -110,7 +110,7 @@ def test_neither_a_log_record_nor_an_error_forges_a_line_or_steers_the_terminal(
 def test_a_process_begins_anew_once_to_keep_freed_memory_unless_told_otherwise(setting):
     program = (
         "import os, sys\n"
-        "from jax_agent_rl.utils.shutdown import keep_freed_memory\n"
+        "from jax_agent_rl.utils.startup import keep_freed_memory\n"
         "print('begins', flush=True)\n"
         "keep_freed_memory()\n"
         "print(os.environ['GLIBC_TUNABLES'], sys.argv[1:], sys.flags.dont_write_bytecode)\n"

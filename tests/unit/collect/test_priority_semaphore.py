@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.utils.timeouts import PrioritySemaphore
+from jax_agent_rl.collect.priority_semaphore import PrioritySemaphore
 
 
 async def test_the_most_urgent_are_next_and_among_equals_the_first():

@@ -13,7 +13,7 @@ from jax_agent_rl.config import Config, load
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.checkpoint import Checkpointer, cut_off_steps
 from jax_agent_rl.learner.checkpoint_steps import complete_steps
-from jax_agent_rl.runtime.train import choose_run, nothing_to_do, runs_without_checkpoint
+from jax_agent_rl.runtime.resume import choose_run, nothing_to_do, runs_without_checkpoint
 from jax_agent_rl.utils.files import mark_in_use
 from tests.tiny_run import tiny_recipe
 
