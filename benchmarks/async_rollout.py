@@ -75,8 +75,8 @@ from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.simulate.run import simulate
 from jax_agent_rl.testing.simulate.workload import load_assumptions
-from jax_agent_rl.trainer import RunComponents, WeightSource
 from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.components import RunComponents, WeightSource
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import Group, Trajectory
 

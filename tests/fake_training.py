@@ -23,8 +23,8 @@ from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.fakes import FakeLearner, NoCheckpoints
 from jax_agent_rl.tracing import Tracer
-from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import Group
 from tests.fakes import FakeCodec, ScriptedBackend

@@ -37,8 +37,8 @@ from jax_agent_rl.testing.simulate.workload import (
     SimulatedPublisher,
     VirtualLoop,
 )
-from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import FinishReason, Group
 

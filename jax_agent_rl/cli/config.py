@@ -334,7 +334,7 @@ def certify(
     if command_line.file is not None:
         settings = load(command_line.file, command_line.overrides)
     check_certification(settings, out=out)
-    from jax_agent_rl.deploy.certify import run_command
+    from jax_agent_rl.deploy.certify.command import run_command
 
     # Interrupted, the report ends before the check that was running.
     with exit_if_interrupted():
@@ -358,7 +358,7 @@ async def _print_findings(config: Config | None, console: Console) -> list[Findi
 
     from rich.text import Text
 
-    from jax_agent_rl.deploy.doctor import examine
+    from jax_agent_rl.deploy.doctor.command import examine
     from jax_agent_rl.utils.text import printable
 
     findings = []

@@ -69,7 +69,7 @@ from jax_agent_rl.runtime.rollouts import (
 )
 from jax_agent_rl.runtime.served_teachers import open_served_teachers
 from jax_agent_rl.runtime.teachers import check_teachers, make_teachers, require_teachers
-from jax_agent_rl.trainer import RunComponents
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
 logger = logging.getLogger(__name__)

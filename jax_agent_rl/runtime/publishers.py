@@ -26,7 +26,7 @@ from jax_agent_rl.rollout.object_store import store
 from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, WeightUpdate
 from jax_agent_rl.runtime.multihost import LeadingLearner
 from jax_agent_rl.runtime.multihost_engines import KIND, WeightBuffer
-from jax_agent_rl.trainer import Publisher, WeightSource
+from jax_agent_rl.trainer.components import Publisher, WeightSource
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.network import is_loopback
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, LogprobProbe, file_digest, write_delta

@@ -26,7 +26,7 @@ from jax_agent_rl.learner.checkpoint import Checkpointer, cut_off_steps, read_no
 from jax_agent_rl.learner.checkpoint_steps import complete_steps
 from jax_agent_rl.observe.run_dir import RunDir, append_records
 from jax_agent_rl.runtime.identity import RunIdentity, content_differences
-from jax_agent_rl.trainer import RunComponents
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.files import is_in_use

@@ -32,9 +32,9 @@ from jax_agent_rl.runtime.resume import (
     restore,
     runs_without_checkpoint,
 )
-from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer, OneStepOffTrainer
 from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.observing import Breakdown, format_breakdown, format_warnings, observers
 from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer

@@ -49,7 +49,7 @@ from jax_agent_rl.types import (
 
 if TYPE_CHECKING:
     from jax_agent_rl.learner.metrics import AgreementCheck, UpdateResult
-    from jax_agent_rl.trainer import WeightSource
+    from jax_agent_rl.trainer.components import WeightSource
 
 
 class FakeBackend(ABC):

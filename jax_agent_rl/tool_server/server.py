@@ -37,7 +37,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.errors import WorkerDiedError
-from jax_agent_rl.tool_server.plugins import FINISH, ToolReply
+from jax_agent_rl.tool_server.plugins.base import ToolReply
+from jax_agent_rl.tool_server.plugins.registry import FINISH
 from jax_agent_rl.tool_server.service import CLOSED, OPENED
 from jax_agent_rl.tool_server.worker import WorkerProcess, assign_worker, raise_descriptor_limit
 from jax_agent_rl.tools.client import ServerAction

@@ -28,15 +28,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tool_server.plugins import (
-    FINISH,
-    Failure,
-    ServerTool,
-    ToolAction,
-    ToolObservation,
-    ToolReply,
-    failed,
-)
+from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
+from jax_agent_rl.tool_server.plugins.base import Failure, ToolReply, failed
+from jax_agent_rl.tool_server.plugins.registry import FINISH
 from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.failures import FailureLog, describe_error, error_place
 from jax_agent_rl.utils.loop_watch import OwnTime, at_work

@@ -37,15 +37,9 @@ from prometheus_client import CollectorRegistry
 
 from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError, WorkerDiedError
-from jax_agent_rl.tool_server.plugins import (
-    FINISH,
-    Failure,
-    ServerTool,
-    ToolContext,
-    ToolReply,
-    failed,
-    tool_classes,
-)
+from jax_agent_rl.tool_server.plugins import ServerTool, ToolContext
+from jax_agent_rl.tool_server.plugins.base import Failure, ToolReply, failed
+from jax_agent_rl.tool_server.plugins.registry import FINISH, tool_classes
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
 from jax_agent_rl.tool_server.service import Telemetry, ToolService
 from jax_agent_rl.tools.client import ServerAction

@@ -27,8 +27,8 @@ from jax_agent_rl.collect.filters import Selection, select
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
-from jax_agent_rl.trainer import Checkpoints, RunComponents, WeightSource
 from jax_agent_rl.trainer.agreement import AgreementWatch
+from jax_agent_rl.trainer.components import Checkpoints, RunComponents, WeightSource
 from jax_agent_rl.trainer.observing import Phases, RunReporter
 from jax_agent_rl.trainer.record import RunRecord, account, step_record
 from jax_agent_rl.trainer.step import (

@@ -35,7 +35,7 @@ from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, open_sinks, serve_trainer
 from jax_agent_rl.observe.warnings import rules
 from jax_agent_rl.observe.watch import RunWarning, Watch
-from jax_agent_rl.trainer import RunComponents
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record
 from jax_agent_rl.trainer.step import recorded
 from jax_agent_rl.types import Group

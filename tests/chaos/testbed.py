@@ -45,8 +45,8 @@ from jax_agent_rl.rollout.fleet_metrics import FleetMetrics
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.testing.fakes import FakeLearner, NoCheckpoints
-from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.step import all_trajectories
 from jax_agent_rl.types import Group, PauseMode, Trajectory

@@ -18,7 +18,7 @@ from jax_agent_rl.config import load
 from jax_agent_rl.models.hf import load_config, save_hf
 from jax_agent_rl.rewards import registry
 from jax_agent_rl.runtime.build import build
-from jax_agent_rl.trainer import RunComponents
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.types import Group, SamplingParams
 from tests.gpu_backend.vision import IMAGE, VisionReference, picture, write_model
 

@@ -39,7 +39,8 @@ from jax_agent_rl.errors import (
 from jax_agent_rl.rewards import registry as reward_registry
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.tool_server.plugins import Failure, ServerTool, ToolContext, ToolObservation
+from jax_agent_rl.tool_server.plugins import ServerTool, ToolContext, ToolObservation
+from jax_agent_rl.tool_server.plugins.base import Failure
 from jax_agent_rl.tool_server.service import Telemetry, ToolService
 from jax_agent_rl.tools import BaseTool, ToolRegistry
 from jax_agent_rl.tools.client import ServerAction

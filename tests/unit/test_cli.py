@@ -23,7 +23,7 @@ from jax_agent_rl.config.commands import (
 )
 from jax_agent_rl.config.loading import load_tree, valid_keys
 from jax_agent_rl.testing.simulate.workload import load_assumptions
-from jax_agent_rl.tool_server.plugins import tool_classes
+from jax_agent_rl.tool_server.plugins.registry import tool_classes
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = {

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.config.loading import load_tree
-from jax_agent_rl.deploy.launch import (
+from jax_agent_rl.deploy.launch.arguments import (
     ROOT,
-    TimedPrinter,
     comma_separated,
     count,
     positive,
-    render_template,
     script_parser,
 )
+from jax_agent_rl.deploy.launch.printer import TimedPrinter
 from jax_agent_rl.deploy.launch.ray_driver import add_run_options, load_run
+from jax_agent_rl.deploy.launch.templates import render_template
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 from jax_agent_rl.runtime.ray_cluster import RAY_FIX, secure_own_cluster
 from jax_agent_rl.utils.config_words import split_config

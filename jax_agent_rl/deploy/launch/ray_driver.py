@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.config import Config, load
-from jax_agent_rl.deploy.launch import count, positive
+from jax_agent_rl.deploy.launch.arguments import count, positive
 from jax_agent_rl.deploy.launch.ray_process import NodeProcess
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 from jax_agent_rl.runtime.ray_cluster import RAY_FIX

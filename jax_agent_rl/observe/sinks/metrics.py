@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.sinks import Sink, SinkThread, SinkThreads
+from jax_agent_rl.observe.sinks.threads import Sink, SinkThread, SinkThreads
 from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.fences import fenced
 from jax_agent_rl.utils.files import write_atomically

@@ -19,7 +19,7 @@ from typing import Any
 from jax_agent_rl.config import TraceConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.run_dir import RunDir
-from jax_agent_rl.observe.sinks import Sink, SinkThread, SinkThreads
+from jax_agent_rl.observe.sinks.threads import Sink, SinkThread, SinkThreads
 from jax_agent_rl.tracing import Span, Trace, Tracer
 from jax_agent_rl.utils.packages import import_installed
 from jax_agent_rl.utils.plugins import load_installed

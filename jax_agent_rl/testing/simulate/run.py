@@ -43,7 +43,7 @@ from jax_agent_rl.testing.simulate.workload import (
     VirtualLoop,
     load_assumptions,
 )
-from jax_agent_rl.trainer import RunComponents
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import Trajectory
 

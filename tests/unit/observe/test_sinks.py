@@ -11,8 +11,9 @@ import pytest
 
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.sinks import SinkThread, metrics
+from jax_agent_rl.observe.sinks import metrics
 from jax_agent_rl.observe.sinks.metrics import RunFacts, check_sinks, open_sinks, scalars
+from jax_agent_rl.observe.sinks.threads import SinkThread
 
 STEP = {
     "kind": "step",

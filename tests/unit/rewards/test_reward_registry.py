@@ -10,7 +10,7 @@ import pytest
 
 from jax_agent_rl import rewards
 from jax_agent_rl.errors import ConfigError, RewardError, RewardTimeoutError
-from jax_agent_rl.rewards import registry
+from jax_agent_rl.rewards import registry, scorer
 from jax_agent_rl.types import (
     DropReason,
     FinishReason,
@@ -249,7 +249,7 @@ def released():
 
 async def test_a_function_that_hangs_is_given_up_and_others_go_on(released, monkeypatch):
     threads = DaemonThreads(max_abandoned=2, kind="reward", error=RewardError)
-    monkeypatch.setattr(rewards, "_THREADS", threads)
+    monkeypatch.setattr(scorer, "_THREADS", threads)
 
     @rewards.register_reward("mine")
     def hang(*_):

@@ -22,7 +22,7 @@ from jax_agent_rl.runtime.build import follow_run, make_learner
 from jax_agent_rl.runtime.multihost import initialize, leading
 from jax_agent_rl.runtime.multihost_engines import join_hosts, make_host_engine, make_weight_buffer
 from jax_agent_rl.runtime.publishers import make_publisher
-from jax_agent_rl.trainer import WeightSource
+from jax_agent_rl.trainer.components import WeightSource
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import logprobs_of
 from tests.trajectories import random_groups

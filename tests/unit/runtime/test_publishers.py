@@ -31,7 +31,7 @@ from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.publishers import ArrayPublisher, ObjectStorePublisher, make_publisher
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER
-from jax_agent_rl.trainer import Publisher
+from jax_agent_rl.trainer.components import Publisher
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, greedy, tiny_params
 from tests.toy_backend import ToyBackend

@@ -5,7 +5,7 @@ them.
 import pytest
 
 from jax_agent_rl.rewards.code import code_tests
-from jax_agent_rl.tool_server.plugins import Failure
+from jax_agent_rl.tool_server.plugins.base import Failure
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
 from tests.capabilities import needs_bwrap
 from tests.tool_serving import agent

@@ -4,7 +4,7 @@ machine.
 
 import pytest
 
-from jax_agent_rl.tool_server.plugins import Failure
+from jax_agent_rl.tool_server.plugins.base import Failure
 from tests.capabilities import needs_bwrap
 from tests.tool_serving import agent, text_of
 

@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.tool_server.plugins import Failure, interpreters
+from jax_agent_rl.tool_server.plugins import interpreters
+from jax_agent_rl.tool_server.plugins.base import Failure
 from tests.capabilities import needs_bwrap
 from tests.ports import free_port
 from tests.tool_serving import agent, text_of

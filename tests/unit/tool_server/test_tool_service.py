@@ -13,7 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.tool_server.plugins import Failure, ToolContext, tool_classes
+from jax_agent_rl.tool_server.plugins import ToolContext
+from jax_agent_rl.tool_server.plugins.base import Failure
+from jax_agent_rl.tool_server.plugins.registry import tool_classes
 from jax_agent_rl.tool_server.service import Telemetry, ToolService, shorten
 from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.timeouts import DaemonThreads

@@ -96,7 +96,7 @@ def test_every_python_that_this_package_starts_is_started_so():
         "deploy/launch/__main__.py",  # from a checkout, before anything is installed
         "deploy/launch/ray_process.py",  # likewise
         "deploy/quickstart/commands.py",  # as the user of the folder does
-        "tool_server/sandbox/__init__.py",  # the interpreter of programs, in a sandbox
+        "tool_server/sandbox/sandbox.py",  # the interpreter of programs, in a sandbox
         "tool_server/sandbox/isolation.py",
         "utils/startup.py",
     }

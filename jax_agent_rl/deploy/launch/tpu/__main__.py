@@ -11,9 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax_agent_rl.deploy.launch import (
+from jax_agent_rl.deploy.launch.arguments import (
     ROOT,
-    TimedPrinter,
     comma_separated,
     port,
     positive,
@@ -21,6 +20,7 @@ from jax_agent_rl.deploy.launch import (
     seconds,
     variable,
 )
+from jax_agent_rl.deploy.launch.printer import TimedPrinter
 from jax_agent_rl.deploy.launch.tpu import job
 from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun, Gcloud, parse_topology
 from jax_agent_rl.deploy.launch.tpu.job import Job

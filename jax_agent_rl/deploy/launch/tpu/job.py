@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jax_agent_rl.deploy.launch import render_template
+from jax_agent_rl.deploy.launch.templates import render_template
 from jax_agent_rl.deploy.launch.tpu.gcloud import Call, Topology
 from jax_agent_rl.errors import LaunchError
 

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import jax_agent_rl.deploy.certify as certify
 from jax_agent_rl.cli import app
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.certify import kernels, report, run_checks, select_checks, speed, system
+from jax_agent_rl.deploy.certify import command as certify
+from jax_agent_rl.deploy.certify import kernels, report, speed, system
+from jax_agent_rl.deploy.certify.command import run_checks, select_checks
 from jax_agent_rl.deploy.certify.machine import SHORT, Machine, load_config
 from jax_agent_rl.deploy.certify.report import CheckOutcome, CheckResult, Claim
 from jax_agent_rl.errors import ConfigError
@@ -299,7 +300,7 @@ _EXCHANGES = """
 import sys, time
 from pathlib import Path
 import jax
-from jax_agent_rl.deploy.certify import run_checks, select_checks
+from jax_agent_rl.deploy.certify.command import run_checks, select_checks
 from jax_agent_rl.deploy.certify.machine import Machine, load_config
 scratch = Path(sys.argv[2])
 meshes = ["learner.mesh.fsdp=2", "learner.mesh.tensor=2"]
