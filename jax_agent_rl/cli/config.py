@@ -1,8 +1,7 @@
-"""``jax-agent-rl config``, ``doctor``, ``certify``: keys, and checks of a run and of a machine."""
+"""``jax-agent-rl config`` and ``import-config``: keys, and configurations of verl."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,25 +13,18 @@ from jax_agent_rl.cli.options import (
     HELP_OPTIONS,
     ConfigArgument,
     ConfigOption,
-    JsonOption,
     Overrides,
     Panel,
     add_group,
     command,
-    console_of,
-    exit_if_interrupted,
     given_config,
-    print_object,
-    run_to_end,
     settings_model,
 )
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from jax_agent_rl.config import Config
     from jax_agent_rl.config.reference import KeyInfo
-    from jax_agent_rl.deploy.doctor.machine import Finding
 
 
 app = typer.Typer(
@@ -46,21 +38,7 @@ CommandOption = Annotated[CommandName, typer.Option("--command", help="Whose con
 
 
 def register(parent: typer.Typer) -> None:
-    """Add ``doctor``, ``certify`` and ``import-config``, and the group ``config``."""
-    command(
-        parent,
-        Panel.CHECK,
-        "doctor",
-        "doctor quickstart",
-        "doctor ppo_tool rollout.backend=vllm --json",
-    )(doctor)
-    command(
-        parent,
-        Panel.CHECK,
-        "certify",
-        "certify my.yaml learner.mesh.fsdp=4 --out reports/v5e",
-        "certify --only kernels --only speed",
-    )(certify)
+    """Add ``import-config``, and the group ``config``."""
     command(
         parent,
         Panel.CHECK,
@@ -264,113 +242,3 @@ def _print_section(path: str, keys: Mapping[str, KeyInfo], console: Console) -> 
             default = key.default or ("(section)" if key.is_section else "(required)")
             table.add_row(escape(name), escape(default), escape(key.description))
     console.print(Padding(table, (1, 2)))
-
-
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-
-
-def doctor(
-    config: ConfigArgument = None,
-    overrides: Overrides = None,
-    config_file: ConfigOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Check, before a run, what would stop or spoil it, and say what to do about it.
-
-    There is a line for each thing, with what to do where it is not ok. Without CONFIG, the machine:
-    Python, packages, cores, memory, disk, limits, ports, accelerators, sandbox. With it, also what
-    it names: code, tools, model, tokenizer, rows, prompts, rewards, agents and their servers,
-    engine. Nothing is trained and no weights are loaded. Exits with 1 if anything fails.
-    """
-    from dataclasses import asdict
-
-    from jax_agent_rl.config import load
-    from jax_agent_rl.errors import ConfigError
-
-    command_line = given_config(config, overrides, config_file)
-    settings = None
-    if command_line.file is not None:
-        settings = load(command_line.file, command_line.overrides)
-    elif command_line.overrides:
-        keys = " ".join(command_line.overrides)
-        raise ConfigError(
-            f"{keys}: without a configuration there are no keys to change; give its file, too"
-        )
-    findings = run_to_end(_print_findings(settings, console_of(json)))
-    failed = [finding for finding in findings if finding.status == "fail"]
-    if json:
-        print_object({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
-    if failed:
-        raise typer.Exit(1)
-
-
-def certify(
-    config: ConfigArgument = None,
-    overrides: Overrides = None,
-    config_file: ConfigOption = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this check; may be repeated.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for certify.json and certify.html.")] = Path(
-        "certify"
-    ),
-    json: JsonOption = False,
-) -> None:
-    """Measure this machine and compare it with the documentation's claims, in about ten minutes.
-
-    Kernels against float64, every backend against the protocol, engine against learner in every
-    precision, speed and memory beside plan and the device's peaks, exchanges between devices, a
-    checkpoint, a short training run; without CONFIG, of the quickstart's model and task. The report
-    (certify.json, certify.html) says for each deviation which claim it concerns; it is meant to be
-    sent to us. Exits with 1 if there are deviations.
-    """
-    # On GPUs, other engines need memory beside JAX.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from jax_agent_rl.config import load
-    from jax_agent_rl.deploy.preflight import check_certification
-
-    command_line = given_config(config, overrides, config_file)
-    settings = None
-    if command_line.file is not None:
-        settings = load(command_line.file, command_line.overrides)
-    check_certification(settings, out=out)
-    from jax_agent_rl.deploy.certify.command import run_command
-
-    # Interrupted, the report ends before the check that was running.
-    with exit_if_interrupted():
-        report = run_command(
-            command_line.file,
-            command_line.overrides,
-            only=only or [],
-            out=out,
-            arguments=["jax-agent-rl", *sys.argv[1:]],
-            console=console_of(json),
-        )
-    if json:
-        print_object(report)
-    if not report["ok"]:
-        raise typer.Exit(1)
-
-
-async def _print_findings(config: Config | None, console: Console) -> list[Finding]:
-    """Print each finding of ``doctor`` as it comes, and their counts by status."""
-    from collections import Counter
-
-    from rich.text import Text
-
-    from jax_agent_rl.deploy.doctor.command import examine
-    from jax_agent_rl.utils.text import printable
-
-    findings = []
-    async for finding in examine(config):
-        findings.append(finding)
-        line = Text(f"{finding.status:<5}", style=_STYLES[finding.status])
-        line.append(f"{finding.check}: ", style="bold")
-        line.append(printable(finding.text), style="default")
-        console.print(line, soft_wrap=True)
-
-    counts = Counter(finding.status for finding in findings)
-    console.print(
-        f"{counts['ok']} ok, {counts['warn']} warned, {counts['fail']} failed", highlight=False
-    )
-    return findings
