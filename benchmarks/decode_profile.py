@@ -47,13 +47,6 @@ STEPS = 16
 REPEATS = 3
 
 
-class XlaEngine(JaxEngine):
-    """An engine without kernels."""
-
-    def _suits_cpu_kernels(self) -> bool:
-        return False
-
-
 def step_seconds(part: Callable[..., Any], state: Any, *arguments: Any) -> float:
     """Time one step of a part, repeated on the device as a dispatch repeats it.
 
@@ -198,9 +191,9 @@ def attention_seconds(
 
 
 def parts(
-    config: DecoderConfig, weights: Any, kind: type[JaxEngine], batch: int, positions: int
+    config: DecoderConfig, weights: Any, use_cpu_kernels: bool, batch: int, positions: int
 ) -> dict[str, float]:
-    """Time each part of a step, and the whole ``step``, of an engine of this kind."""
+    """Time each part of a step, and the whole ``step``, of an engine."""
     shapes = EngineShapes(
         max_model_len=positions,
         max_concurrent_decodes=batch,
@@ -208,8 +201,8 @@ def parts(
         decode_steps=STEPS,
         prefill_buckets=(32,),
     )
-    engine = kind(config, shapes, compile_ahead=False)
-    native = engine.kernels is Kernels.CPU
+    engine = JaxEngine(config, shapes, use_cpu_kernels=use_cpu_kernels, compile_ahead=False)
+    native = engine.context.kernels is Kernels.CPU
     params = engine.load_params(weights)
     slots = make_decode_batch(batch, shapes.context_pages)
     slots.pages[:] = 1 + np.arange(slots.pages.size).reshape(slots.pages.shape)
@@ -236,18 +229,20 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=256)
     arguments = parser.parse_args()
     config, weights = load_quickstart()
-    kinds = {"xla": XlaEngine}
+    uses_kernels = {"xla": False}
     if cpu_kernels.kernels_digest() is not None:
-        kinds = {"kernels": JaxEngine, **kinds}
+        uses_kernels = {"kernels": True, **uses_kernels}
 
     bandwidth = 0.0
     flops = 0.0
     measured: dict[tuple[int, str], dict[str, float]] = {}
     for batch in arguments.batches:
-        for name, kind in kinds.items():
+        for name, use_cpu_kernels in uses_kernels.items():
             bandwidth = max(bandwidth, read_bandwidth())
             flops = max(flops, sgemm_flops())
-            measured[batch, name] = parts(config, weights, kind, batch, arguments.positions)
+            measured[batch, name] = parts(
+                config, weights, use_cpu_kernels, batch, arguments.positions
+            )
 
     machine = f"{cpu()}: reads {bandwidth / 1e9:.1f} GB/s, sgemm {flops / 1e9:.0f} GFLOP/s"
     print(machine)

@@ -21,7 +21,7 @@ import numpy as np
 from common import argument_parser, load_quickstart, random_ids, rollout, running
 
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.deterministic import DeterministicScorer
+from jax_agent_rl.jetstream.deterministic_scorer import DeterministicScorer
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.programs import ProgramTable
 
@@ -38,13 +38,15 @@ async def measure(batch: int) -> dict[str, float]:
         decode_steps=16,
         prefill_buckets=(32, 128),
     )
-    table = ProgramTable()
-    score = DeterministicScorer(model, shapes, dtype="float32", table=table, temperature=1.0)
+    program_table = ProgramTable()
+    score = DeterministicScorer(
+        model, shapes, dtype="float32", program_table=program_table, temperature=1.0
+    )
     prompts = random_ids(batch, PROMPT)
     seconds: dict[str, float] = {}
     gaps: dict[str, float] = {}
     scoring_seconds: dict[str, float] = {}
-    for name, engine_table in (("deterministic", table), ("fast", None)):
+    for name, engine_table in (("deterministic", program_table), ("fast", None)):
         engine = JetStreamBackend(model, params, shapes, deterministic=engine_table)
         async with running(engine) as backend:
             outputs, seconds[name] = await rollout(backend, prompts, NEW)

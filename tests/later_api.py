@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
-from jax_agent_rl.jetstream.driver_interface import DecodeState, DriverEngine, EnginePrefix
+from jax_agent_rl.jetstream.driver_interface import DecodeState, EnginePrefix, JetStreamEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.external_engine import ExternalEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
@@ -47,8 +47,8 @@ class LaterApiEngine:
     def __init__(
         self, model: DecoderConfig, shapes: EngineShapes, *, return_log_prob: bool = True
     ) -> None:
-        self.inner = JaxEngine(model, shapes, table=_table(model, shapes))
-        self._driven = DriverEngine(self.inner)
+        self.inner = JaxEngine(model, shapes, program_table=_table(model, shapes))
+        self._driven = JetStreamEngine(self.inner)
         self.freed: list[int] = []
         self.max_prefill_length = shapes.max_model_len
         self.max_concurrent_decodes = shapes.max_concurrent_decodes

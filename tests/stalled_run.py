@@ -18,7 +18,7 @@ from jax_agent_rl import cli
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.groups import OpenGroup
 from jax_agent_rl.collect.strategies import Start
-from jax_agent_rl.jetstream import backend, engine
+from jax_agent_rl.jetstream import backend, context
 from jax_agent_rl.learner import checkpoint, learner, objective
 from jax_agent_rl.types import DropReason, Trajectory
 
@@ -74,7 +74,7 @@ match phase:
         backend.JetStreamBackend.__init__ = lambda self, *args, **kwargs: begin(
             self, *args, **{**kwargs, "compile_ahead": True}
         )
-        engine.JaxEngine._call = blocking(engine.JaxEngine._call)
+        context.EngineContext.call = blocking(context.EngineContext.call)
     case "compile the learner":
         objective.scored_terms = blocking(
             objective.scored_terms

@@ -69,53 +69,73 @@ def stack_adapters(
     return jax.tree.map(lambda *arrays: np.stack(arrays).astype(dtype), *matrices)
 
 
+class ServedAdapters:
+    """The LoRA adapters of an engine, stacked on its devices.
+
+    Args:
+        config: the model, with the engine's ``num_kv_heads``.
+        adapters: by name; none are stacked if it is empty.
+        dtype: type of the stacks.
+        sharding: devices of the stacks.
+
+    Attributes:
+        names: the adapter of number n is the n-th of them, counted from 1; 0 is the base model.
+        stacks: what the numbers of slots index; None without adapters.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        adapters: Mapping[str, PeftAdapter],
+        *,
+        dtype: jnp.dtype,
+        sharding: jax.sharding.Sharding,
+    ) -> None:
+        self._config = config
+        self.names = tuple(adapters)
+        self.stacks: AdapterStacks | None = None
+        if adapters:
+            stacks = stack_adapters(config, list(adapters.values()), dtype=dtype)
+            self.stacks = jax.device_put(stacks, sharding)
+
+    def replace(self, adapters: Mapping[str, PeftAdapter]) -> None:
+        """Replace some adapters by new ones of the same names, in the memory of the old ones.
+
+        Raises:
+            ValueError: an unknown name, a higher rank, or a matrix that no adapter in the stacks
+                adapts. Nothing is replaced then.
+        """
+        stacks = self.stacks
+        unknown = sorted(adapters.keys() - set(self.names))
+        if stacks is None or unknown:
+            raise ValueError(f"no LoRA adapters {unknown}; there are {list(self.names)}")
+
+        kinds = list(stacks[0])
+        rank = stacks[0][kinds[0]].b[0].shape[-1]
+        parts: set[str] = set()
+        for kind in kinds:
+            parts.update(FUSED[kind])
+        for adapter in adapters.values():
+            if adapter.rank > rank or not parts.issuperset(adapter.weights):
+                raise ValueError(
+                    f"an adapter of rank {adapter.rank} for {sorted(adapter.weights)} does not fit"
+                    f" adapters of rank {rank} for {sorted(parts)}; start the engine with one that"
+                    " does"
+                )
+
+        for name, adapter in adapters.items():
+            new = _lay_out(self._config, adapter, kinds, rank)
+            index = np.int32(self.names.index(name))
+            stacks = cast(AdapterStacks, _put(stacks, new, index))
+        self.stacks = stacks
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(stacks: AdapterStacks, new: AdapterStacks, index: jax.Array) -> AdapterStacks:
     """Overwrite the adapter at an index."""
     return jax.tree.map(
         lambda stack, adapter: stack.at[index].set(adapter.astype(stack.dtype)), stacks, new
     )
-
-
-def replace_adapters(
-    config: DecoderConfig,
-    stacks: AdapterStacks | None,
-    names: Sequence[str],
-    adapters: Mapping[str, PeftAdapter],
-) -> AdapterStacks:
-    """Return the stacks with some adapters replaced; the stacks given are donated.
-
-    Args:
-        config: the model, with the engine's ``num_kv_heads``.
-        stacks: on device; None if the engine has no adapters.
-        names: names of the adapters in the stacks, in order.
-        adapters: the new ones by name.
-
-    Raises:
-        ValueError: an unknown name, a higher rank, or a matrix that no adapter in the stacks
-            adapts. Nothing is donated then.
-    """
-    if stacks is None or not set(names).issuperset(adapters):
-        raise ValueError(
-            f"no LoRA adapters {sorted(set(adapters) - set(names))}; there are {list(names)}"
-        )
-
-    kinds = list(stacks[0])
-    rank = stacks[0][kinds[0]].b[0].shape[-1]
-    parts: set[str] = set()
-    for kind in kinds:
-        parts.update(FUSED[kind])
-    for adapter in adapters.values():
-        if adapter.rank > rank or not parts.issuperset(adapter.weights):
-            raise ValueError(
-                f"an adapter of rank {adapter.rank} for {sorted(adapter.weights)} does not fit"
-                f" adapters of rank {rank} for {sorted(parts)}; start the engine with one that does"
-            )
-
-    for name, adapter in adapters.items():
-        new = _lay_out(config, adapter, kinds, rank)
-        stacks = cast(AdapterStacks, _put(stacks, new, np.int32(names.index(name))))
-    return stacks
 
 
 def add_low_rank(

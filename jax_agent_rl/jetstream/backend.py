@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +25,14 @@ from jax_agent_rl.checks import check_ids, check_int
 from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.errors import BackendClosedError, BackendError
 from jax_agent_rl.jetstream import inspection
-from jax_agent_rl.jetstream.deterministic import DeterministicEngine
-from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine, ignore_line
+from jax_agent_rl.jetstream.engine import JaxEngine, ignore_line
 from jax_agent_rl.jetstream.engine_core import ChunkSink, EngineCore, EngineThread
-from jax_agent_rl.jetstream.external_engine import (
-    ExternalEngineAdapter,
-    ExternalScheduler,
-    MakeEngine,
-)
+from jax_agent_rl.jetstream.images import ImageReader
 from jax_agent_rl.jetstream.programs import ProgramTable
+from jax_agent_rl.jetstream.replica import Replica
 from jax_agent_rl.jetstream.scheduler import Scheduler
+from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
-from jax_agent_rl.jetstream.vision_engine import ImageReader, VisionEngine
 from jax_agent_rl.jetstream.weights import WEIGHT_PAYLOADS, ServedWeights, weight_dtype
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import EightBits
@@ -53,9 +49,6 @@ from jax_agent_rl.rollout.protocol import (
 )
 from jax_agent_rl.types import PauseMode, TokenOutput, TokenScores
 
-if TYPE_CHECKING:
-    from jax_agent_rl.jetstream.data_parallel import Replica
-
 
 class JetStreamBackend:
     """One engine of this process, on one device or a mesh of several.
@@ -69,19 +62,20 @@ class JetStreamBackend:
         mesh: the engine's devices, see ``jetstream.sharding``; None is this process's first one.
         replica: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`; then ``mesh`` is the
             replica's.
-        deterministic: program table of a :class:`DeterministicEngine`, shared with the scorer; None
-            is the fast engine.
-        external_engine: makes an engine of JetStream's later API that replaces the built-in one.
-        adapters: LoRA adapters that requests may name; not with a deterministic or external engine.
-        vision_processor: processes images; ignored by deterministic and external engines.
+        deterministic: program table of an engine that computes with one program, shared with the
+            scorer; None is the fast engine.
+        adapters: LoRA adapters that requests may name; not with a deterministic engine.
+        vision_processor: processes images; ignored by deterministic engines.
         compile_ahead: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         version: policy version of ``params``.
         seed: for requests without a seed of their own.
         decode_text: ids to text; without it requests with stop strings are refused.
         grammars: compiles the grammars of requests; without it such requests are refused. Ignored
-            by deterministic and external engines.
+            by deterministic engines.
         print_line: called with a line of progress while programs compile.
     """
+
+    scheduler_type: ClassVar[type[Scheduler]] = Scheduler
 
     def __init__(
         self,
@@ -95,7 +89,6 @@ class JetStreamBackend:
         mesh: jax.sharding.Mesh | None = None,
         replica: Replica | None = None,
         deterministic: ProgramTable | None = None,
-        external_engine: MakeEngine | None = None,
         adapters: Mapping[str, PeftAdapter] | None = None,
         vision_processor: VisionProcessor | None = None,
         compile_ahead: bool | None = None,
@@ -108,11 +101,11 @@ class JetStreamBackend:
         self._config = config
         self._shapes = shapes
         self._deterministic = deterministic
-        self._external_engine = external_engine
         self._adapters = adapters or {}
         self._compile_ahead = compile_ahead
         self._dtype = jnp.dtype(dtype or params["embed"].dtype)
-        self._eight_bits = {"kv_dtype": kv_dtype, "quantize": quantize}
+        self._kv_dtype: EightBits | None = kv_dtype
+        self._quantize: EightBits | None = quantize
         self._initial_params: dict | None = params
         self._initial_version = version
         self._seed = seed
@@ -125,8 +118,8 @@ class JetStreamBackend:
             self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
         self._weights = ServedWeights(config, params, self._mesh)
 
-        if deterministic is not None or external_engine is not None:
-            # Neither takes images, or masks of ids.
+        if deterministic is not None:
+            # The one program takes no images, and no masks of ids.
             vision_processor = None
             grammars = None
         self._grammars = grammars
@@ -141,28 +134,25 @@ class JetStreamBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        is_built_in = self._external_engine is None
         dtype = self._dtype.name
-        quantize = self._eight_bits["quantize"]
-        kv_dtype = self._eight_bits["kv_dtype"]
         return Capabilities(
             max_model_len=self._shapes.max_model_len,
             max_concurrent=self._shapes.max_concurrent_decodes,
-            any_sampling=is_built_in,
-            sampling_replay=is_built_in,
-            seeds=is_built_in,
+            any_sampling=True,
+            sampling_replay=True,
+            seeds=True,
             stop_strings=self._decode_text is not None,
             grammars=self._grammars is not None,
             pause_modes=frozenset(PauseMode),
             in_flight_update=True,
-            prefix_reuse=is_built_in,
+            prefix_reuse=True,
             priorities=True,
             sleep=True,
             lora=bool(self._adapters),
-            scoring=is_built_in and not self._image_reader.kinds,
-            routed_experts=is_built_in and self._config.experts is not None,
-            precision=quantize or kv_dtype or dtype,
-            weight_dtype=weight_dtype(dtype, quantize, self._external_engine),
+            scoring=not self._image_reader.kinds,
+            routed_experts=self._config.experts is not None,
+            precision=self._quantize or self._kv_dtype or dtype,
+            weight_dtype=weight_dtype(dtype, self._quantize),
             weight_payloads=WEIGHT_PAYLOADS,
             multi_modal=self._image_reader.kinds,
         )
@@ -181,20 +171,15 @@ class JetStreamBackend:
 
     def _make_scheduler(self) -> Scheduler:
         """Create the engine and its scheduler, in the engine's thread."""
-        options: dict[str, Any] = {
-            "version": self._initial_version,
-            "seed": self._seed,
-            "decode_text": self._decode_text,
-        }
-        if self._external_engine is None:
-            engine = self._make_engine()
-            params = engine.load_params(self._take_initial_params())
-            scheduler = Scheduler(engine, params, **options)
-        else:
-            external = self._external_engine(self._config, self._shapes)
-            engine = ExternalEngineAdapter(external, self._config, self._shapes)
-            params = engine.load_params(self._take_initial_params())
-            scheduler = ExternalScheduler(engine, params, **options)
+        engine = self._make_engine()
+        params = engine.load_params(self._take_initial_params())
+        scheduler = self.scheduler_type(
+            engine,
+            params,
+            version=self._initial_version,
+            seed=self._seed,
+            decode_text=self._decode_text,
+        )
         scheduler.cache = engine.warm_up(scheduler.params, scheduler.cache, self._compiling)
         return scheduler
 
@@ -206,21 +191,20 @@ class JetStreamBackend:
         return params
 
     def _make_engine(self) -> JaxEngine:
-        kind: type[JaxEngine] = JaxEngine
-        if self._deterministic is not None:
-            kind = DeterministicEngine
-        elif self._image_reader.kinds:
-            kind = VisionEngine
-        options: dict[str, Any] = {
-            "dtype": self._dtype,
-            **self._eight_bits,
-            "mesh": self._mesh,
-            "table": self._deterministic,
-            "adapters": self._adapters,
-            "compile_ahead": self._compile_ahead,
-            "replica": self._replica,
-        }
-        return kind(self._config, self._shapes, **options)
+        return JaxEngine(
+            self._config,
+            self._shapes,
+            dtype=self._dtype,
+            kv_dtype=self._kv_dtype,
+            quantize=self._quantize,
+            mesh=self._mesh,
+            program_table=self._deterministic,
+            adapters=self._adapters,
+            takes_images=bool(self._image_reader.kinds),
+            deterministic=self._deterministic is not None,
+            compile_ahead=self._compile_ahead,
+            replica=self._replica,
+        )
 
     def _compiling(self, line: str) -> None:
         if self._thread.closing:

@@ -7,31 +7,25 @@
                            └──► …
     weights ──one program on all devices──► each engine takes its shards, without a copy
 
-Engines sample independently. Only to load or release weights do they meet: a program with
-collectives has to be launched once, by one thread, while no engine computes. Every engine's thread
-brings its old weights to a barrier, the last one to arrive does the work for all, and each goes on
-with its result.
+Engines sample independently. They meet only to load or release weights (``jetstream.replica``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
-import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from jax_agent_rl.errors import BackendError, EngineDiedError
+from jax_agent_rl.errors import BackendError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.replica import REPLICA_ENDED, ReplicaGroup
 from jax_agent_rl.jetstream.shapes import EngineShapes
-from jax_agent_rl.jetstream.sharding import engine_shardings, split_mesh
-from jax_agent_rl.jetstream.weights import ServedWeights, WeightLoader, to_host
+from jax_agent_rl.jetstream.weights import ServedWeights
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 from jax_agent_rl.rollout.protocol import (
@@ -48,128 +42,6 @@ from jax_agent_rl.types import PauseMode, TokenOutput, TokenScores
 
 _SEED_STRIDE = 1 << 20
 """Between the seeds of engines; those of hosts lie between them."""
-_ENDED = "another data-parallel engine of this process has ended"
-
-
-class ReplicaGroup:
-    """The meeting point of the module docstring.
-
-    Args:
-        mesh: devices of all engines, which lie along ``data``.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.replicas = []
-        for number, replica_mesh in enumerate(split_mesh(mesh)):
-            self.replicas.append(Replica(self, number, replica_mesh))
-        self._inputs: list[Any] = [None] * len(self.replicas)
-        self._results: list[Any] = []
-        self._work: Callable[[list[Any]], list[Any]] = list
-        self._barrier = threading.Barrier(len(self.replicas), action=self._run)
-
-    def meet(self, number: int, value: Any, work: Callable[[list[Any]], list[Any]]) -> Any:
-        """Wait for all engines; return this one's part of ``work``'s result, or raise its error.
-
-        Args:
-            number: number of the calling engine.
-            value: what it brings.
-            work: maps the values of all engines to a result for each; the same for all.
-
-        Raises:
-            EngineDiedError: an engine has ended.
-        """
-        self._inputs[number] = value
-        self._work = work
-        try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise EngineDiedError(_ENDED) from None
-        result = self._results[number]
-        self._results[number] = None  # nothing here keeps weights in memory
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    def end(self) -> None:
-        """Let no engine wait any more, as one has ended."""
-        self._barrier.abort()
-
-    def _run(self) -> None:
-        inputs = self._inputs
-        work = self._work
-        self._inputs = [None] * len(inputs)  # nothing here keeps weights in memory
-        self._work = list
-        try:
-            self._results = work(inputs)
-        except Exception as error:  # raised in every engine's thread
-            self._results = [error] * len(inputs)
-
-    def load(
-        self, load: WeightLoader, params: Params, old: list[EngineParams | None]
-    ) -> list[EngineParams]:
-        """Load parameters into all engines.
-
-        They take the memory of the old weights if all engines have some on devices.
-        """
-        old_params = None
-        if all(x is not None and isinstance(x.embed, jax.Array) for x in old):
-            old_params = jax.tree.map(self._join, *old)
-        return self._split(load(params, old_params))
-
-    def _join(self, *parts: jax.Array) -> jax.Array:
-        """Return one array of the engines' shards."""
-        sharding = parts[0].sharding
-        assert isinstance(sharding, NamedSharding)
-        shards = []
-        for part in parts:
-            for shard in part.addressable_shards:
-                shards.append(shard.data)
-        group_sharding = NamedSharding(self.mesh, sharding.spec)
-        return jax.make_array_from_single_device_arrays(parts[0].shape, group_sharding, shards)
-
-    def _split(self, params: EngineParams) -> list[EngineParams]:
-        """Return each engine's shards of arrays on all devices."""
-
-        def select(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-            shards = [s.data for s in x.addressable_shards if s.device in sharding.device_set]
-            return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
-
-        replica_params = []
-        for replica in self.replicas:
-            shardings = engine_shardings(params, replica.mesh)
-            replica_params.append(jax.tree.map(select, params, shardings))
-        return replica_params
-
-
-@dataclass(frozen=True, eq=False)
-class Replica:
-    """The place of one engine in its group."""
-
-    group: ReplicaGroup
-    number: int
-    mesh: Mesh
-
-    def load(
-        self, load: WeightLoader, params: Params, old: EngineParams | None = None
-    ) -> EngineParams:
-        """Load parameters together with the other engines, see :class:`WeightLoader`."""
-        # Engine 0's loader, whoever runs it: the programs are compiled once.
-        loader = load if self.number == 0 else None
-
-        def work(inputs: list[Any]) -> list[EngineParams]:
-            first_loader = next(loader for loader, _ in inputs if loader is not None)
-            return self.group.load(first_loader, params, [old for _, old in inputs])
-
-        return self.group.meet(self.number, (loader, old), work)
-
-    def offload(self, params: EngineParams) -> EngineParams:
-        """Return a copy of the weights on the host, which all engines share."""
-
-        def work(inputs: list[EngineParams]) -> list[EngineParams]:
-            return [to_host(inputs[0])] * len(inputs)
-
-        return self.group.meet(self.number, params, work)
 
 
 class DataParallelBackend:
@@ -180,7 +52,8 @@ class DataParallelBackend:
         mesh: devices of all engines, see :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`.
         seed: see :class:`JetStreamBackend`; each engine gets its own.
         print_line: called with the first engine's progress.
-        **options: further arguments of each :class:`JetStreamBackend`.
+        make_engine_backend: makes the backend of one engine, a :class:`JetStreamBackend`.
+        **options: its further arguments.
     """
 
     def __init__(
@@ -192,6 +65,7 @@ class DataParallelBackend:
         mesh: Mesh,
         seed: int = 0,
         print_line: Callable[[str], None] | None = None,
+        make_engine_backend: Callable[..., JetStreamBackend] = JetStreamBackend,
         **options: Any,
     ) -> None:
         self._weights = ServedWeights(config, params, mesh)
@@ -201,7 +75,7 @@ class DataParallelBackend:
             engine_options = dict(options)
             if print_line is not None and replica.number == 0:
                 engine_options["print_line"] = print_line
-            self._engines[str(replica.number)] = JetStreamBackend(
+            self._engines[str(replica.number)] = make_engine_backend(
                 config,
                 params,
                 shapes,
@@ -372,20 +246,30 @@ def _raise_first(results: Sequence[BaseException | None]) -> None:
     if not errors:
         return
     for error in errors:
-        if _ENDED not in str(error):
+        if REPLICA_ENDED not in str(error):
             raise error
     raise errors[0]
 
 
 def make_backend(
-    config: DecoderConfig, params: Params, shapes: EngineShapes, *, mesh: Mesh, **options: Any
+    config: DecoderConfig,
+    params: Params,
+    shapes: EngineShapes,
+    *,
+    mesh: Mesh,
+    make_engine_backend: Callable[..., JetStreamBackend] = JetStreamBackend,
+    **options: Any,
 ) -> RolloutBackend:
     """Return the backend of a mesh, with as many engines as it has along ``data``.
 
     Args:
         shapes: static shapes of each engine.
         mesh: devices of all engines.
-        **options: further arguments of each :class:`JetStreamBackend`.
+        make_engine_backend: makes the backend of one engine.
+        **options: its further arguments.
     """
-    kind = DataParallelBackend if mesh.shape["data"] > 1 else JetStreamBackend
-    return kind(config, params, shapes, mesh=mesh, **options)
+    if mesh.shape["data"] == 1:
+        return make_engine_backend(config, params, shapes, mesh=mesh, **options)
+    return DataParallelBackend(
+        config, params, shapes, mesh=mesh, make_engine_backend=make_engine_backend, **options
+    )

@@ -1,4 +1,4 @@
-"""An engine with one program for everything, so that log-probs are bitwise reproducible.
+"""One program for everything an engine does, so that log-probs are bitwise reproducible.
 
 Floating-point sums depend on the order of additions, and that order on the shapes a program was
 compiled for. Elsewhere prompts are computed in chunks, slots in buckets and the learner's rows
@@ -25,6 +25,7 @@ import numpy as np
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream import programs
+from jax_agent_rl.jetstream.context import EngineContext, WarmUp
 from jax_agent_rl.jetstream.decode_batch import (
     DecodeBatch,
     Extension,
@@ -32,56 +33,45 @@ from jax_agent_rl.jetstream.decode_batch import (
     make_decode_batch,
     pad_decode_batch,
 )
-from jax_agent_rl.jetstream.engine import JaxEngine, PrintLine, ignore_line
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
-from jax_agent_rl.jetstream.shapes import EngineShapes
-from jax_agent_rl.models.config import DecoderConfig, Params
 
 ANY_ID = 0
 
 
-class DeterministicEngine(JaxEngine):
-    """An engine with one program.
+class OneProgram:
+    """Decodes, and scores given ids, with the program of the module docstring.
 
     Raises:
         ConfigError: the model is a mixture of experts, whose products group ids of all slots.
     """
 
-    def __init__(self, config: DecoderConfig, shapes: EngineShapes, **options: Any) -> None:
-        if config.experts is not None:
+    def __init__(self, context: EngineContext) -> None:
+        if context.config.experts is not None:
             raise ConfigError(
-                f"rollout.deterministic: a {config.family} model's experts compute the ids of all"
-                " slots together, so what one gets depends on the others; set"
+                f"rollout.deterministic: a {context.config.family} model's experts compute the ids"
+                " of all slots together, so what one gets depends on the others; set"
                 " rollout.deterministic=false"
             )
-        super().__init__(config, shapes, **options)
+        self._context = context
 
-    def extend(
-        self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
-    ) -> KVCache:
-        """Feed ids into pages, one by one."""
-        unfinished = [extension for extension in extensions if len(extension.ids)]
-        for batch in _batches(unfinished, self.max_concurrent_decodes):
-            cache, _ = self.force(params, cache, batch, temperature=1.0)
-        return cache
+    @property
+    def slots(self) -> int:
+        """Slots of the program."""
+        return self._context.shapes.max_concurrent_decodes
+
+    def width(self, count: int) -> int:
+        """Return the slots of the program, however few contexts there are."""
+        return self.slots
 
     def decode(
         self, params: EngineParams, cache: KVCache, slots: DecodeBatch, steps: int, exit_after: int
     ) -> tuple[KVCache, Sampled]:
-        """Decode as :meth:`JaxEngine.decode` does."""
+        """Decode, see :meth:`~jax_agent_rl.jetstream.engine.JaxEngine.decode`."""
         # Nothing is forced.
-        forced = np.full((self.shapes.decode_steps, self.max_concurrent_decodes), -1, np.int32)
+        forced = np.full((self._context.shapes.decode_steps, self.slots), -1, np.int32)
         limits = np.array([steps, exit_after], np.int32)
         return self._run(params, cache, slots, limits, forced)
-
-    def _suits_cpu_kernels(self) -> bool:
-        """Return False: what tests confirm of sums is confirmed of XLA's."""
-        return False
-
-    def width(self, count: int) -> int:
-        """Return ``max_concurrent_decodes``."""
-        return self.max_concurrent_decodes
 
     def force(
         self,
@@ -91,7 +81,7 @@ class DeterministicEngine(JaxEngine):
         *,
         temperature: float,
     ) -> tuple[KVCache, list[np.ndarray]]:
-        """Feed ids into the pages of at most ``max_concurrent_decodes`` contexts.
+        """Feed ids into the pages of at most :attr:`slots` contexts.
 
         Args:
             cache: donated.
@@ -103,7 +93,7 @@ class DeterministicEngine(JaxEngine):
                 the first.
         """
         log_probs: list[list[np.ndarray]] = [[] for _ in extensions]
-        steps = self.shapes.decode_steps
+        steps = self._context.shapes.decode_steps
         longest = max((len(extension.ids) for extension in extensions), default=0)
         # No number of finished slots ends a dispatch early.
         limits = np.array([steps, len(extensions) + 1], np.int32)
@@ -123,22 +113,13 @@ class DeterministicEngine(JaxEngine):
             scored.append(np.concatenate(slot_log_probs)[: len(extension.ids) - 1])
         return cache, scored
 
-    def warm_up(
-        self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line
-    ) -> KVCache:
-        """Compile and run the one program."""
-        print_line("compiling the one program (1 of 1)")
-        slots = make_decode_batch(self.max_concurrent_decodes, self.shapes.context_pages)
-        cache, _ = self.decode(params, cache, slots, self.shapes.decode_steps, 1)
-        return self._end_warm_up(cache, print_line)
-
     def _forced_slots(
         self, extensions: Sequence[Extension], temperature: float
     ) -> tuple[DecodeBatch, np.ndarray]:
         """Return a slot for each extension, and the ids that are forced, int32 [steps, slots]."""
-        steps = self.shapes.decode_steps
-        slots = make_decode_batch(len(extensions), self.shapes.context_pages)
-        forced = np.full((steps, self.max_concurrent_decodes), -1, np.int32)
+        steps = self._context.shapes.decode_steps
+        slots = make_decode_batch(len(extensions), self._context.shapes.context_pages)
+        forced = np.full((steps, self.slots), -1, np.int32)
         for slot, extension in enumerate(extensions):
             # The id after the last one is not read.
             following = [*extension.ids[1 : steps + 1], ANY_ID][:steps]
@@ -158,63 +139,63 @@ class DeterministicEngine(JaxEngine):
         limits: np.ndarray,
         forced: np.ndarray,
     ) -> tuple[KVCache, Sampled]:
+        context = self._context
         count = len(slots.tokens)
         program = programs.decode_program(
-            self.config, self.shapes.decode_steps, self.split, self.kernels
+            context.config, context.shapes.decode_steps, context.split, context.kernels
         )
-        padded = pad_decode_batch(slots, self.max_concurrent_decodes - count)
-        key: tuple = ("deterministic", cache.count)
-        if slots.truncation is not None:
-            key = (*key, "truncated")
+        padded = pad_decode_batch(slots, self.slots - count)
+        key = _program_key(cache.count, truncated=slots.truncation is not None)
         arguments = (params, cache, padded, limits, forced)
-        shardings = (self.cache_sharding, self.replicated)
-        cache, out = self._call(key, program, (1,), *arguments, out=shardings)
+        shardings = (context.cache_sharding, context.replicated)
+        cache, out = context.call(key, program, (1,), *arguments, out=shardings)
         return cache, Sampled.of(np.asarray(out)[:, :, :count])
 
+    def program_keys(self) -> set[tuple]:
+        return {_program_key(self._context.cache_pages, truncated=False)}
 
-class DeterministicScorer:
-    """Scores finished contexts for the learner with the very program that sampled them.
+    def restricted_keys(self) -> set[tuple]:
+        """Return the keys of the program for slots with top-p and the like."""
+        return {_program_key(self._context.cache_pages, truncated=True)}
 
-    Args:
-        dtype: type of the engine's weights, activations and cache.
-        table: the engine's program table, which holds the compiled program.
-        temperature: the rollout's, at which log-probs are computed.
-    """
+    def warm_ups(self) -> list[WarmUp]:
+        shapes = self._context.shapes
+        idle = make_decode_batch(self.slots, shapes.context_pages)
 
-    def __init__(
-        self,
-        model: DecoderConfig,
-        shapes: EngineShapes,
-        *,
-        dtype: Any,
-        table: programs.ProgramTable,
-        temperature: float,
-    ) -> None:
-        self._engine = DeterministicEngine(model, shapes, dtype=dtype, table=table)
-        self._temperature = temperature
+        def run(params: EngineParams, cache: KVCache) -> KVCache:
+            cache, _ = self.decode(params, cache, idle, shapes.decode_steps, 1)
+            return cache
 
-    def __call__(self, params: Params, contexts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Return the log-prob of every id but the first: float32 [n - 1] for a context of n ids."""
-        weights = self._engine.load_params(params)
-        # As large as the engine's, since the program is compiled for that; freed on return.
-        cache = self._engine.init_cache()
-
-        # Similar lengths together, as many contexts as slots and cache can hold.
-        shapes = self._engine.shapes
-        order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))
-        batch_size = min(shapes.max_concurrent_decodes, shapes.pages // shapes.context_pages)
-        log_probs: dict[int, np.ndarray] = {}
-        for batch in _batches(order, batch_size):
-            extensions = []
-            for slot, number in enumerate(batch):
-                ids = np.asarray(contexts[number], np.int32)
-                extensions.append(Extension(shapes.pages_of_slot(slot), 0, ids))
-            cache, scored = self._engine.force(
-                weights, cache, extensions, temperature=self._temperature
-            )
-            log_probs.update(zip(batch, scored, strict=True))
-        return [log_probs[number] for number in range(len(contexts))]
+        return [WarmUp("the one program", run)]
 
 
-def _batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+def _program_key(pages: int, *, truncated: bool) -> tuple:
+    if truncated:
+        return ("deterministic", pages, "truncated")
+    return ("deterministic", pages)
+
+
+class ForcedPrefill:
+    """Prefills by feeding ids to the one program."""
+
+    def __init__(self, program: OneProgram) -> None:
+        self._program = program
+
+    def extend(
+        self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
+    ) -> KVCache:
+        """Feed ids into pages, one by one; ``cache`` is donated."""
+        for batch in batches(extensions, self._program.slots):
+            cache, _ = self._program.force(params, cache, batch, temperature=1.0)
+        return cache
+
+    def program_keys(self) -> set[tuple]:
+        return set()
+
+    def warm_ups(self) -> list[WarmUp]:
+        return []
+
+
+def batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    """Split items into batches of at most ``size``, in order."""
     return [items[i : i + size] for i in range(0, len(items), size)]

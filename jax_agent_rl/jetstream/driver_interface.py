@@ -1,4 +1,4 @@
-"""The JAX engine behind JetStream's abstract ``Engine``, which JetStream's own Driver calls.
+"""The JAX engine behind JetStream's abstract ``Engine``, for JetStream's own Driver.
 
 The Driver prefills one request at a time and decodes one greedy step at a time. The slots of a
 decode state have as many pages as the longest context, side by side. Nothing else of the package
@@ -94,8 +94,8 @@ class ResultTokens(engine_api.ResultTokens):
         return np.ascontiguousarray(self.data[:, -1]).view(np.float32)
 
 
-class DriverEngine(engine_api.Engine):
-    """JetStream's side of an engine.
+class JetStreamEngine(engine_api.Engine):
+    """An engine as JetStream's Driver calls it.
 
     Args:
         engine: computes; its programs are those of rollouts.
@@ -164,11 +164,10 @@ class DriverEngine(engine_api.Engine):
 
     @functools.cached_property
     def _generate_step(self) -> Any:
-        shapes = self._engine.shapes
+        context = self._engine.context
+        shapes = context.shapes
         slots = self.max_concurrent_decodes
-        step_once = programs.decode_program(
-            self._engine.config, 1, self._engine.split, self._engine.kernels
-        )
+        step_once = programs.decode_program(context.config, 1, context.split, context.kernels)
         pages = np.array([shapes.pages_of_slot(slot) for slot in range(slots)], np.int32)
 
         def step(params: EngineParams, state: DecodeState) -> tuple[DecodeState, jax.Array]:
@@ -196,11 +195,12 @@ class DriverEngine(engine_api.Engine):
 
     def get_prefix_destination_sharding(self) -> Any:
         """Return the shardings of a prefix: the engine's."""
+        context = self._engine.context
         shardings: Any = EnginePrefix  # a tree of shardings in place of arrays
         return shardings(
-            cache=self._engine.cache_sharding,
-            last_token=self._engine.replicated,
-            length=self._engine.replicated,
+            cache=context.cache_sharding,
+            last_token=context.replicated,
+            length=context.replicated,
         )
 
     def get_tokenizer(self) -> Any:
@@ -214,7 +214,7 @@ class DriverEngine(engine_api.Engine):
 
     @property
     def max_concurrent_decodes(self) -> int:
-        return self._engine.max_concurrent_decodes
+        return self._engine.shapes.max_concurrent_decodes
 
     @property
     def samples_per_slot(self) -> int:
@@ -227,7 +227,7 @@ class DriverEngine(engine_api.Engine):
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        return self._engine.mesh
+        return self._engine.context.mesh
 
     @property
     def colocated_cpus(self) -> list[Any] | None:

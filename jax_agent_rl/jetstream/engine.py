@@ -1,19 +1,21 @@
 """The engine over the Flax model, on CPU, GPU and TPU from the same code.
 
-``jetstream.scheduler`` drives it by :meth:`JaxEngine.extend`, :meth:`copy_page` and :meth:`decode`:
-pages of one cache, many steps per dispatch, sampling per request. ``jetstream.driver_interface``
-puts JetStream's ``Engine`` interface before it, for JetStream's own Driver, which runs the same
-programs.
+``jetstream.scheduler`` drives it by :meth:`JaxEngine.extend`, :meth:`copy_page`, :meth:`decode` and
+:meth:`verify`: pages of one cache, many steps per dispatch, sampling per request. An engine is made
+of parts, which share an :class:`~jax_agent_rl.jetstream.context.EngineContext`::
+
+    JaxEngine ─┬─► prefill   ChunkPrefill (with an ImageEncoder), or ColumnPrefill on CPUs
+               ├─► decoder   Decoder
+               ├─► verifier  ChunkVerifier, or ColumnVerifier on CPUs
+               └─► context   model, shapes, devices, LoRA adapters, program table
+
+    deterministic: one program prefills and decodes (``jetstream.deterministic``)
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,40 +23,30 @@ import numpy as np
 
 from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.jetstream import programs
-from jax_agent_rl.jetstream.adapters import AdapterStacks, replace_adapters, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
-from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
-from jax_agent_rl.jetstream.decode_batch import (
-    PREFILL_ROWS,
-    DecodeBatch,
-    Extension,
-    Sampled,
-    batches_of,
-    make_decode_batch,
-    pad_decode_batch,
-)
-from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.context import EngineContext, EnginePart, WarmUp
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, Sampled
+from jax_agent_rl.jetstream.decoder import Decoder
+from jax_agent_rl.jetstream.deterministic import ForcedPrefill, OneProgram
+from jax_agent_rl.jetstream.forward import EngineParams, Kernels
+from jax_agent_rl.jetstream.images import ImageEncoder
 from jax_agent_rl.jetstream.kv_cache import (
     MOVED_TOGETHER,
     KVCache,
     copy_page,
-    count_pages,
     empty_cache,
     get_pages,
     write_pages,
 )
+from jax_agent_rl.jetstream.prefill import ChunkPrefill, ColumnPrefill
+from jax_agent_rl.jetstream.replica import Replica
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
-from jax_agent_rl.jetstream.sharding import cache_sharding, engine_config, make_engine_mesh
-from jax_agent_rl.jetstream.verification import VerifyingEngine
+from jax_agent_rl.jetstream.sharding import make_engine_mesh
+from jax_agent_rl.jetstream.verification import ChunkVerifier, ColumnVerifier
 from jax_agent_rl.jetstream.weights import WeightLoader, to_host
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import DTYPES, EightBits
 from jax_agent_rl.models.lora import PeftAdapter
-from jax_agent_rl.models.sharding import replicated
-from jax_agent_rl.models.vision_context import ImageInputs
-
-if TYPE_CHECKING:
-    from jax_agent_rl.jetstream.data_parallel import Replica
 
 PrintLine = Callable[[str], None]
 
@@ -63,7 +55,7 @@ def ignore_line(line: str) -> None:
     """Discard a line of progress."""
 
 
-class JaxEngine(VerifyingEngine):
+class JaxEngine:
     """The engine of the module docstring. Not thread-safe.
 
     Args:
@@ -74,8 +66,13 @@ class JaxEngine(VerifyingEngine):
             None keeps ``dtype``.
         mesh: from :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`, with one engine; None
             is this process's first device.
-        table: compiled programs shared with other engines; None makes a new table.
-        adapters: LoRA adapters by name, served along with the base model.
+        program_table: compiled programs shared with other engines; None makes a new table.
+        adapters: LoRA adapters by name, served along with the base model; not with
+            ``deterministic``.
+        takes_images: serve prompts with images; only for vision models.
+        deterministic: compute everything with one program, see ``jetstream.deterministic``.
+        use_cpu_kernels: compute in float32 on a CPU with ``jetstream.cpu``, if there is a
+            compiler; otherwise with XLA alone.
         compile_ahead: compile every program in :meth:`warm_up` rather than at first use. None does
             so except on CPUs, where short runs need few programs.
         replica: the engine's place among the engines that load and release weights together; None
@@ -84,13 +81,11 @@ class JaxEngine(VerifyingEngine):
     Attributes:
         config: the model as the engine computes it, see
             :func:`~jax_agent_rl.jetstream.sharding.engine_config`.
-        dtype: type of activations.
-        kv_dtype: type of the cache.
-        mesh: the devices it computes on.
-        split: the mesh if it has more than one device, otherwise None.
-        replicated: sharding of arrays that every device of the mesh holds in full.
-        cache_sharding: shardings of the cache, and of copies of its pages.
         offload_params: copies weights to the host, once for all engines of a group.
+
+    Raises:
+        ConfigError: the devices cannot share the model, or it has experts and is to be
+            ``deterministic``.
     """
 
     def __init__(
@@ -102,37 +97,51 @@ class JaxEngine(VerifyingEngine):
         kv_dtype: EightBits | None = None,
         quantize: EightBits | None = None,
         mesh: jax.sharding.Mesh | None = None,
-        table: programs.ProgramTable | None = None,
+        program_table: programs.ProgramTable | None = None,
         adapters: Mapping[str, PeftAdapter] | None = None,
+        takes_images: bool = False,
+        deterministic: bool = False,
+        use_cpu_kernels: bool = True,
         compile_ahead: bool | None = None,
         replica: Replica | None = None,
     ) -> None:
-        self.mesh = mesh or make_engine_mesh(EngineMeshConfig())
-        self.config = engine_config(config, self.mesh)
+        if program_table is None:
+            program_table = programs.ProgramTable()
+        context = EngineContext(
+            config,
+            shapes,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            quantize=quantize,
+            mesh=mesh or make_engine_mesh(EngineMeshConfig()),
+            takes_images=takes_images,
+            adapters=adapters or {},
+            program_table=program_table,
+            # What tests confirm of sums in the one program is confirmed of XLA's.
+            use_cpu_kernels=use_cpu_kernels and not deterministic,
+        )
+        self.context = context
+        self.config = context.config
         self.shapes = shapes
-        self.table = programs.ProgramTable() if table is None else table
-        self.dtype = dtype
-        self.kv_dtype = DTYPES[kv_dtype] if kv_dtype else dtype
-        self.replicated = replicated(self.mesh)
-        self.cache_sharding = cache_sharding(self.config, self.mesh)
-        self.split = self.mesh if self.mesh.size > 1 else None
-        self._platform = self.mesh.devices.flat[0].platform
-        self._quantize = quantize
-        self._compile_ahead = self._platform != "cpu" if compile_ahead is None else compile_ahead
 
-        if self._suits_cpu_kernels():
-            # Build them while weights load and prefill programs compile.
-            threading.Thread(
-                target=cpu_kernels.kernels_digest, name="cpu-kernels", daemon=True
-            ).start()
+        if compile_ahead is None:
+            compile_ahead = context.platform != "cpu"
+        self._compile_ahead = compile_ahead
+        self.decoder: Decoder | OneProgram
+        if deterministic:
+            self._compile_ahead = True  # a single program
+            self.decoder = OneProgram(context)
+        else:
+            self.decoder = Decoder(context, compile_ahead=compile_ahead)
+        self._images = ImageEncoder(context) if takes_images else None
 
         loader = WeightLoader(
             config,
             self.config,
-            self.mesh if replica is None else replica.group.mesh,
+            context.mesh if replica is None else replica.group.mesh,
             dtype=dtype,
             quantize=None if quantize is None else DTYPES[quantize],
-            call=self.table.call,
+            call=program_table.call,
         )
         if replica is None:
             self._load = loader
@@ -141,17 +150,51 @@ class JaxEngine(VerifyingEngine):
             self._load = functools.partial(replica.load, loader)
             self.offload_params = replica.offload
 
-        self.adapters = tuple(adapters or ())
-        self._stacks: AdapterStacks | None = None
-        if adapters:
-            stacks = stack_adapters(self.config, list(adapters.values()), dtype=self.dtype)
-            self._stacks = jax.device_put(stacks, self.replicated)
+    # --- parts ------------------------------------------------------------------------------------
+
+    # Made when they are first used: by then the kernels for CPUs are built, if there are any.
+
+    @functools.cached_property
+    def prefill(self) -> ChunkPrefill | ColumnPrefill | ForcedPrefill:
+        """The part that computes prompts."""
+        if isinstance(self.decoder, OneProgram):
+            return ForcedPrefill(self.decoder)
+        if self.context.kernels is Kernels.CPU and self.config.vision is None:
+            return ColumnPrefill(self.context)
+        return ChunkPrefill(self.context, self._images)
+
+    @functools.cached_property
+    def verifier(self) -> ChunkVerifier | ColumnVerifier:
+        """The part that verifies drafts; used only with ``shapes.num_speculative_tokens``."""
+        if self.context.kernels is Kernels.CPU:
+            return ColumnVerifier(self.context)
+        return ChunkVerifier(self.context)
+
+    @property
+    def _parts(self) -> list[EnginePart]:
+        """All parts, in the order in which they warm up."""
+        parts: list[EnginePart] = [self.decoder, self.prefill]
+        if self._images is not None:
+            parts.insert(0, self._images)
+        if self.shapes.num_speculative_tokens:
+            parts.append(self.verifier)
+        return parts
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters."""
+        return self.context.adapters.names
+
+    @property
+    def program_table(self) -> programs.ProgramTable:
+        """The compiled programs."""
+        return self.context.program_table
 
     # --- weights and state ------------------------------------------------------------------------
 
     def load_adapters(self, adapters: Mapping[str, PeftAdapter]) -> None:
         """Serve these adapters from the next dispatch on; others of :attr:`adapters` stay."""
-        self._stacks = replace_adapters(self.config, self._stacks, self.adapters, adapters)
+        self.context.adapters.replace(adapters)
 
     def load_params(self, params: Params, old: EngineParams | None = None) -> EngineParams:
         """Copy the learner's parameter tree into the engine's layout and precision.
@@ -171,170 +214,20 @@ class JaxEngine(VerifyingEngine):
     def empty_cache(self, pages: int) -> KVCache:
         """Return an empty cache of as many pages, and the null page."""
         program = functools.partial(
-            empty_cache, self.config, 1 + pages, self.shapes.page, self.kv_dtype
+            empty_cache, self.config, 1 + pages, self.shapes.page, self.context.kv_dtype
         )
-        return self._call(("empty", pages), program, (), out=self.cache_sharding)
+        return self.context.call(("empty", pages), program, (), out=self.context.cache_sharding)
 
-    def _call(
-        self,
-        key: tuple,
-        function: Any,
-        donate: tuple[int, ...],
-        *args: Any,
-        out: Any,
-        next_call: Any = None,
-    ) -> Any:
-        """Run a program on the engine's mesh, see :meth:`ProgramTable.call`."""
-        return self.table.call(
-            key, function, donate, *args, place=self.replicated, out=out, next_call=next_call
-        )
-
-    # --- prefill ----------------------------------------------------------------------------------
+    # --- prefill, decoding, verification ----------------------------------------------------------
 
     def extend(
         self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
     ) -> KVCache:
-        """Prefill ids into pages, those of each context in order."""
+        """Prefill ids into pages, those of each context in order; ``cache`` is donated."""
         waiting = [extension for extension in extensions if len(extension.ids)]
         if not waiting:
             return cache
-        if self._prefills_columns:
-            return self._extend_columns(params, cache, waiting)
-        return self._extend_chunks(params, cache, waiting)
-
-    def _extend_chunks(
-        self, params: EngineParams, cache: KVCache, waiting: Sequence[Extension]
-    ) -> KVCache:
-        """Prefill in as many bucketed chunks as it takes; chunks of a size run together."""
-        while waiting:
-            by_size: dict[int, list[Extension]] = {}
-            for extension in waiting:
-                size = bucket(self.shapes.chunk_buckets, len(extension.ids))
-                by_size.setdefault(size, []).append(extension)
-
-            remaining = []
-            for size, extensions in by_size.items():
-                # Similar spans run together.
-                extensions.sort(key=lambda extension: extension.start)
-                for batch in batches_of(extensions):
-                    cache = self._prefill_chunks(params, cache, batch, size)
-                for extension in extensions:
-                    following = extension.after(size)
-                    if len(following.ids):
-                        remaining.append(following)
-            waiting = remaining
-        return cache
-
-    def _prefill_chunks(
-        self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension], size: int
-    ) -> KVCache:
-        """Prefill one chunk of up to ``size`` ids for each of up to PREFILL_ROWS contexts."""
-        page = self.shapes.page
-        rows = 1 if len(extensions) == 1 else PREFILL_ROWS
-        span = bucket(self.shapes.prefill_spans, max(e.start for e in extensions))
-        tokens = np.zeros((rows, size), np.int32)
-        starts = np.zeros(rows, np.int32)
-        context_pages = np.full((rows, span // page), NULL_PAGE, np.int32)
-        chunk_pages = np.full((rows, count_pages(size, page)), NULL_PAGE, np.int32)
-        for row, extension in enumerate(extensions):
-            chunk = extension.ids[:size]
-            tokens[row, : len(chunk)] = chunk
-            starts[row] = extension.start
-            _fill_row(context_pages[row], extension.pages)
-            _fill_row(chunk_pages[row], extension.pages[extension.start // page :])
-
-        images = self._image_inputs(extensions, rows, size)
-        adapter = None
-        if self._stacks is not None:
-            adapter = np.zeros(rows, np.int32)
-            adapter[: len(extensions)] = [extension.adapter for extension in extensions]
-
-        chunks = self._call(
-            ("chunks", cache.count, rows, size, span),
-            functools.partial(programs.compute_chunks, self.config, self.split),
-            (),
-            *(params, cache, tokens, starts, context_pages, chunk_pages, images),
-            *(self._stacks, adapter),
-            out=self.cache_sharding,
-        )
-        return self._call(
-            ("write", cache.count, rows, size),
-            write_pages,
-            (0,),
-            *(cache, chunks, chunk_pages),
-            out=self.cache_sharding,
-        )
-
-    def _image_inputs(
-        self, extensions: Sequence[Extension], rows: int, size: int
-    ) -> ImageInputs | None:
-        """Return the images in chunks; None for text models."""
-        return None
-
-    def copy_page(self, cache: KVCache, source: int, target: int) -> KVCache:
-        """Copy one page over another, on the device."""
-        source_and_target = np.array([source, target], np.int32)
-        return self._call(
-            ("copy", cache.count),
-            copy_page,
-            (0,),
-            *(cache, source_and_target),
-            out=self.cache_sharding,
-        )
-
-    def read_routed(self, cache: KVCache, pages: Sequence[int]) -> np.ndarray:
-        """Return the experts chosen at the positions of a context's pages, [positions, L, k].
-
-        Their numbers are unsigned.
-        """
-        size = self.shapes.page
-        padded = _pad_pages(pages, bucket(self.shapes.span_buckets, len(pages) * size) // size)
-        key = ("routed", cache.count, len(padded))
-        experts = self._call(key, programs.read_routed, (), cache, padded, out=self.replicated)
-        return np.asarray(experts)[: len(pages) * size]
-
-    def get_pages(self, cache: KVCache, pages: Sequence[int]) -> KVCache:
-        """Return copies of pages on the device, and of the null page up to a bucket."""
-        padded = _pad_pages(pages, bucket(MOVED_TOGETHER, len(pages)))
-        key = ("get", cache.count, len(padded))
-        return self._call(key, get_pages, (), cache, padded, out=self.cache_sharding)
-
-    def put_pages(self, cache: KVCache, content: KVCache, pages: Sequence[int]) -> KVCache:
-        """Overwrite pages with ``content`` from the host; ``cache`` is donated."""
-        batch_size = MOVED_TOGETHER[-1]
-        for i in range(0, len(pages), batch_size):
-            batch = pages[i : i + batch_size]
-            padded = _pad_pages(batch, bucket(MOVED_TOGETHER, len(batch)))
-            # Padding repeats the last page's content; what goes to the null page is dropped.
-            index = np.minimum(i + np.arange(len(padded)), len(pages) - 1)
-            batch_content = jax.tree.map(lambda x, index=index: x[index], content)
-            batch_content = jax.device_put(batch_content, self.cache_sharding)
-            cache = self.overwrite_pages(cache, batch_content, padded)
-        return cache
-
-    def overwrite_pages(self, cache: KVCache, content: KVCache, pages: np.ndarray) -> KVCache:
-        """Overwrite pages int32 [n] with as many on the device; ``cache`` is donated."""
-        key = ("put", cache.count, len(pages))
-        rows = pages[:, None]
-        return self._call(key, write_pages, (0,), cache, content, rows, out=self.cache_sharding)
-
-    # --- decoding ---------------------------------------------------------------------------------
-
-    def _suits_cpu_kernels(self) -> bool:
-        """Whether ``jetstream.cpu`` can compute for this engine: in float32, on one CPU."""
-        if self._platform != "cpu" or self.split is not None or self._quantize is not None:
-            return False
-        dtypes = {jnp.dtype(self.dtype), jnp.dtype(self.kv_dtype)}
-        return dtypes == {jnp.dtype(jnp.float32)}
-
-    @functools.cached_property
-    def kernels(self) -> programs.Kernels:
-        """Kernels of its decode programs."""
-        if self._platform == "tpu":
-            return programs.Kernels.PALLAS
-        if self._suits_cpu_kernels() and cpu_kernels.kernels_digest() is not None:
-            return programs.Kernels.CPU
-        return programs.Kernels.NONE
+        return self.prefill.extend(params, cache, waiting)
 
     def decode(
         self, params: EngineParams, cache: KVCache, slots: DecodeBatch, steps: int, exit_after: int
@@ -348,90 +241,93 @@ class JaxEngine(VerifyingEngine):
             steps: at most ``shapes.decode_steps`` are run; 1 with grammars.
             exit_after: return early once this many slots have finished.
         """
-        count = len(slots.tokens)
-        slots = self._with_defaults(slots)
-        width = self.width(count)
-        span = bucket(self._decode_spans, int(slots.positions.max()) + steps)
-        # Programs for restricted slots are compiled when the first ones come: most runs have none.
-        kind = _decode_kind(slots.truncation is not None, slots.allowed is not None)
-        max_steps = self.shapes.decode_steps if slots.allowed is None else 1
-        program = programs.decode_program(self.config, max_steps, self.split, self.kernels)
-        limits = np.array([min(steps, max_steps), exit_after], np.int32)
+        return self.decoder.decode(params, cache, slots, steps, exit_after)
 
-        def call_of(width: int, span: int) -> tuple[tuple, tuple]:
-            """Return the key and the arguments of the program of a shape.
+    def verify(
+        self,
+        params: EngineParams,
+        cache: KVCache,
+        slots: DecodeBatch,
+        drafts: Sequence[Sequence[int]],
+    ) -> tuple[KVCache, Sampled]:
+        """Draw the ids after each context and after the accepted ids of its draft.
 
-            Slots are cut to the shape: the program compiled ahead needs only shapes.
-            """
-            fitting = replace(slots, pages=slots.pages[:, : span // self.shapes.page])
-            fitting = jax.tree.map(lambda x: x[:width], fitting)
-            padded = pad_decode_batch(fitting, max(0, width - count))
-            key = (kind, cache.count, width, span)
-            return key, (params, cache, padded, limits, None, self._stacks)
-
-        def next_call() -> programs.NextCall:
-            if self._compile_ahead:  # it was compiled already
-                return None
-            shape = self._next_decode_shape(width, span)
-            if shape is None:
-                return None
-            return call_of(*shape)
-
-        key, arguments = call_of(width, span)
-        shardings = (self.cache_sharding, self.replicated)
-        cache, out = self._call(key, program, (1,), *arguments, out=shardings, next_call=next_call)
-        return cache, Sampled.of(np.asarray(out)[:, :, :count])
-
-    def _with_defaults(self, slots: DecodeBatch) -> DecodeBatch:
-        """Add the optional arrays that the engine's programs always take."""
-        if self._stacks is not None and slots.adapter is None:
-            return replace(slots, adapter=np.zeros(len(slots.tokens), np.int32))
-        return slots
+        Args:
+            cache: donated.
+            slots: as for :meth:`decode`, not restricted, with pages for the drafts.
+            drafts: of each slot; all together must fit the columns of :meth:`verified_columns`.
+        """
+        return self.verifier.verify(params, cache, slots, drafts)
 
     def width(self, count: int) -> int:
         """Return the slots of the program that decodes ``count`` contexts."""
-        return bucket(self.shapes.slot_buckets, count)
+        return self.decoder.width(count)
 
-    def _next_decode_shape(self, width: int, span: int) -> tuple[int, int] | None:
-        """Return the shape likely to be needed next: contexts grow, then slots fall idle."""
-        for longer in self._decode_spans:
-            if longer > span:
-                return width, longer
-        narrower = [w for w in self.shapes.slot_buckets if w < width]
-        if narrower:
-            return narrower[-1], span
-        return None
+    def verified_columns(self, count: int) -> list[int]:
+        """Return how many positions of ``count`` contexts can be verified together, ascending."""
+        return self.verifier.columns(count)
+
+    # --- pages ------------------------------------------------------------------------------------
+
+    def copy_page(self, cache: KVCache, source: int, target: int) -> KVCache:
+        """Copy one page over another, on the device."""
+        source_and_target = np.array([source, target], np.int32)
+        return self.context.call(
+            ("copy", cache.count),
+            copy_page,
+            (0,),
+            *(cache, source_and_target),
+            out=self.context.cache_sharding,
+        )
+
+    def read_routed(self, cache: KVCache, pages: Sequence[int]) -> np.ndarray:
+        """Return the experts chosen at the positions of a context's pages, [positions, L, k].
+
+        Their numbers are unsigned.
+        """
+        size = self.shapes.page
+        padded = _pad_pages(pages, bucket(self.shapes.span_buckets, len(pages) * size) // size)
+        key = ("routed", cache.count, len(padded))
+        experts = self.context.call(
+            key, programs.read_routed, (), cache, padded, out=self.context.replicated
+        )
+        return np.asarray(experts)[: len(pages) * size]
+
+    def get_pages(self, cache: KVCache, pages: Sequence[int]) -> KVCache:
+        """Return copies of pages on the device, and of the null page up to a bucket."""
+        padded = _pad_pages(pages, bucket(MOVED_TOGETHER, len(pages)))
+        key = ("get", cache.count, len(padded))
+        return self.context.call(key, get_pages, (), cache, padded, out=self.context.cache_sharding)
+
+    def put_pages(self, cache: KVCache, content: KVCache, pages: Sequence[int]) -> KVCache:
+        """Overwrite pages with ``content`` from the host; ``cache`` is donated."""
+        batch_size = MOVED_TOGETHER[-1]
+        for i in range(0, len(pages), batch_size):
+            batch = pages[i : i + batch_size]
+            padded = _pad_pages(batch, bucket(MOVED_TOGETHER, len(batch)))
+            # Padding repeats the last page's content; what goes to the null page is dropped.
+            index = np.minimum(i + np.arange(len(padded)), len(pages) - 1)
+            batch_content = jax.tree.map(lambda x, index=index: x[index], content)
+            batch_content = jax.device_put(batch_content, self.context.cache_sharding)
+            cache = self.overwrite_pages(cache, batch_content, padded)
+        return cache
+
+    def overwrite_pages(self, cache: KVCache, content: KVCache, pages: np.ndarray) -> KVCache:
+        """Overwrite pages int32 [n] with as many on the device; ``cache`` is donated."""
+        key = ("put", cache.count, len(pages))
+        rows = pages[:, None]
+        return self.context.call(
+            key, write_pages, (0,), cache, content, rows, out=self.context.cache_sharding
+        )
 
     # --- compilation ------------------------------------------------------------------------------
 
-    @property
-    def _decode_spans(self) -> tuple[int, ...]:
-        """Context lengths that decode programs are compiled for."""
-        if self._by_column:  # kernels for CPUs read only the positions there are
-            return self.shapes.span_buckets[-1:]
-        return self.shapes.span_buckets
-
-    def _decode_shapes(self) -> list[tuple[int, int]]:
-        """Return the shapes of decode programs: (slots, positions)."""
-        return list(itertools.product(self.shapes.slot_buckets, self._decode_spans))
-
-    def _chunk_shapes(self) -> list[tuple[int, int, int]]:
-        """Return the shapes of programs that prefill chunks: (rows, ids, positions)."""
-        if self._prefills_columns:
-            return []
-        shapes = self.shapes
-        rows = (1, PREFILL_ROWS)
-        return list(itertools.product(rows, shapes.chunk_buckets, shapes.prefill_spans))
-
     def program_keys(self) -> set[tuple]:
         """Return the keys of all programs the shapes allow, but for restricted slots."""
-        count = 1 + self.shapes.pages
+        count = self.context.cache_pages
         keys: set[tuple] = {("copy", count)}
-        for width, span in self._decode_shapes():
-            keys.add(("decode", count, width, span))
-        for rows, size, span in self._chunk_shapes():
-            keys.add(("chunks", count, rows, size, span))
-            keys.add(("write", count, rows, size))
+        for part in self._parts:
+            keys |= part.program_keys()
         if self.config.experts is not None:
             for span in self.shapes.span_buckets:
                 keys.add(("routed", count, span // self.shapes.page))
@@ -439,16 +335,6 @@ class JaxEngine(VerifyingEngine):
             for moved in MOVED_TOGETHER:
                 keys.add(("get", count, moved))
                 keys.add(("put", count, moved))
-        return keys | self._column_keys() | self._verification_keys()
-
-    def _restricted_keys(self) -> set[tuple]:
-        """Return the keys of the programs for restricted slots."""
-        count = 1 + self.shapes.pages
-        keys: set[tuple] = set()
-        for truncated, constrained in ((False, True), (True, False), (True, True)):
-            kind = _decode_kind(truncated, constrained)
-            for width, span in self._decode_shapes():
-                keys.add((kind, count, width, span))
         return keys
 
     def warm_up(
@@ -463,42 +349,25 @@ class JaxEngine(VerifyingEngine):
             cache: donated.
             print_line: called with a line of progress before each program, and with a summary.
         """
+        restricted_keys = self.decoder.restricted_keys()
         if not self._compile_ahead:
-            self.table.end_warm_up(later=self.program_keys() | self._restricted_keys())
+            self.program_table.end_warm_up(later=self.program_keys() | restricted_keys)
             return cache
 
-        decode_shapes = self._decode_shapes()
-        chunk_shapes = self._chunk_shapes()
-        column_widths = self._column_widths
-        total = len(decode_shapes) + len(chunk_shapes) + len(column_widths)
-        number = itertools.count(1)
+        warm_ups: list[WarmUp] = []
+        for part in self._parts:
+            warm_ups += part.warm_ups()
+        for number, warm_up in enumerate(warm_ups, 1):
+            print_line(f"compiling {warm_up.name} ({number} of {len(warm_ups)})")
+            cache = warm_up.run(params, cache)
+        cache = self._warm_up_pages(cache)
 
-        steps = self.shapes.decode_steps
-        for width, span in decode_shapes:
-            print_line(
-                f"compiling decode {width} slots of {span} positions ({next(number)} of {total})"
-            )
-            slots = make_decode_batch(width, self.shapes.context_pages, span - steps)
-            cache, _ = self.decode(params, cache, slots, steps, 1)
+        self.program_table.end_warm_up(later=restricted_keys)
+        print_line(self.program_table.summary())
+        return cache
 
-        for rows, size, span in chunk_shapes:
-            print_line(
-                f"compiling prefill {rows} x {size} of {span} positions ({next(number)} of {total})"
-            )
-            unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
-            cache = self._prefill_chunks(params, cache, [unused] * rows, size)
-
-        for width in column_widths:
-            print_line(f"compiling prefill of {width} ids ({next(number)} of {total})")
-            cache = self._warm_up_columns(params, cache, width)
-
-        if self.shapes.num_speculative_tokens:
-            print_line("compiling verifications of drafts")
-            cache = self._warm_up_verification(params, cache)
-        return self._end_warm_up(cache, print_line)
-
-    def _end_warm_up(self, cache: KVCache, print_line: PrintLine) -> KVCache:
-        """Compile and run the programs that move pages or read experts, and end the warm-up."""
+    def _warm_up_pages(self, cache: KVCache) -> KVCache:
+        """Compile and run the programs that move pages or read experts."""
         cache = self.copy_page(cache, NULL_PAGE, NULL_PAGE)
         if self.config.experts is not None:
             for span in self.shapes.span_buckets:
@@ -508,15 +377,7 @@ class JaxEngine(VerifyingEngine):
                 unused = [NULL_PAGE] * count
                 content = jax.tree.map(np.asarray, self.get_pages(cache, unused))
                 cache = self.put_pages(cache, content, unused)
-        self.table.end_warm_up(later=self._restricted_keys())
-        print_line(self.table.summary())
         return cache
-
-
-def _fill_row(row: np.ndarray, pages: Sequence[int]) -> None:
-    """Write as many pages to the beginning of a row as it has room for."""
-    fitting = pages[: len(row)]
-    row[: len(fitting)] = fitting
 
 
 def _pad_pages(pages: Sequence[int], count: int) -> np.ndarray:
@@ -524,13 +385,3 @@ def _pad_pages(pages: Sequence[int], count: int) -> np.ndarray:
     padded = np.full(count, NULL_PAGE, np.int32)
     padded[: len(pages)] = pages
     return padded
-
-
-def _decode_kind(truncated: bool, constrained: bool) -> str:
-    """Name the decode program of a batch by what restricts its slots: top-p and such, grammars."""
-    kind = "decode"
-    if truncated:
-        kind += " truncated"
-    if constrained:
-        kind += " constrained"
-    return kind

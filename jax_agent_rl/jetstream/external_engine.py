@@ -24,7 +24,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import jax
@@ -33,13 +33,20 @@ import numpy as np
 
 from jax_agent_rl.chat.grammar import GrammarState
 from jax_agent_rl.errors import BackendError, ConfigError
+from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Progress, Scheduler
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.vision_context import MultimodalContext
-from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, TokenChunk
+from jax_agent_rl.rollout.protocol import (
+    BackendMetrics,
+    Capabilities,
+    GenerateRequest,
+    TokenChunk,
+)
 from jax_agent_rl.utils.plugins import load_user_module
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE
 
 KEY = "rollout.jetstream.engine_factory"
 
@@ -92,7 +99,8 @@ class ExternalEngineAdapter:
     Every call takes its own random key. Not thread-safe.
 
     Args:
-        shapes: what the rollout was configured for; the engine must be at least as large.
+        shapes: what the rollout was configured for; the engine must be at least as large. Slots
+            beyond ``max_concurrent_decodes`` stay empty.
 
     Raises:
         ConfigError: the engine is too small, or lacks something.
@@ -108,11 +116,6 @@ class ExternalEngineAdapter:
         self.engine = external.engine
         self.external = external
         self._check()
-
-    @property
-    def max_concurrent_decodes(self) -> int:
-        """Slots as configured; further ones of the engine stay empty."""
-        return self.shapes.max_concurrent_decodes
 
     def load_params(self, params: Params, old: Any = None) -> Any:
         """Copy the learner's tree into the engine's params.
@@ -307,7 +310,7 @@ class ExternalScheduler(Scheduler):
         self._key = jax.random.key(self.seed)
 
     def _make_block_manager(self) -> SlotTable:
-        return SlotTable(self.engine.max_concurrent_decodes)
+        return SlotTable(self.engine.shapes.max_concurrent_decodes)
 
     def submit(
         self,
@@ -368,7 +371,7 @@ class ExternalScheduler(Scheduler):
         """Prefill the requests that fit; all are dispatched before the first result is read."""
         runs: list[RunningRequest] = []
         results = []
-        while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
+        while self._waiting and len(self.running) < self.engine.shapes.max_concurrent_decodes:
             run = self._waiting[0][1]
             # The engine samples all slots in one mode.
             if any(_is_greedy(other) != _is_greedy(run) for other in self.running.values()):
@@ -411,7 +414,7 @@ class ExternalScheduler(Scheduler):
                 self.params, self.cache, self._next_key(), greedy=_is_greedy(runs[0])
             )
             results.append(result)
-        self.counters.slot_steps += len(results) * self.engine.max_concurrent_decodes
+        self.counters.slot_steps += len(results) * self.engine.shapes.max_concurrent_decodes
 
         outputs = read_results(results)
         ids = np.stack([step_ids for step_ids, _ in outputs])  # [steps, slots]
@@ -440,3 +443,44 @@ class ExternalScheduler(Scheduler):
 
 def _is_greedy(run: RunningRequest) -> bool:
     return run.request.sampling.temperature == 0
+
+
+class ExternalBackend(JetStreamBackend):
+    """The backend of an external engine.
+
+    Args:
+        make_external: makes the engine.
+        **options: further arguments of :class:`JetStreamBackend`; none of what only the built-in
+            engine has: adapters, images, grammars, 8 bits, one program.
+    """
+
+    scheduler_type = ExternalScheduler
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        params: Params,
+        shapes: EngineShapes,
+        *,
+        make_external: MakeEngine,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, params, shapes, **options)
+        self._make_external = make_external
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(
+            super().capabilities,
+            any_sampling=False,
+            sampling_replay=False,
+            seeds=False,
+            prefix_reuse=False,
+            scoring=False,
+            routed_experts=False,
+            weight_dtype=AS_THEY_ARE,  # it converts weights itself
+        )
+
+    def _make_engine(self) -> ExternalEngineAdapter:
+        external = self._make_external(self._config, self._shapes)
+        return ExternalEngineAdapter(external, self._config, self._shapes)

@@ -69,7 +69,7 @@ def score(scheduler: Scheduler, token_ids: Sequence[int], *, start: int, top_k: 
 
     # In full precision: it holds but one context.
     length = max(CHUNK, 1 << (count - 1).bit_length())
-    cache = empty_cache(engine.config, 1, length, engine.dtype)
+    cache = empty_cache(engine.config, 1, length, engine.context.dtype)
     padded = np.zeros(length + 1, np.int32)
     padded[:count] = token_ids
 
@@ -80,7 +80,7 @@ def score(scheduler: Scheduler, token_ids: Sequence[int], *, start: int, top_k: 
         index = np.arange(begin + 1, begin + CHUNK + 1)
         is_scored = (index >= start) & (index < count)
         starts = np.full(1, begin, np.int32)
-        constants = (engine.config, engine.split, top_k)
+        constants = (engine.config, engine.context.split, top_k)
         cache, scores = _score_chunk(*constants, params, cache, ids, following, is_scored, starts)
         chunk_scores.append(scores)
 
@@ -206,7 +206,7 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
     if not isinstance(params, EngineParams) or isinstance(params.embed, np.ndarray):
         return []
     config = engine.config
-    mesh = engine.split
+    mesh = engine.context.split
     ids = jnp.asarray(token_ids, jnp.int32)
 
     @jax.jit
@@ -214,7 +214,7 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
         params: EngineParams,
     ) -> tuple[jax.Array, list[tuple[jax.Array, LayerKV, jax.Array | None]]]:
         # An empty page: all of the context is in the chunk.
-        cache: KVCache = empty_cache(config, 1, engine.shapes.page, engine.kv_dtype)
+        cache: KVCache = empty_cache(config, 1, engine.shapes.page, engine.context.kv_dtype)
         layers = prefill_chunks(
             config, params, cache, ids[None], jnp.zeros(1, jnp.int32), mesh=mesh
         )

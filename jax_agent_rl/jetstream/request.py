@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from jax_agent_rl.chat.grammar import GrammarState
 from jax_agent_rl.errors import BackendError, PromptTooLongError
+from jax_agent_rl.jetstream.shapes import EngineShapes
+from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision_context import MultimodalContext
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import RoutedExperts, StopReason, Support, TokenOutput, digest_ids
 from jax_agent_rl.types.supports import encode_supports
-
-if TYPE_CHECKING:
-    from jax_agent_rl.jetstream.engine import JaxEngine
 
 
 @dataclass
@@ -36,7 +35,22 @@ class Counters:
     accepted_tokens: int = 0
 
 
-def check_request(request: GenerateRequest, engine: JaxEngine, *, stop_strings: bool) -> None:
+class EngineInfo(Protocol):
+    """What an engine says of itself, which requests are checked against."""
+
+    @property
+    def config(self) -> DecoderConfig: ...
+
+    @property
+    def shapes(self) -> EngineShapes: ...
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the LoRA adapters."""
+        ...
+
+
+def check_request(request: GenerateRequest, engine: EngineInfo, *, stop_strings: bool) -> None:
     """Refuse a request that an engine cannot serve.
 
     Args:

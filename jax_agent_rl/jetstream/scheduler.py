@@ -36,7 +36,8 @@ from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, slots
 from jax_agent_rl.jetstream.drafting import LookupDrafter
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.kv_cache import HostCache, KVCache
+from jax_agent_rl.jetstream.host_cache import HostCache
+from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.request import Counters, RunningRequest, check_request
 from jax_agent_rl.jetstream.speculation import Speculation
 from jax_agent_rl.models.vision_context import ImageKeys, MultimodalContext
@@ -220,7 +221,7 @@ class Scheduler:
             **vars(self.counters),
             offloaded_pages=self._host.saved,
             restored_pages=self._host.restored,
-            recompilations=self.engine.table.recompilations,
+            recompilations=self.engine.program_table.recompilations,
         )
 
     def health(self) -> Health:
@@ -236,11 +237,11 @@ class Scheduler:
 
     def _admit(self, *, new: bool) -> None:
         begin = time.perf_counter()
-        compiled_before = self.engine.table.compile_seconds
+        compiled_before = self.engine.program_table.compile_seconds
         prefilled_before = self.counters.prefill_tokens
 
         plan = AdmissionPlan(self.engine.shapes.page)
-        while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
+        while self._waiting and len(self.running) < self.engine.shapes.max_concurrent_decodes:
             admission = self._next_admission() if new else self._next_preempted()
             if admission is None:
                 break
@@ -252,7 +253,7 @@ class Scheduler:
         if prefilled:
             # Wait for the prefill: its seconds are what patience is measured in.
             jax.block_until_ready(self.cache)
-            compiling = self.engine.table.compile_seconds - compiled_before
+            compiling = self.engine.program_table.compile_seconds - compiled_before
             self._patience.add_prefill(prefilled, time.perf_counter() - begin - compiling)
 
     def _next_admission(self) -> tuple[RunningRequest, Allocation] | None:

@@ -71,6 +71,10 @@ class EngineShapes:
         smaller = [count for count in SLOT_COUNTS if count < self.max_concurrent_decodes]
         return (*smaller, self.max_concurrent_decodes)
 
+    def width(self, count: int) -> int:
+        """Return the slots of the program that decodes ``count`` contexts."""
+        return bucket(self.slot_buckets, count)
+
     @property
     def span_buckets(self) -> tuple[int, ...]:
         """Context lengths compiled for, in whole pages.

@@ -30,16 +30,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jax_agent_rl.jetstream.drafting import Draft, Drafter
+from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.request import Counters, RunningRequest
-
-if TYPE_CHECKING:
-    from jax_agent_rl.jetstream.engine import JaxEngine
-
 
 LOSS_SHARE = 0.01
 """Share of decoding that unsuccessful speculation may take."""
@@ -58,19 +54,6 @@ EXPIRY = 100
 GROWTH = 0.25
 """Seconds grow with this power of the columns, until they are measured: an optimistic guess, so
 that they soon are."""
-
-
-def accepted_ids(draft: Sequence[int], drawn: Sequence[int]) -> int:
-    """Return how many drafted ids are accepted.
-
-    Args:
-        draft: the drafted ids.
-        drawn: the draws [len(draft) + 1] at their positions and the next.
-    """
-    for i, token in enumerate(draft):
-        if token != drawn[i]:
-            return i
-    return len(draft)
 
 
 @dataclass(slots=True)
@@ -152,7 +135,7 @@ class Speculation:
         None decodes plainly, :attr:`steps` steps.
         """
         self._begin = self._clock()
-        self._compiling = self._engine.table.compile_seconds
+        self._compiling = self._engine.program_table.compile_seconds
         self._running = len(runs)
         self._slots = self._engine.width(len(runs))
         self._columns = None
@@ -257,7 +240,7 @@ class Speculation:
                     self._counters.drafts += 1
                 self._counters.draft_tokens += len(draft)
             self._counters.accepted_tokens += sum(counts) - len(counts)
-        if self._engine.table.compile_seconds > self._compiling or not counts:
+        if self._engine.program_table.compile_seconds > self._compiling or not counts:
             return
 
         plain_seconds = self._pace(self._plain, self._slots)

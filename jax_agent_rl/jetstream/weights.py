@@ -43,24 +43,23 @@ from jax_agent_rl.models.sharding import (
 )
 from jax_agent_rl.models.stored import MANIFEST, StoredParams
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.utils.weight_transfer import check_files, read_probe
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, check_files, read_probe
 
 FILES = frozenset({"safetensors", "tensorstore"})
 WEIGHT_PAYLOADS = FILES | {"arrays"}
 Devices = tuple[Device, ...]
 
 
-def weight_dtype(dtype: str, quantize: str | None, external_engine: object | None) -> str:
+def weight_dtype(dtype: str, quantize: str | None) -> str:
     """Return ``Capabilities.weight_dtype`` of an engine.
 
     Args:
         dtype: type of its weights and activations.
         quantize: 8-bit type of its matrices, which are rounded from what is sent.
-        external_engine: what makes an engine that converts weights itself.
     """
-    if quantize is None and external_engine is None:
+    if quantize is None:
         return dtype
-    return "float32"
+    return AS_THEY_ARE
 
 
 class ServedWeights:

@@ -3,6 +3,7 @@
 The code of an engine is imported when it is needed::
 
     jetstream   engines in this process, on its devices, as one (``runtime.engine_devices``)
+                or the engine of the user's function ``rollout.jetstream.engine_factory``
     vllm        one vLLM engine in child processes of this one
     remote      a client per rollout server of ``rollout.urls``, each with an engine of its own
     any other   what an installed package registers (``utils.plugins``); gets a ``BackendSpec``
@@ -39,10 +40,10 @@ from jax_agent_rl.runtime.engine_devices import engine_mesh, engine_shapes, reso
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.network import token_from
 from jax_agent_rl.utils.plugins import InstalledName, load_installed
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE
 
 if TYPE_CHECKING:
-    from jax_agent_rl.jetstream.deterministic import DeterministicScorer
-    from jax_agent_rl.jetstream.external_engine import MakeEngine
+    from jax_agent_rl.jetstream.deterministic_scorer import DeterministicScorer
     from jax_agent_rl.jetstream.programs import ProgramTable
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,10 @@ def check_engine(config: Config) -> None:
     backend = config.rollout.backend
     if backend == "remote":
         token_from(config.rollout.token_env, key="rollout.token_env")
-    if backend == "jetstream":
-        _external_engine(config)
+    if backend == "jetstream" and config.rollout.jetstream.engine_factory is not None:
+        from jax_agent_rl.jetstream.external_engine import load_engine_function
+
+        load_engine_function(config.rollout.jetstream.engine_factory)
     if isinstance(backend, InstalledName):
         load_installed("backends", backend)
     if backend == "vllm":
@@ -168,6 +171,8 @@ def backend_factories(
 
             def make_jetstream() -> RolloutBackend:
                 model, params = weights()
+                if config.rollout.jetstream.engine_factory is not None:
+                    return _external(config, codec, model, params, print_line, version)
                 return _jetstream(
                     config, codec, model, params, print_line, version, program_table, serving
                 )
@@ -243,7 +248,7 @@ def one_program(
     if not config.rollout.deterministic:
         return None
 
-    from jax_agent_rl.jetstream.deterministic import DeterministicScorer
+    from jax_agent_rl.jetstream.deterministic_scorer import DeterministicScorer
     from jax_agent_rl.jetstream.programs import ProgramTable
 
     program_table = ProgramTable()
@@ -251,7 +256,7 @@ def one_program(
         model,
         engine_shapes(config),
         dtype=config.rollout.jetstream.dtype,
-        table=program_table,
+        program_table=program_table,
         temperature=config.rollout.temperature,
     )
     return program_table, scorer
@@ -264,10 +269,10 @@ def parameter_dtype(config: Config) -> str:
     """
     from jax_agent_rl.jetstream.weights import weight_dtype
 
+    if config.rollout.jetstream.engine_factory is not None:
+        return AS_THEY_ARE  # it converts weights itself
     precision = engine_precision(config)
-    return weight_dtype(
-        precision["dtype"], precision["quantize"], config.rollout.jetstream.engine_factory
-    )
+    return weight_dtype(precision["dtype"], precision["quantize"])
 
 
 def engine_precision(config: Config) -> dict[str, Any]:
@@ -315,7 +320,6 @@ def _jetstream(
         **engine_precision(config),
         mesh=engine_mesh(config),
         deterministic=program_table,
-        external_engine=_external_engine(config),
         adapters=adapters,
         vision_processor=VisionProcessor.of(model, config.model.path, pixels=config.model.pixels),
         compile_ahead=False if serving else None,
@@ -327,15 +331,35 @@ def _jetstream(
     )
 
 
-def _external_engine(config: Config) -> MakeEngine | None:
-    """Return the user's function ``rollout.jetstream.engine_factory``; None for our own engine."""
+def _external(
+    config: Config,
+    codec: ChatCodec,
+    model: DecoderConfig,
+    params: Params,
+    print_line: Callable[[str], None],
+    version: int,
+) -> RolloutBackend:
+    """Return the backend of the engine that the user's function makes."""
+    from jax_agent_rl.jetstream.data_parallel import make_backend
+    from jax_agent_rl.jetstream.external_engine import ExternalBackend, load_engine_function
+
     engine_factory = config.rollout.jetstream.engine_factory
-    if engine_factory is None:
-        return None
-
-    from jax_agent_rl.jetstream.external_engine import load_engine_function
-
-    return load_engine_function(engine_factory)
+    assert engine_factory is not None
+    config = resolve_engine_mesh(config, model)
+    return make_backend(
+        model,
+        params,
+        engine_shapes(config),
+        make_engine_backend=functools.partial(
+            ExternalBackend, make_external=load_engine_function(engine_factory)
+        ),
+        dtype=config.rollout.jetstream.dtype,
+        mesh=engine_mesh(config),
+        version=version,
+        seed=config.seed,
+        decode_text=_decoder(codec),
+        print_line=print_line,
+    )
 
 
 def _vllm(config: Config, codec: ChatCodec, version: int) -> RolloutBackend:

@@ -13,7 +13,7 @@ import asyncio
 import jax
 import numpy as np
 jax.tree_map = jax.tree_util.tree_map  # as it was called before 0.4.26: the Driver uses it
-from jax_agent_rl.jetstream.driver_interface import DriverEngine
+from jax_agent_rl.jetstream.driver_interface import JetStreamEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jetstream.core import orchestrator
 from jetstream.core.utils import async_multifuture
@@ -23,7 +23,7 @@ shapes = EngineShapes(
     max_model_len=48, max_concurrent_decodes=3, kv_cache_tokens=192, decode_steps=4,
     prefill_buckets=(16,),
 )
-engine = DriverEngine(JaxEngine(TINY, shapes))
+engine = JetStreamEngine(JaxEngine(TINY, shapes))
 raw = tiny_params()
 params = engine.load_params(raw)
 driver = orchestrator.Driver(
@@ -82,7 +82,7 @@ def test_result_tokens_carry_logprobs_exactly():
     import jax.numpy as jnp
     import numpy as np
 
-    from jax_agent_rl.jetstream.driver_interface import DriverEngine
+    from jax_agent_rl.jetstream.driver_interface import JetStreamEngine
     from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
     from tests.tiny import TINY, greedy, logprobs_of, tiny_params
 
@@ -93,7 +93,7 @@ def test_result_tokens_carry_logprobs_exactly():
         decode_steps=4,
         prefill_buckets=(16,),
     )
-    engine = DriverEngine(JaxEngine(TINY, shapes))
+    engine = JetStreamEngine(JaxEngine(TINY, shapes))
     raw = tiny_params()
     params = engine.load_params(raw)
     prompt = [5, 9, 11, 30]

@@ -27,7 +27,6 @@ from jax_agent_rl.jetstream.engine import Extension, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import MOVED_TOGETHER, KVCache
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
-from jax_agent_rl.jetstream.vision_engine import VisionEngine
 from jax_agent_rl.jetstream.weights import staging_mesh
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.parameters import PARAMETERS, Kind
@@ -101,11 +100,17 @@ def add_engine(
         engines: number of engines that share the run's trajectories.
     """
     shapes = engine_shapes(config)
-    engine_type = JaxEngine if model.vision is None else VisionEngine
     precision: dict[str, Any] = engine_precision(config)
     precision["dtype"] = jnp.dtype(precision["dtype"])
     table = RecordingTable()
-    engine = engine_type(model, shapes, **precision, mesh=compiled_for, table=table)
+    engine = JaxEngine(
+        model,
+        shapes,
+        **precision,
+        mesh=compiled_for,
+        program_table=table,
+        takes_images=model.vision is not None,
+    )
     weights = engine.load_params(published.params)
     cache = engine.init_cache()
 

@@ -288,7 +288,7 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
     from jax_agent_rl.config import EngineMeshConfig
     from jax_agent_rl.jetstream.data_parallel import make_backend
     from jax_agent_rl.jetstream.engine import EngineShapes
-    from jax_agent_rl.jetstream.external_engine import load_engine_function
+    from jax_agent_rl.jetstream.external_engine import ExternalBackend, load_engine_function
     from jax_agent_rl.jetstream.sharding import make_engine_mesh
     from jax_agent_rl.models.hf import load_hf
     from jax_agent_rl.models.lora import read_peft
@@ -307,9 +307,6 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
         num_speculative_tokens=options.num_speculative_tokens,
     )
     vision_processor = VisionProcessor.of(config, folders.base)
-    external_engine = None
-    if options.engine_factory:
-        external_engine = load_engine_function(options.engine_factory)
     adapters = {}
     if options.adapters:
         adapters[ADAPTER] = read_peft(folders.adapter, config, key="--adapters")
@@ -320,13 +317,26 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
             tokenizer, eos_ids=config.eos_token_ids, vocab_size=config.vocab_size
         )
 
+    make_external = None
+    if options.engine_factory:
+        make_external = load_engine_function(options.engine_factory)
+
     def make() -> RolloutBackend:
+        mesh = make_engine_mesh(EngineMeshConfig(data=options.data_parallel))
+        if make_external is not None:
+            return make_backend(
+                config,
+                params,
+                shapes,
+                mesh=mesh,
+                make_engine_backend=functools.partial(ExternalBackend, make_external=make_external),
+                decode_text=decoder(tokenizer),
+            )
         return make_backend(
             config,
             params,
             shapes,
-            mesh=make_engine_mesh(EngineMeshConfig(data=options.data_parallel)),
-            external_engine=external_engine,
+            mesh=mesh,
             vision_processor=vision_processor,
             decode_text=decoder(tokenizer),
             grammars=grammars,

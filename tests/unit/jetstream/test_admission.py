@@ -46,7 +46,7 @@ def crowded() -> tuple[Scheduler, Clock, list[int]]:
     first one's context.
     """
     clock = Clock()
-    engine = JaxEngine(TINY, FULL, table=programs())
+    engine = JaxEngine(TINY, FULL, program_table=programs())
     on = Scheduler(engine, engine.load_params(tiny_params()), clock=clock)
     for _ in range(MIN_WAITS):
         on.return_times.leave("known")

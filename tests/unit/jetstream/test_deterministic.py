@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig, build
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.deterministic import DeterministicEngine, DeterministicScorer
-from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.jetstream.deterministic_scorer import DeterministicScorer
+from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import DecoderConfig, Experts
@@ -47,7 +47,9 @@ SHAPES = EngineShapes(
 TEMPERATURE = 0.7
 PARAMS = tiny_params(3, MODEL)
 TABLE = ProgramTable()
-SCORER = DeterministicScorer(MODEL, SHAPES, dtype="float32", table=TABLE, temperature=TEMPERATURE)
+SCORER = DeterministicScorer(
+    MODEL, SHAPES, dtype="float32", program_table=TABLE, temperature=TEMPERATURE
+)
 Talks = list[tuple[list[int], list[tuple[int, list[int]]]]]
 
 
@@ -132,7 +134,7 @@ def test_the_fast_engine_is_not_equal_to_the_bit():
 
 def test_the_logprobs_are_those_of_plain_full_passes():
     scorer = DeterministicScorer(
-        TINY, SHAPES, dtype="float32", table=ProgramTable(), temperature=TEMPERATURE
+        TINY, SHAPES, dtype="float32", program_table=ProgramTable(), temperature=TEMPERATURE
     )
     ids = np.random.default_rng(1).integers(3, 97, 20).tolist()
     (scored,) = scorer(tiny_params(), [ids])
@@ -177,7 +179,7 @@ def test_the_learner_measures_a_gap_of_exactly_zero():
 def test_a_mixture_of_experts_is_refused():
     experts = Experts(count=4, per_token=2, intermediate_size=16, normalize=True)
     with pytest.raises(ConfigError, match="rollout.deterministic=false"):
-        DeterministicEngine(replace(TINY, experts=experts), SHAPES)
+        JaxEngine(replace(TINY, experts=experts), SHAPES, deterministic=True)
 
 
 @pytest.mark.parametrize(

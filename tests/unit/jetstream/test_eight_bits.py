@@ -156,10 +156,10 @@ def test_a_prompt_is_kept_alike_however_it_is_cut():
 def test_new_weights_are_rounded_by_their_own_scales_and_compile_nothing():
     engine = JaxEngine(TINY, SHAPES, quantize="int8")
     first = engine.load_params(tiny_params(0))
-    engine.table.end_warm_up()
+    engine.program_table.end_warm_up()
     larger = jax.tree.map(lambda x: 3 * x, tiny_params(0))
     second = engine.load_params(larger, first)
-    assert engine.table.recompilations == 0
+    assert engine.program_table.recompilations == 0
     jax.tree.map(
         np.testing.assert_array_equal,
         second,

@@ -177,7 +177,7 @@ for learner, mesh, first in CASES:
     engine = JaxEngine(model, shapes, dtype=jnp.bfloat16, mesh=engine_mesh)
     old = engine.load_params(theirs[0])
     at = pointer_of(old)
-    engine.table.end_warm_up()
+    engine.program_table.end_warm_up()
     params = engine.load_params(theirs[1], old)
     assert all(x.is_deleted() for x in jax.tree.leaves(old)), "two sets of weights"
     for x in jax.tree.leaves(theirs):
@@ -188,7 +188,7 @@ for learner, mesh, first in CASES:
     convert = jax.jit(functools.partial(engine_params, engine.config, dtype=jnp.bfloat16))
     expected = convert(tiny_params(config=model))
     jax.tree.map(require_equal, params, expected)
-    programs = {key[0]: program for key, program in engine.table._programs.items()}
+    programs = {key[0]: program for key, program in engine.program_table._programs.items()}
     programs.pop("no weights", None)  # it makes the room that the first weights take
     ((name, program),) = programs.items()
     whole = sum(x.nbytes for x in jax.tree.leaves(params))
@@ -197,7 +197,7 @@ for learner, mesh, first in CASES:
         "learner": learner,
         "devices": engine_mesh.size,
         "program": name,
-        "recompilations": engine.table.recompilations,
+        "recompilations": engine.program_table.recompilations,
         "largest part": max(bytes_on(d, params) for d in engine_mesh.devices.flat) / whole,
         "in place": at == pointer_of(params),
         "scratch": program.memory_analysis().temp_size_in_bytes / expected_bytes,

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.errors import BackendError, ConfigError
-from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
-from jax_agent_rl.jetstream.external_engine import ExternalEngineAdapter, load_engine_function
+from jax_agent_rl.jetstream.external_engine import (
+    ExternalBackend,
+    ExternalEngineAdapter,
+    load_engine_function,
+)
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
 from tests.later_api import LaterApiEngine, external_engine, make_external_engine
@@ -31,9 +34,7 @@ PARAMS = tiny_params()
 
 @contextlib.asynccontextmanager
 async def running(make=make_external_engine, **options):
-    backend = JetStreamBackend(
-        TINY, tiny_params(), SHAPES, external_engine=make, version=1, **options
-    )
+    backend = ExternalBackend(TINY, tiny_params(), SHAPES, make_external=make, version=1, **options)
     await backend.start()
     try:
         yield backend

@@ -40,7 +40,7 @@ def programs() -> ProgramTable:
 
 
 def scheduler() -> Scheduler:
-    engine = JaxEngine(TINY, SHAPES, table=programs())
+    engine = JaxEngine(TINY, SHAPES, program_table=programs())
     return Scheduler(engine, engine.load_params(tiny_params()), version=1)
 
 
@@ -105,7 +105,7 @@ def group_of_three(*, others: int) -> tuple[Scheduler, dict[str, TokenOutput]]:
     shapes = replace(
         SHAPES, max_concurrent_decodes=3, kv_cache_tokens=192, kv_offloading_bytes=8 * PAGE_BYTES
     )
-    engine = JaxEngine(TINY, shapes, table=more_programs())
+    engine = JaxEngine(TINY, shapes, program_table=more_programs())
     on = Scheduler(engine, engine.load_params(tiny_params()), version=1)
     prompt = (PROMPTS[0] + PROMPTS[1])[:40]
     contexts = {}

@@ -39,7 +39,7 @@ def programs(shapes: EngineShapes) -> ProgramTable:
 
 
 def scheduler(shapes: EngineShapes) -> Scheduler:
-    engine = JaxEngine(TINY, shapes, table=programs(shapes))
+    engine = JaxEngine(TINY, shapes, program_table=programs(shapes))
     return Scheduler(engine, engine.load_params(tiny_params()), version=1)
 
 

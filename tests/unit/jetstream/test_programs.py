@@ -6,7 +6,7 @@ import pytest
 
 from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
-from jax_agent_rl.jetstream.driver_interface import DriverEngine
+from jax_agent_rl.jetstream.driver_interface import JetStreamEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.models.sharding import replicated
@@ -41,34 +41,36 @@ def test_on_a_cpu_a_program_is_compiled_when_needed_together_with_the_next_one(
     monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)
     params = engine.load_params(tiny_params())
     cache = engine.warm_up(params, engine.init_cache())
-    before = len(engine.table)
+    before = len(engine.program_table)
     slots = make_decode_batch(3, SHAPES.context_pages, 10)
     cache, _ = engine.decode(params, cache, slots, 4, 1)
-    assert len(engine.table) == before + 2  # 64 positions, and 128
+    assert len(engine.program_table) == before + 2  # 64 positions, and 128
     cache, _ = engine.decode(params, cache, make_decode_batch(3, SHAPES.context_pages, 100), 4, 1)
-    assert len(engine.table) == before + 2
+    assert len(engine.program_table) == before + 2
     cache = engine.extend(
         params, cache, [Extension(pages=(1,), start=0, ids=np.arange(3, 12, dtype=np.int32))]
     )
-    assert len(engine.table) == before + 4  # what computes a chunk, and what writes it
-    assert engine.table.recompilations == 0
+    assert len(engine.program_table) == before + 4  # what computes a chunk, and what writes it
+    assert engine.program_table.recompilations == 0
 
 
 @pytest.mark.skipif(cpu_kernels.kernels_digest() is None, reason="no C++ compiler on this machine")
 def test_with_kernels_for_cpus_one_program_serves_contexts_of_all_lengths(engine: JaxEngine):
     params = engine.load_params(tiny_params())
     cache = engine.warm_up(params, engine.init_cache())
-    before = len(engine.table)
+    before = len(engine.program_table)
     for position in (10, 100, 250):
         cache, _ = engine.decode(
             params, cache, make_decode_batch(3, SHAPES.context_pages, position), 4, 1
         )
-        assert len(engine.table) == before + 2  # four slots, and two, to which these soon fall
+        assert (
+            len(engine.program_table) == before + 2
+        )  # four slots, and two, to which these soon fall
     for start, count in ((0, 9), (0, 16), (9, 7)):
         ids = np.arange(3, 3 + count, dtype=np.int32)
         cache = engine.extend(params, cache, [Extension(pages=(1,), start=start, ids=ids)])
-        assert len(engine.table) == before + 3
-    assert engine.table.recompilations == 0
+        assert len(engine.program_table) == before + 3
+    assert engine.program_table.recompilations == 0
 
 
 def test_ahead_all_programs_are_compiled_that_the_shapes_allow():
@@ -81,21 +83,21 @@ def test_ahead_all_programs_are_compiled_that_the_shapes_allow():
     )
     engine = JaxEngine(TINY, small, compile_ahead=True)
     params = engine.load_params(tiny_params())
-    before = len(engine.table)
+    before = len(engine.program_table)
     cache = engine.warm_up(params, engine.init_cache())
-    assert len(engine.table) - before == len(engine.program_keys()) + 1  # the empty cache
+    assert len(engine.program_table) - before == len(engine.program_keys()) + 1  # the empty cache
     engine.decode(params, cache, make_decode_batch(1, small.context_pages, 3), 2, 1)
-    assert engine.table.recompilations == 0
+    assert engine.program_table.recompilations == 0
 
 
 def test_a_program_the_shapes_do_not_allow_counts_as_a_recompilation(engine: JaxEngine):
     params = engine.load_params(tiny_params())
     engine.warm_up(params, engine.init_cache())
-    driven = DriverEngine(engine)
+    driven = JetStreamEngine(engine)
     driven.prefill(
         params=params, padded_tokens=np.arange(3, 20), true_length=17
     )  # in a cache of one context
-    assert engine.table.recompilations > 0
+    assert engine.program_table.recompilations > 0
 
 
 def test_a_program_that_will_follow_is_compiled_once_and_gives_its_own_result(

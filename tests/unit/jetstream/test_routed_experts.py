@@ -39,7 +39,7 @@ def programs(shapes: EngineShapes) -> ProgramTable:
 
 
 def scheduler(shapes: EngineShapes = SHAPES) -> Scheduler:
-    engine = JaxEngine(EXPERTS, shapes, table=programs(shapes))
+    engine = JaxEngine(EXPERTS, shapes, program_table=programs(shapes))
     return Scheduler(engine, engine.load_params(tiny_params(config=EXPERTS)), version=1)
 
 

@@ -19,7 +19,8 @@ from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import Counters, RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
-from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Speculation, accepted_ids
+from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Speculation
+from jax_agent_rl.jetstream.verification import accepted_ids
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from tests.tiny import EXPERTS, TINY, full_logits, logprobs_of, tiny_adapter, tiny_params
@@ -51,11 +52,6 @@ KERNELS = [
 def table(*engine: object) -> ProgramTable:
     """Compiled once for all tests of an engine."""
     return ProgramTable()
-
-
-class XlaEngine(JaxEngine):
-    def _suits_cpu_kernels(self) -> bool:
-        return False
 
 
 class Eager(Speculation):
@@ -96,9 +92,14 @@ class Known:
 def scheduler(
     kernels: str, most: int = 0, drafter=None, shapes: EngineShapes = SHAPES, config=TINY, **options
 ):
-    kind = {"cpu": JaxEngine, "xla": XlaEngine}[kernels]
     shapes = replace(shapes, num_speculative_tokens=most)
-    engine = kind(config, shapes, table=table(kernels, shapes, config, *options), **options)
+    engine = JaxEngine(
+        config,
+        shapes,
+        program_table=table(kernels, shapes, config, *options),
+        use_cpu_kernels=kernels == "cpu",
+        **options,
+    )
     on = Scheduler(
         engine, engine.load_params(tiny_params(config=config)), version=1, decode_text=text
     )
@@ -433,9 +434,8 @@ def test_a_restricted_request_decodes_plainly_and_so_do_those_beside_it():
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_nothing_is_compiled_after_warm_up(kernels: str):
-    kind = {"cpu": JaxEngine, "xla": XlaEngine}[kernels]
     shapes = replace(SHAPES, max_model_len=64, kv_cache_tokens=192, num_speculative_tokens=6)
-    engine = kind(TINY, shapes, compile_ahead=True)
+    engine = JaxEngine(TINY, shapes, use_cpu_kernels=kernels == "cpu", compile_ahead=True)
     on = Scheduler(engine, engine.load_params(tiny_params()))
     on.cache = engine.warm_up(on.params, on.cache)
     on.speculation = Eager(engine, LookupDrafter(), on.counters)
@@ -459,7 +459,7 @@ class FakeEngine:
     now: float = 0.0
 
     @property
-    def table(self) -> FakeEngine:
+    def program_table(self) -> FakeEngine:
         return self
 
     def width(self, count: int) -> int:

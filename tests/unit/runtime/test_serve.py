@@ -101,7 +101,7 @@ def test_a_served_engine_compiles_on_demand_and_a_runs_engine_by_device(
 ):
     made: dict = {}
     monkeypatch.setattr(
-        "jax_agent_rl.jetstream.data_parallel.JetStreamBackend",
+        "jax_agent_rl.jetstream.data_parallel.make_backend",
         lambda model, params, shapes, **options: made.update(options, shapes=shapes),
     )
     config = configured(tmp_path)

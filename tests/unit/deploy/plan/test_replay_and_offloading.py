@@ -102,7 +102,7 @@ def test_the_program_that_samples_is_the_one_for_the_runs_restrictions(
         steps,
         8,
     ), "masks leave the chip with the ids"
-    keys = JaxEngine(TINY, engine_shapes(config))._restricted_keys()
+    keys = JaxEngine(TINY, engine_shapes(config)).decoder.restricted_keys()
     assert kind == "decode" or (kind, 1 + engine_shapes(config).pages, 8, 128) in keys
 
 

@@ -15,7 +15,6 @@ import pytest
 
 from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
-from jax_agent_rl.jetstream.deterministic import DeterministicEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.kv_cache import LayerKV
 from jax_agent_rl.jetstream.programs import Kernels
@@ -274,11 +273,11 @@ def test_the_engine_samples_the_same_ids_with_and_without_kernels(
     config: DecoderConfig, monkeypatch
 ):
     native = JaxEngine(config, SHAPES)
-    assert native.kernels is Kernels.CPU
+    assert native.context.kernels is Kernels.CPU
     monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)
     plain = JaxEngine(config, SHAPES)
     ids, log_probs = sampled(plain, config)
-    assert plain.kernels is Kernels.NONE
+    assert plain.context.kernels is Kernels.NONE
     monkeypatch.undo()
     found_ids, found = sampled(native, config)
     np.testing.assert_array_equal(found_ids, ids)
@@ -286,10 +285,10 @@ def test_the_engine_samples_the_same_ids_with_and_without_kernels(
 
 
 def test_only_an_engine_of_whole_float32_on_one_cpu_uses_them():
-    assert JaxEngine(TINY, SHAPES, dtype=jnp.bfloat16).kernels is Kernels.NONE
-    assert JaxEngine(TINY, SHAPES, kv_dtype="int8").kernels is Kernels.NONE
-    assert JaxEngine(TINY, SHAPES, quantize="int8").kernels is Kernels.NONE
-    assert DeterministicEngine(TINY, SHAPES).kernels is Kernels.NONE
+    assert JaxEngine(TINY, SHAPES, dtype=jnp.bfloat16).context.kernels is Kernels.NONE
+    assert JaxEngine(TINY, SHAPES, kv_dtype="int8").context.kernels is Kernels.NONE
+    assert JaxEngine(TINY, SHAPES, quantize="int8").context.kernels is Kernels.NONE
+    assert JaxEngine(TINY, SHAPES, deterministic=True).context.kernels is Kernels.NONE
 
 
 @pytest.fixture
@@ -304,8 +303,8 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_without_a_compiler_xla_decodes_and_the_log_says_so(unbuilt, tmp_path: Path, caplog):
     unbuilt.setenv("PATH", str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        assert JaxEngine(TINY, SHAPES).kernels is Kernels.NONE
-        assert JaxEngine(TINY, SHAPES).kernels is Kernels.NONE
+        assert JaxEngine(TINY, SHAPES).context.kernels is Kernels.NONE
+        assert JaxEngine(TINY, SHAPES).context.kernels is Kernels.NONE
     (line,) = [r.getMessage() for r in caplog.records if r.name == cpu_kernels.__name__]
     assert "no C++ compiler" in line and "install one" in line
 

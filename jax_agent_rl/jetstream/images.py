@@ -4,7 +4,7 @@
 
     ImageReader    request ──► patches
                                   │
-    VisionEngine   new images ◄───┘
+    ImageEncoder   new images ◄───┘
                        │ tower: one program per number of patches
                        ▼
                    features [N, D]
@@ -22,23 +22,22 @@ Shapes: R chunks of T ids, P patches, N features (P / merge_size²), D hidden.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.errors import BackendError, TokenDriftError
-from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS, DecodeBatch, Extension
-from jax_agent_rl.jetstream.engine import JaxEngine, PrintLine, ignore_line
+from jax_agent_rl.jetstream.context import EngineContext, WarmUp
+from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS, Extension
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
-from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
-from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.jetstream.shapes import bucket
+from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.image_processor import ProcessedImage
 from jax_agent_rl.models.vision_context import (
     ImageInputs,
@@ -111,17 +110,17 @@ class ImageReader:
         return multimodal
 
 
-class VisionEngine(JaxEngine):
-    """A :class:`JaxEngine` for vision models: extensions may contain images."""
+class ImageEncoder:
+    """The part of an engine that computes the features of images in prompts."""
 
-    def __init__(self, config: DecoderConfig, shapes: EngineShapes, **options: Any) -> None:
-        super().__init__(config, shapes, **options)
-        assert config.vision is not None  # the backend checks
-        self._vision = config.vision
+    def __init__(self, context: EngineContext) -> None:
+        assert context.config.vision is not None  # the backend checks
+        self._context = context
+        self._vision = context.config.vision
         # By digest of an image: features [N, D] of several, and the index of its first one.
         self._encoded: dict[bytes, tuple[jax.Array, int]] = {}
         self._blank = functools.cache(
-            lambda rows, size: jnp.zeros((rows, size, self._vision.feature_size), self.dtype)
+            lambda rows, size: jnp.zeros((rows, size, self._vision.feature_size), context.dtype)
         )
 
     @property
@@ -129,14 +128,13 @@ class VisionEngine(JaxEngine):
         """Numbers of patches compiled for, in whole windows."""
         window = self._vision.window_patches
         sizes = set()
-        for size in self.shapes.patch_buckets:
+        for size in self._context.shapes.patch_buckets:
             sizes.add(-(-size // window) * window)
         return tuple(sorted(sizes))
 
-    def extend(
-        self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
-    ) -> KVCache:
-        """Encode the new images, then prefill as :meth:`JaxEngine.extend` does."""
+    @contextlib.contextmanager
+    def encoding(self, params: EngineParams, extensions: Sequence[Extension]) -> Iterator[None]:
+        """Encode the images of extensions that are new, for :meth:`inputs` within this context."""
         # Images that end before an extension are in the cache already.
         new_images: dict[bytes, ProcessedImage] = {}
         for extension in extensions:
@@ -150,46 +148,34 @@ class VisionEngine(JaxEngine):
         try:
             for images in _batches(list(new_images.values()), self.patch_buckets[-1]):
                 self._encode(params, images)
-            return super().extend(params, cache, extensions)
+            yield
         finally:
             self._encoded.clear()
 
-    def _with_defaults(self, slots: DecodeBatch) -> DecodeBatch:
-        """Add the optional arrays that the engine's programs always take.
-
-        Slots without offsets hold no images.
-        """
-        if slots.offsets is None:
-            slots = replace(slots, offsets=np.zeros(len(slots.tokens), np.int32))
-        return super()._with_defaults(slots)
-
-    def warm_up(
-        self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line
-    ) -> KVCache:
-        """Warm up as :meth:`JaxEngine.warm_up` does, with the image programs first."""
-        shapes = self._image_program_shapes() if self._compile_ahead else []
-        for number, (size, rows, chunk) in enumerate(shapes, 1):
-            print_line(
-                f"compiling {size} image patches for {rows} x {chunk} ({number} of {len(shapes)})"
-            )
-            encoded = self._features(params, [], size)
-            self._scatter(self._blank(rows, chunk), encoded, np.full(chunk, -1, np.int32), 0)
-        return super().warm_up(params, cache, print_line)
-
-    def _image_program_shapes(self) -> list[tuple[int, int, int]]:
+    def _program_shapes(self) -> list[tuple[int, int, int]]:
         """Return (patches, rows, ids) of all programs that scatter features."""
         rows = (1, PREFILL_ROWS)
-        return list(itertools.product(self.patch_buckets, rows, self.shapes.chunk_buckets))
+        return list(itertools.product(self.patch_buckets, rows, self._context.shapes.chunk_buckets))
 
     def program_keys(self) -> set[tuple]:
-        """Return the keys of all programs, those for images included."""
-        keys = super().program_keys()
+        keys: set[tuple] = set()
         for size in self.patch_buckets:
             keys.add(("tower", size))
-        for size, rows, chunk in self._image_program_shapes():
+        for size, rows, chunk in self._program_shapes():
             features = size // self._vision.merge_size**2
             keys.add(("scatter", rows, chunk, features))
         return keys
+
+    def warm_ups(self) -> list[WarmUp]:
+        return [self._warm_up(size, rows, chunk) for size, rows, chunk in self._program_shapes()]
+
+    def _warm_up(self, size: int, rows: int, chunk: int) -> WarmUp:
+        def run(params: EngineParams, cache: KVCache) -> KVCache:
+            encoded = self._features(params, [], size)
+            self._scatter(self._blank(rows, chunk), encoded, np.full(chunk, -1, np.int32), 0)
+            return cache
+
+        return WarmUp(f"{size} image patches for {rows} x {chunk}", run)
 
     def _encode(self, params: EngineParams, images: Sequence[ProcessedImage]) -> None:
         """Compute the features of images that fit one program together."""
@@ -214,7 +200,8 @@ class VisionEngine(JaxEngine):
             return VisionTower.from_params(self._vision, vision)(patches, patch_layout)
 
         arguments = (params.vision, patches, patch_layout)
-        return self._call(("tower", size), program, (), *arguments, out=self.replicated)
+        replicated = self._context.replicated
+        return self._context.call(("tower", size), program, (), *arguments, out=replicated)
 
     def _scatter(
         self, chunks: jax.Array, encoded: jax.Array, index: np.ndarray, row: int
@@ -222,9 +209,10 @@ class VisionEngine(JaxEngine):
         """Write features to one row of chunks, see :func:`_scattered`."""
         key = ("scatter", *chunks.shape[:2], len(encoded))
         arguments = (chunks, encoded, index, np.int32(row))
-        return self._call(key, _scattered, (), *arguments, out=self.replicated)
+        return self._context.call(key, _scattered, (), *arguments, out=self._context.replicated)
 
-    def _image_inputs(self, extensions: Sequence[Extension], rows: int, size: int) -> ImageInputs:
+    def inputs(self, extensions: Sequence[Extension], rows: int, size: int) -> ImageInputs:
+        """Return the images in one chunk of ``size`` ids of each extension, padded to ``rows``."""
         positions = np.zeros((rows, size, 3), np.int32)
         feature_index = np.full((rows, size), -1, np.int32)
         chunks = self._blank(rows, size)
