@@ -72,7 +72,7 @@ class Publications:
                 self._event.clear()
                 await self._event.wait()
             update = WeightUpdate(version=version, kind="arrays", payload=self._weights[version])
-            await self._client.update_weights(update, mode=self._mode)
+            await self._client.pool.update_weights(update, mode=self._mode)
 
 
 async def measure(

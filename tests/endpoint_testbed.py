@@ -73,7 +73,7 @@ class Stage:
     def servers(self) -> tuple[AsyncServer, ...]:
         client = self.context.client
         assert isinstance(client, LLMServerClient)
-        return client.servers
+        return client.pool.servers
 
     def session(self, session_id: str, key: str | None = None) -> Session:
         recorder = ChatRecorder(self.context, session_id=session_id)

@@ -199,5 +199,5 @@ def tasks() -> int:
 
 
 def engine_of(training):
-    (server,) = training.runtime.client.servers
+    (server,) = training.runtime.client.pool.servers
     return server.backend

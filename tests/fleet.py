@@ -38,7 +38,7 @@ class FaultyEngine(SimulatedEngine):
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         self._check()
-        served = self.fleet.client.policy_version
+        served = self.fleet.client.pool.policy_version
         assert served is not None and self._version >= served, "a fenced server was asked"
         self.asked.append(request)
         assert request.request_id not in self.fleet.inside, "a request ran twice at the same time"
@@ -134,7 +134,7 @@ class Fleet:
         return factory
 
     async def start(self, *names: str) -> None:
-        await self.client.start({name: self.make(name) for name in names})
+        await self.client.pool.start({name: self.make(name) for name in names})
 
     def __getitem__(self, name: str) -> FaultyEngine:
         """Return the newest engine of this name."""
@@ -142,7 +142,7 @@ class Fleet:
 
     @property
     def up(self) -> list[str]:
-        return sorted(server.name for server in self.client.servers)
+        return sorted(server.name for server in self.client.pool.servers)
 
     def ask(self, tokens: int, **request: Any) -> asyncio.Task[TokenOutput]:
         self._number += 1
@@ -154,7 +154,7 @@ class Fleet:
 
     async def publish(self, version: int, *, lasting: bool = True, **options: Any) -> None:
         update = WeightUpdate(version=version, kind="arrays", payload=None, lasting=lasting)
-        await self.client.update_weights(update, **options)
+        await self.client.pool.update_weights(update, **options)
 
 
 def in_virtual_time(main: Callable[..., Awaitable[Any]], **fleet: Any) -> Any:
@@ -165,7 +165,7 @@ def in_virtual_time(main: Callable[..., Awaitable[Any]], **fleet: Any) -> Any:
         try:
             return await main(made)
         finally:
-            await made.client.close()
+            await made.client.pool.close()
             await asyncio.sleep(0)
             left = asyncio.all_tasks() - {asyncio.current_task()}
             assert not left, left

@@ -118,7 +118,7 @@ def params() -> Params:
 async def tiny_context(
     *, tools=(), codec: ChatCodec | None = None, longest: int = LONGEST, **limits
 ) -> AsyncIterator[AgentContext]:
-    """What agent loops are given, over a started JAX engine. ``context.client.servers[0].backend``
+    """What agent loops are given, over a started JAX engine. ``context.client.pool.servers[0].backend``
     is watched.
     """
     codec = codec or TinyCodec()

@@ -206,9 +206,9 @@ async def collect(
             ) as rollouts:
                 rollouts.agents.collector.require_branching(rollouts.rows)
                 if config.rollout.backend == "remote":
-                    client = rollouts.client
+                    pool = rollouts.client.pool
                     journal.require_served(
-                        {"version": client.policy_version, "weights": client.weights_fingerprint}
+                        {"version": pool.policy_version, "weights": pool.weights_fingerprint}
                     )
                 _show_progress(progress, journal, len(rollouts.rows))
                 collection = _Collection(

@@ -37,7 +37,6 @@ from jax_agent_rl.rollout.protocol import GenerateRequest, TokenChunk
 from jax_agent_rl.rollout.server import AsyncServer, OnIds
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
-from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE
 
 logger = logging.getLogger(__name__)
 
@@ -93,16 +92,17 @@ class _InFlight:
             self.on_ids(chunk.token_ids)
 
 
-class LLMServerClient(ServerPool):
+class LLMServerClient:
     """Routes, resumes and retries over a pool of servers. Use it from one event loop.
 
     Args:
-        servers: started servers; without them, call :meth:`start`.
+        servers: started servers; without them, call :meth:`ServerPool.start` of :attr:`pool`.
         decode_text: ids to text, special tokens included; finds stop strings that an interruption
             cut in two. Without it, an interrupted request that has stop strings fails.
-        pool: further arguments of :class:`~jax_agent_rl.rollout.pool.ServerPool`.
+        **pool_options: further arguments of :class:`~jax_agent_rl.rollout.pool.ServerPool`.
 
     Attributes:
+        pool: starts, joins, updates and closes the servers.
         keeps_chunks: let servers that stream do so for every request, so that :meth:`partial` knows
             all ids.
     """
@@ -112,44 +112,36 @@ class LLMServerClient(ServerPool):
         servers: Iterable[AsyncServer] = (),
         *,
         decode_text: DecodeText | None = None,
-        **pool: Any,
+        **pool_options: Any,
     ):
-        super().__init__(servers, **pool)
+        self.pool = ServerPool(servers, **pool_options)
         self._decode_text = decode_text
         self.keeps_chunks = False
         self._in_flight: dict[str, _InFlight] = {}
         self._stale = 0
+        self._first_servers: int | None = None  # servers added before the first request
 
     @property
     def waiting(self) -> int:
         """Number of requests that wait for a server."""
-        return self.queue.waiting
+        return self.pool.queue.waiting
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Kinds of media that every server takes."""
+        return self.pool.modalities
 
     def stats(self) -> ServingStats:
         """Return the counts so far."""
+        joined = 0
+        if self._first_servers is not None:
+            joined = self.pool.servers_added - self._first_servers
         return ServingStats(
-            servers_up=len(self.servers),
-            servers_lost=self._lost,
-            servers_joined=self._joined,
+            servers_up=len(self.pool.servers),
+            servers_lost=self.pool.servers_lost,
+            servers_joined=joined,
             stale_served=self._stale,
         )
-
-    def weight_dtype(self) -> str:
-        """Return the ``Capabilities.weight_dtype`` of all started servers.
-
-        It is float32 where they differ, and where there are none.
-        """
-        dtypes = {backend.capabilities.weight_dtype for backend in self.backends}
-        if len(dtypes) != 1:
-            return AS_THEY_ARE
-        return dtypes.pop()
-
-    def weight_payloads(self) -> frozenset[str]:
-        """Return the kinds of payload that all started servers take."""
-        kinds = [backend.capabilities.weight_payloads for backend in self.backends]
-        if not kinds:
-            return frozenset()
-        return frozenset.intersection(*kinds)
 
     def require_server(self) -> None:
         """Check that there is a server, or that one is worth waiting for.
@@ -157,8 +149,8 @@ class LLMServerClient(ServerPool):
         Raises:
             EngineDiedError: every server is lost; names the reason of the last loss.
         """
-        if not self.queue.is_open:
-            raise EngineDiedError(f"no rollout engine is left: {self.queue.why_closed}")
+        if not self.pool.queue.is_open:
+            raise EngineDiedError(f"no rollout engine is left: {self.pool.queue.why_closed}")
 
     async def generate(
         self,
@@ -215,7 +207,7 @@ class LLMServerClient(ServerPool):
             sampling=sampling_params,
             session_id=session_id,
             session_ends=session_ends,
-            priority=self.queue.balancer.priority(session_id),
+            priority=self.pool.queue.balancer.priority(session_id),
             multi_modal=multi_modal,
             lora=lora,
             routed_experts_prompt_start=routed_experts_prompt_start,
@@ -226,7 +218,8 @@ class LLMServerClient(ServerPool):
             raise BackendError(f"a request called {request_id!r} is running already")
         state = _InFlight(on_ids=on_ids, request=request)
         self._in_flight[request_id] = state
-        self._has_requests = True
+        if self._first_servers is None:
+            self._first_servers = self.pool.servers_added
         try:
             with span("generate") as traced:
                 output = await self._run(request, state)
@@ -253,7 +246,7 @@ class LLMServerClient(ServerPool):
         if state is None:
             return False
         state.aborted = True
-        self.queue.cancel(request_id)
+        self.pool.queue.cancel(request_id)
         if state.server is not None:
             await state.server.backend.abort(request_id)
         return True
@@ -278,11 +271,11 @@ class LLMServerClient(ServerPool):
 
         That server has the KV of their common context.
         """
-        self.queue.balancer.fork_session(parent_id, session_id)
+        self.pool.queue.balancer.fork_session(parent_id, session_id)
 
     def end_session(self, session_id: str) -> None:
         """Forget where a session lives; call it when its trajectory is over."""
-        self.queue.balancer.end_session(session_id)
+        self.pool.queue.balancer.end_session(session_id)
 
     async def _run(self, request: GenerateRequest, state: _InFlight) -> TokenOutput:
         """Send what remains of the request to some server until the request is complete."""
@@ -327,17 +320,17 @@ class LLMServerClient(ServerPool):
     async def _send(self, request: GenerateRequest, state: _InFlight) -> TokenOutput | None:
         """Make one attempt on one server; None if nothing came of it."""
         with span("wait", "engine"):
-            server = await self.queue.acquire(request)
+            server = await self.pool.queue.acquire(request)
         if server is None:  # it was aborted while it waited
             return None
 
         try:
             # Both may have changed between the queue's choice and this task's turn.
-            if state.aborted or not self.queue.has(server):
+            if state.aborted or not self.pool.queue.has(server):
                 return None
             state.server = server
             state.chunks = []
-            served_version = self._version
+            served_version = self.pool.policy_version
             on_chunk = None
             if state.on_ids or self.keeps_chunks:
                 on_chunk = state.add
@@ -350,14 +343,14 @@ class LLMServerClient(ServerPool):
                 state.server = None
             seconds = clock() - start_time
             num_computed = len(request.prompt_ids) - part.cached_tokens
-            self.queue.costs.add(seconds, computed=num_computed, sampled=len(part.token_ids))
+            self.pool.queue.costs.add(seconds, computed=num_computed, sampled=len(part.token_ids))
         except (EngineDiedError, BackendClosedError) as error:
-            self.mark_lost(server, str(error))
-            if not self.queue.is_open:
+            self.pool.mark_lost(server, str(error))
+            if not self.pool.queue.is_open:
                 raise
             return self._salvage(request, state, error)
         finally:
-            self.queue.release(server)
+            self.pool.queue.release(server)
 
         state.losses = 0
         if served_version is not None:

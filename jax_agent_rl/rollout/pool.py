@@ -39,6 +39,7 @@ from jax_agent_rl.rollout.request_queue import RequestQueue
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.rollout.watchdog import watch_servers
 from jax_agent_rl.types import PauseMode
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,6 @@ _MAX_BACKOFF = 30.0
 class ServerPool:
     """Servers of one policy version.
 
-    The base of :class:`~jax_agent_rl.rollout.client.LLMServerClient`.
-
     Args:
         servers: started servers with different names, all at the same policy version; closed and
             not replaced when they are lost.
@@ -66,6 +65,11 @@ class ServerPool:
         stall_seconds: how long a server that the pool started may have requests and make no
             progress; None: unlimited.
         seed: seed of the back-off's jitter.
+
+    Attributes:
+        queue: the requests that wait for a server, and the servers in rotation.
+        servers_added: how many servers entered the rotation, each time that they did.
+        servers_lost: how many died, were cut off, stalled or refused weights that others took.
     """
 
     def __init__(
@@ -103,9 +107,8 @@ class ServerPool:
         self._version: int | None = None
         self._weights = ""  # fingerprint of the served weights, if it is known
         self._modalities: frozenset[str] = frozenset()
-        self._has_requests = False
-        self._lost = 0
-        self._joined = 0
+        self.servers_added = 0
+        self.servers_lost = 0
         for server in servers:
             self.add_server(server)
 
@@ -135,6 +138,23 @@ class ServerPool:
         kinds = [server.backend.capabilities.multi_modal for server in self.servers]
         if not kinds:
             return self._modalities
+        return frozenset.intersection(*kinds)
+
+    def weight_dtype(self) -> str:
+        """Return the ``Capabilities.weight_dtype`` of all started servers.
+
+        It is float32 where they differ, and where there are none.
+        """
+        dtypes = {backend.capabilities.weight_dtype for backend in self.backends}
+        if len(dtypes) != 1:
+            return AS_THEY_ARE
+        return dtypes.pop()
+
+    def weight_payloads(self) -> frozenset[str]:
+        """Return the kinds of payload that all started servers take."""
+        kinds = [backend.capabilities.weight_payloads for backend in self.backends]
+        if not kinds:
+            return frozenset()
         return frozenset.intersection(*kinds)
 
     # --- joining and leaving ----------------------------------------------------------------------
@@ -267,8 +287,7 @@ class ServerPool:
         self._members[server.name] = server
         self._version = version
         self._weights = _weights_of(server) or self._weights
-        if self._has_requests:  # the first servers do not count as joined
-            self._joined += 1
+        self.servers_added += 1
 
     async def remove_server(self, name: str, *, drain: bool = False) -> AsyncServer:
         """Take a server out of the rotation for a while; :meth:`add_server` takes it back.
@@ -457,7 +476,7 @@ class ServerPool:
             server.abandon(why)
             return
 
-        self._lost += 1
+        self.servers_lost += 1
         del self._members[name]
         can_recover = self._recovery_seconds > 0 and name in self._factories
         if can_recover and not self._closed:

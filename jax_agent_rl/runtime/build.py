@@ -176,8 +176,8 @@ async def build(
             config,
             model,
             probe_ids=probe_ids,
-            find_dtype=client.weight_dtype,
-            find_payloads=client.weight_payloads,
+            find_dtype=client.pool.weight_dtype,
+            find_payloads=client.pool.weight_payloads,
             weight_buffer=weight_buffer,
         )
         stack.callback(publisher.close)
@@ -201,16 +201,16 @@ async def build(
         # Entered before the client's close is pushed, so that what engines that joined later run in
         # is released after they are closed.
         later_reservations = await stack.enter_async_context(AsyncExitStack())
-        stack.push_async_callback(client.close)
+        stack.push_async_callback(client.pool.close)
         print_line(f"starting the {config.rollout.backend} engine")
-        client.check_server = functools.partial(check_server, config, client)
-        await client.start(place_engines(config, actor_options, local_engines))
+        client.pool.check_server = functools.partial(check_server, config, client)
+        await client.pool.start(place_engines(config, actor_options, local_engines))
         colocated_names = list(local_engines)
         if weight_buffer is not None:
             colocated_names += await join_hosts(client)
 
         membership = MembershipServer(
-            client,
+            client.pool,
             Path(config.run_dir),
             open_engine=functools.partial(open_engine, config),
             reservations=later_reservations,
@@ -223,7 +223,7 @@ async def build(
         yield RunComponents(
             config=config,
             codec=codec,
-            metrics=FleetMetrics(lambda: client.backends).read,
+            metrics=FleetMetrics(lambda: client.pool.backends).read,
             client=client,
             collector=agents.collector,
             evaluator=agents.evaluator,

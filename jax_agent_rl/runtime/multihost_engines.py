@@ -325,7 +325,7 @@ async def join_hosts(
     factories = {}
     for number, url in (await registry.addresses(other_processes)).items():
         factories[f"host-{number}"] = functools.partial(RemoteBackend, url, token=token)
-    await asyncio.gather(*(client.join(name, factory) for name, factory in factories.items()))
+    await asyncio.gather(*(client.pool.join(name, factory) for name, factory in factories.items()))
     return list(factories)
 
 

@@ -243,14 +243,14 @@ async def _make_room(
     as well: its next request or update reports and handles the failure.
     """
     servers = _find_servers(client, names)
-    if leaves and len(client.servers) == len(servers):
+    if leaves and len(client.pool.servers) == len(servers):
         yield
         return
 
     if leaves:
         for server in servers:
-            client.queue.expect(server.name)  # should all others be lost meanwhile
-            await client.remove_server(server.name)
+            client.pool.queue.expect(server.name)  # should all others be lost meanwhile
+            await client.pool.remove_server(server.name)
     try:
         if sleeps:
             await asyncio.gather(
@@ -264,8 +264,8 @@ async def _make_room(
             )
         if leaves:
             for server in servers:
-                client.add_server(server)
-                client.queue.stop_expecting(server.name)
+                client.pool.add_server(server)
+                client.pool.queue.stop_expecting(server.name)
 
 
 async def _log_failure(sleep_or_wake: Callable[[], Any], name: str) -> None:
@@ -276,4 +276,4 @@ async def _log_failure(sleep_or_wake: Callable[[], Any], name: str) -> None:
 
 
 def _find_servers(client: LLMServerClient, names: Sequence[str]) -> list[AsyncServer]:
-    return [server for server in client.servers if server.name in names]
+    return [server for server in client.pool.servers if server.name in names]

@@ -343,10 +343,10 @@ async def open_rollouts(
             print_line=print_line,
             version=version,
         )
-        stack.push_async_callback(client.close)
+        stack.push_async_callback(client.pool.close)
         print_line(f"starting the {config.rollout.backend} engine")
-        client.check_server = functools.partial(require_grammars, config)
-        await client.start(place_engines(config, actor_options, local_engines))
+        client.pool.check_server = functools.partial(require_grammars, config)
+        await client.pool.start(place_engines(config, actor_options, local_engines))
         yield Rollouts(config=config, client=client, agents=agents, codec=codec, rows=dataset)
 
 

@@ -183,10 +183,10 @@ async def open_frozen_model(
     )
     client = LLMServerClient(decode_text=decode, stall_seconds=stall_seconds)
     try:
-        await client.start({f"frozen {folder}": make_engine})
+        await client.pool.start({f"frozen {folder}": make_engine})
         yield client
     finally:
-        await client.close()
+        await client.pool.close()
 
 
 @asynccontextmanager

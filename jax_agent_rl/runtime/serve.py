@@ -102,14 +102,14 @@ async def serve_openai(
         api_key=api_key,
         # A session for one request, which nobody asks for again.
         stateless=lambda: make_session(f"once-{uuid.uuid4().hex}"),
-        able=lambda: [server.backend.capabilities for server in client.servers],
+        able=lambda: [server.backend.capabilities for server in client.pool.servers],
         require_engine=client.require_server,
-        engines=lambda: read_engines(client.servers),
+        engines=lambda: read_engines(client.pool.servers),
     ).server
     server.listen()  # a bad address is refused before minutes of compiling
     try:
-        await client.start(factories)
-        if all(engine.backend.capabilities.grammars for engine in client.servers):
+        await client.pool.start(factories)
+        if all(engine.backend.capabilities.grammars for engine in client.pool.servers):
             # So that the first request with a schema is answered as fast as others.
             await in_grammar_thread(warm_up)
         await server.start()
@@ -117,7 +117,7 @@ async def serve_openai(
         await asyncio.Event().wait()
     finally:
         await server.close()
-        await client.close()
+        await client.pool.close()
 
 
 async def serve_rollouts(

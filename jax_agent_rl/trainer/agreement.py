@@ -136,7 +136,7 @@ class AgreementWatch:
     @property
     def tolerance(self) -> Tolerance:
         """The tolerance between this run's engines and learner."""
-        engines = [server.backend for server in self._runtime.client.servers]
+        engines = [server.backend for server in self._runtime.client.pool.servers]
         precisions = [engine.capabilities.precision for engine in engines]
         return run_tolerance(self._runtime.config, precisions)
 
@@ -278,7 +278,7 @@ class AgreementWatch:
 
     def _view_engines(self, loop: asyncio.AbstractEventLoop) -> EngineView:
         """Inspect the engines that allow it: the tensors of all, the layers of the first."""
-        engines = [server.backend for server in self._runtime.client.servers]
+        engines = [server.backend for server in self._runtime.client.pool.servers]
         precision = engines[0].capabilities.precision if engines else "float32"
 
         # The weights of a vLLM engine that sleeps are nowhere that could be read.

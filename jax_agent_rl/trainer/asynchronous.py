@@ -317,7 +317,7 @@ class FullyAsyncTrainer(StreamTrainer):
     def __post_init__(self) -> None:
         super().__post_init__()
         wanted = self.runtime.config.trainer.in_flight_update
-        for server in self.runtime.client.servers:
+        for server in self.runtime.client.pool.servers:
             capabilities = server.backend.capabilities
             supported = [name for name in PAUSES if _supports(capabilities, name)]
             if wanted not in supported:

@@ -341,7 +341,7 @@ class Trainer:
     ) -> None:
         with self.phases.measure("publish"):
             update = await asyncio.to_thread(self.runtime.publisher.make, source, version)
-            await self.runtime.client.update_weights(update, mode=mode)
+            await self.runtime.client.pool.update_weights(update, mode=mode)
 
     def _version(self, step: int) -> int:
         """Return the policy version of a step's weights.

@@ -10,6 +10,8 @@ from typing import Any
 from jax_agent_rl.agents import derive_seed
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.merge_outputs import DecodeText
+from jax_agent_rl.rollout.pool import ServerPool
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.types import DropReason, PauseMode, TokenOutput, Trajectory
 from tests.chaos.engine import context_key, hash_policy
@@ -216,6 +218,18 @@ class WatchedAccounting(Accounting):
         self._ledger.fates.update(dict.fromkeys(ids, str(reason)))
 
 
+class WatchedPool(ServerPool):
+    """Remembers the newest versions that were offered to the servers, and that all had loaded."""
+
+    offered = 0
+    published = 0
+
+    async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
+        self.offered = update.version
+        await super().update_weights(update, mode=mode)
+        self.published = update.version
+
+
 class WatchedClient(LLMServerClient):
     """Client that checks each output's versions against those served while it was sampled.
 
@@ -223,25 +237,23 @@ class WatchedClient(LLMServerClient):
     sent, to the newest one that was being published when it ended.
     """
 
-    def __init__(self, ledger: Ledger, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self, ledger: Ledger, *, decode_text: DecodeText | None = None, **pool_options: Any
+    ) -> None:
+        super().__init__(decode_text=decode_text)
         self._ledger = ledger
-        self._published = 0
-        self._offered = 0
+        self._watched_pool = WatchedPool(**pool_options)
+        self.pool = self._watched_pool
 
     async def generate(self, request_id: str, **request: Any) -> TokenOutput:
-        oldest = self._published
+        oldest = self._watched_pool.published
         output = await super().generate(request_id, **request)
+        newest = self._watched_pool.offered
         versions = output.policy_versions
-        wrong = [version for version in versions if not oldest <= version <= self._offered]
+        wrong = [version for version in versions if not oldest <= version <= newest]
         if wrong or list(versions) != sorted(versions):
             self._ledger.stale_served += len(wrong) or 1
             self._ledger.complain(
-                f"{request_id}: versions {versions}, served were {oldest} to {self._offered}"
+                f"{request_id}: versions {versions}, served were {oldest} to {newest}"
             )
         return output
-
-    async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
-        self._offered = update.version
-        await super().update_weights(update, mode=mode)
-        self._published = update.version

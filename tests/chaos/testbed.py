@@ -328,13 +328,13 @@ async def _trainer(
         stall_seconds=STALL_SECONDS,
         seed=settings.seed,
     )
-    stack.push_async_callback(client.close)
+    stack.push_async_callback(client.pool.close)
     # Weights are sent over HTTP, where faults can corrupt them.
     connect = functools.partial(RemoteBackend, shares_disk=False, silence_seconds=SILENCE_SECONDS)
     backends = {}
     for number, url in enumerate(urls):
         backends[f"engine-{number}"] = functools.partial(connect, url)
-    await client.start(backends)
+    await client.pool.start(backends)
 
     context = AgentContext(
         client=client, codec=chat_codec, limits=settings.agent, max_model_len=512
@@ -352,7 +352,7 @@ async def _trainer(
     runtime = RunComponents(
         config=settings,
         codec=chat_codec,
-        metrics=FleetMetrics(lambda: client.backends).read,
+        metrics=FleetMetrics(lambda: client.pool.backends).read,
         client=client,
         collector=collector,
         evaluator=collector,

@@ -93,7 +93,7 @@ async def test_an_adapter_is_named_per_request_and_stays_over_new_weights(
             *(ask(adapter) for adapter in (None, "math", "prose"))
         )
         files = WeightFiles(SMALL, probe_ids=PROBE, folder=tmp_path)
-        await client.update_weights(
+        await client.pool.update_weights(
             WeightUpdate(version=2, kind=FILES, payload=files.write(small_params(1), 2))
         )
         new_plain, new_math = await asyncio.gather(ask(None), ask("math"))

@@ -76,7 +76,7 @@ async def test_requests_of_an_engine_that_dies_go_on_in_another(model_folder: Pa
                 await asyncio.sleep(0.001)
             core.kill()
             outputs = await asyncio.gather(*tasks)
-            assert [server.name for server in client.servers] == ["other"]
+            assert [server.name for server in client.pool.servers] == ["other"]
     reference = Reference(model_folder)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert len(output.token_ids) == 150 and list(output.token_ids[:8]) == reference.greedy(

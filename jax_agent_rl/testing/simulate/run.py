@@ -263,7 +263,7 @@ async def _simulate(
     learner = SimulatedLearner(assumptions.learner)
     folder = _StepTotals(engines, learner)
     runtime = _runtime(config, assumptions, engines, learner)
-    runtime.client.queue.moves = moves
+    runtime.client.pool.queue.moves = moves
     trainer = TRAINERS[config.trainer.mode](
         runtime=runtime,
         folder=folder,

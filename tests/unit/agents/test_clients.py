@@ -253,7 +253,7 @@ async def test_an_unmodified_agent_is_one_exact_trajectory_that_is_trained_on(cl
         finally:
             await loop.close()
         for trajectory in trajectories:
-            assert_exact(trajectory, context.client.servers[0].backend)
+            assert_exact(trajectory, context.client.pool.servers[0].backend)
     messages = [
         str(message["content"]) for t in trajectories for s in t.sequences for message in s.messages
     ]

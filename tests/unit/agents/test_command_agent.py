@@ -71,7 +71,7 @@ async def run(
             made = await loop.run(row, trajectory_id="t", group_id="g", sampling=sampling)
         finally:
             await loop.close()
-        assert_exact(made, context.client.servers[0].backend)
+        assert_exact(made, context.client.pool.servers[0].backend)
     return made, made.row["extra_info"]["agent_output"]
 
 

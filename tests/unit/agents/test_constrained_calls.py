@@ -31,7 +31,7 @@ async def trajectory_of(codec: ChatCodec, **limits):
         trajectory = await agent.run(ROW, trajectory_id="t", group_id="g", sampling=sampling)
         return (
             trajectory,
-            context.client.servers[0].backend.seen,
+            context.client.pool.servers[0].backend.seen,
             list_schemas(context.tools.select(None)),
         )
 

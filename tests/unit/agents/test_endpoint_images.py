@@ -193,7 +193,7 @@ async def test_images_of_two_turns_are_in_one_exact_trajectory_that_is_trained_o
                 )
             )
         await loop.close()
-        requests = [request for request, _ in context.client.servers[0].backend.seen]
+        requests = [request for request, _ in context.client.pool.servers[0].backend.seen]
     for t, (first, second) in zip(made, (requests[:2], requests[2:]), strict=True):
         assert t.segments == () and t.num_turns == 2
         assert (

@@ -92,7 +92,7 @@ async def test_requests_over_http_are_traced_as_part_of_their_trajectory():
 async def test_many_turns_of_a_tool_calling_client_are_one_exact_trajectory():
     async with tiny_context() as context:
         trajectories = [await trajectory_of(tool_agent, context, seed=seed) for seed in range(6)]
-        backend = context.client.servers[0].backend
+        backend = context.client.pool.servers[0].backend
         for trajectory in trajectories:
             assert trajectory.segments == ()
             assert_exact(trajectory, backend)
@@ -113,7 +113,7 @@ async def test_many_turns_of_a_tool_calling_client_are_one_exact_trajectory():
 
 async def test_an_agent_makes_the_same_trajectory_with_a_rollout_server_as_with_an_engine():
     async with tiny_context() as context:
-        backend = context.client.servers[0].backend
+        backend = context.client.pool.servers[0].backend
         here = await trajectory_of(tool_agent, context)
         server = RolloutServer(backend)
         await server.start()
@@ -151,8 +151,8 @@ async def test_sub_agents_at_the_same_time_are_segments_and_each_turn_is_trained
 
     async with tiny_context() as context:
         trajectory = await trajectory_of(agent, context)
-        assert_exact(trajectory, context.client.servers[0].backend)
-        assert len(context.client.servers[0].backend.seen) == 7
+        assert_exact(trajectory, context.client.pool.servers[0].backend)
+        assert len(context.client.pool.servers[0].backend.seen) == 7
     assert [s.num_turns for s in trajectory.sequences] == [2, 2, 2, 1]
     assert trajectory.messages[0]["content"] == "sum it up" and trajectory.metrics["segments"] == 3
 
@@ -171,8 +171,10 @@ async def test_all_samples_of_a_request_are_trained_on_whichever_is_continued():
 
     async with tiny_context() as context:
         trajectory = await trajectory_of(agent, context)
-        assert_exact(trajectory, context.client.servers[0].backend)
-        sampled = sum(len(output.token_ids) for _, output in context.client.servers[0].backend.seen)
+        assert_exact(trajectory, context.client.pool.servers[0].backend)
+        sampled = sum(
+            len(output.token_ids) for _, output in context.client.pool.servers[0].backend.seen
+        )
     assert sum(t.num_sampled for t in trajectory.sequences) == sampled, "each id once"
     assert (
         sorted(s.num_turns for s in trajectory.sequences) == [1, 1, 1, 2]
@@ -196,7 +198,7 @@ async def test_a_function_that_is_not_async_runs_in_a_thread():
 
     async with tiny_context() as context:
         trajectory = await trajectory_of(agent, context)
-        assert_exact(trajectory, context.client.servers[0].backend)
+        assert_exact(trajectory, context.client.pool.servers[0].backend)
     assert trajectory.finish_reason in (FinishReason.ANSWER, FinishReason.RESPONSE_LENGTH)
 
 
@@ -229,12 +231,12 @@ async def test_a_budget_that_ends_an_agent_leaves_a_trajectory_that_stands():
 
     async with tiny_context(max_assistant_turns=3) as context:
         by_turns = await trajectory_of(talks_on, context)
-        assert_exact(by_turns, context.client.servers[0].backend)
+        assert_exact(by_turns, context.client.pool.servers[0].backend)
     async with tiny_context(
         max_assistant_turns=50, max_user_turns=50, max_response_length=60
     ) as context:
         by_length = await trajectory_of(talks_on, context)
-        assert_exact(by_length, context.client.servers[0].backend)
+        assert_exact(by_length, context.client.pool.servers[0].backend)
     assert by_turns.finish_reason is FinishReason.MAX_ASSISTANT_TURNS and by_turns.num_turns == 3
     assert (
         by_length.finish_reason is FinishReason.RESPONSE_LENGTH

@@ -39,7 +39,7 @@ async def test_the_default_graph_calls_tools_and_its_trajectory_is_exact():
     async with tiny_context(tools=[add]) as context:
         trajectories = [await run(ReactAgentLoop(context), seed) for seed in range(5)]
         for trajectory in trajectories:
-            assert_exact(trajectory, context.client.servers[0].backend)
+            assert_exact(trajectory, context.client.pool.servers[0].backend)
     assert max(t.num_turns for t in trajectories) >= 3
     for trajectory in trajectories:
         assert trajectory.segments == () and trajectory.metrics["tool_errors"] == 0
@@ -54,7 +54,7 @@ async def test_the_turn_limit_ends_a_graph_and_its_trajectory_stands():
     async with tiny_context(tools=[add], max_assistant_turns=2) as context:
         trajectories = [await run(ReactAgentLoop(context), seed) for seed in range(6)]
         for trajectory in trajectories:
-            assert_exact(trajectory, context.client.servers[0].backend)
+            assert_exact(trajectory, context.client.pool.servers[0].backend)
     limited = [t for t in trajectories if t.finish_reason is FinishReason.MAX_ASSISTANT_TURNS]
     assert limited and all(t.num_turns == 2 for t in limited)
 
@@ -85,7 +85,7 @@ class Forgetful(ReactAgentLoop):
 async def test_a_graph_that_edits_its_history_gives_a_segment_for_each_context():
     async with tiny_context() as context:
         trajectory = await run(Forgetful(context), 1)
-        assert_exact(trajectory, context.client.servers[0].backend)
+        assert_exact(trajectory, context.client.pool.servers[0].backend)
     assert trajectory.num_turns == 1 and len(trajectory.segments) == 1
     assert "so far:" in trajectory.messages[0]["content"]
     assert trajectory.segments[0].messages[0]["content"] == "what is one plus two"

@@ -267,7 +267,7 @@ async def test_what_cannot_be_followed_is_refused_with_the_parameter_and_the_rea
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="policy", messages=ASK, extra_body=fields)
         assert caught.value.param == param and reason in caught.value.body["message"]
-        assert not made.context.client.servers[0].backend.seen
+        assert not made.context.client.pool.servers[0].backend.seen
 
 
 async def test_a_format_without_a_grammar_is_refused_by_its_name():

@@ -100,7 +100,7 @@ async def test_tokens_of_weights_that_were_replaced_before_their_request_are_fou
     codec, ledger = FakeCodec(), Ledger(seed=0)
     backend = kind(codec, ["hello there"])
     client = WatchedClient(ledger, servers=[AsyncServer(backend)])
-    await client.update_weights(WeightUpdate(version=3, kind="arrays", payload=None))
+    await client.pool.update_weights(WeightUpdate(version=3, kind="arrays", payload=None))
     await client.generate("a", prompt_ids=(5,), sampling_params=SamplingParams(max_tokens=9))
     assert bool(ledger.stale_served) is stale
 

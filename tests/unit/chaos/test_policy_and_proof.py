@@ -79,7 +79,9 @@ async def two_turns(client, *, between=lambda: asyncio.sleep(0)):
 
 async def test_a_trajectory_over_two_versions_is_proven(engine, tmp_path):
     client = LLMServerClient([AsyncServer(engine)])
-    trajectory = await two_turns(client, between=lambda: client.update_weights(update(tmp_path, 4)))
+    trajectory = await two_turns(
+        client, between=lambda: client.pool.update_weights(update(tmp_path, 4))
+    )
     assert [{*turn.output.policy_versions} for turn in trajectory.turns] == [{-1}, {4}]
     assert list(problems(trajectory, seed=SEED)) == []
 

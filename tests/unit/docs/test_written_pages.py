@@ -86,7 +86,7 @@ async def test_the_client_is_handed_an_endpoint_that_records_its_ids(tmp_path: P
         sampling = SamplingParams(max_tokens=12, seed=1)
         trajectory = await loop.run(row, trajectory_id="t", group_id="g", sampling=sampling)
         await loop.close()
-        assert_exact(trajectory, context.client.servers[0].backend)
+        assert_exact(trajectory, context.client.pool.servers[0].backend)
     assert trajectory.num_turns == 1
 
 

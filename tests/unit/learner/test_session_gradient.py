@@ -75,7 +75,7 @@ async def recorded() -> tuple[list[Trajectory], list[Calls]]:
     async with tiny_context(
         max_assistant_turns=99, max_user_turns=99, max_response_length=400
     ) as context:
-        backend: Watched = context.client.servers[0].backend
+        backend: Watched = context.client.pool.servers[0].backend
         for reward, agent in enumerate((short, researcher)):
             backend.seen.clear()
             made = await trajectory_of(agent, context, seed=reward)

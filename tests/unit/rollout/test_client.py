@@ -142,7 +142,7 @@ async def test_a_dead_engines_request_runs_on_another_and_the_session_moves():
     fleet.backends[0].die()
     fleet.go_on()
     assert (await task).token_ids == fleet.whole
-    assert [s.name for s in fleet.client.servers] == ["s1"]
+    assert [s.name for s in fleet.client.pool.servers] == ["s1"]
     await fleet.ask("r2", session_id="s")
     assert [r.request_id for r in fleet.backends[1].requests] == ["r", "r2"]
 
@@ -169,7 +169,7 @@ async def test_a_removed_servers_requests_move_on_with_their_ids():
     fleet = Fleet(2)
     task = fleet.ask(session_id="s")
     await fleet.sampled(3)
-    removed = await fleet.client.remove_server("s0")
+    removed = await fleet.client.pool.remove_server("s0")
     fleet.go_on()
     assert removed is fleet.servers[0]
     assert (await task).token_ids == fleet.whole
@@ -183,7 +183,7 @@ async def test_a_server_added_while_running_takes_its_share():
     sampling = SamplingParams(max_tokens=100)
     held = asyncio.create_task(client.generate("held", prompt_ids=PROMPT, sampling_params=sampling))
     await asyncio.sleep(0)
-    client.add_server(fleet.servers[1])
+    client.pool.add_server(fleet.servers[1])
     await client.generate("next", prompt_ids=PROMPT, sampling_params=sampling)
     assert [r.request_id for r in fleet.backends[1].requests] == ["next"]
     fleet.backends[0].unpaused.set()
@@ -233,7 +233,7 @@ async def test_weights_reach_every_server_and_kept_requests_go_on_under_them():
     fleet = Fleet(2)
     tasks = [fleet.ask("r0"), fleet.ask("r1")]
     await fleet.sampled(4)
-    await fleet.client.update_weights(WeightUpdate(version=7, kind="arrays", payload=None))
+    await fleet.client.pool.update_weights(WeightUpdate(version=7, kind="arrays", payload=None))
     assert [b.policy_version for b in fleet.backends] == [7, 7]
     for output in await asyncio.gather(*tasks):
         assert output.token_ids == fleet.whole
@@ -244,19 +244,19 @@ async def test_weights_reach_every_server_and_kept_requests_go_on_under_them():
 async def test_refused_weights_leave_the_server_serving():
     fleet = Fleet()
     with pytest.raises(WeightUpdateError):
-        await fleet.client.update_weights(WeightUpdate(version=0, kind="arrays", payload=None))
+        await fleet.client.pool.update_weights(WeightUpdate(version=0, kind="arrays", payload=None))
     assert (await fleet.ask()).token_ids[-1] == EOS
 
 
 async def test_a_server_that_dies_of_an_update_leaves_the_others():
     fleet = Fleet(2)
     fleet.backends[0].die()
-    await fleet.client.update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
-    assert [s.name for s in fleet.client.servers] == ["s1"]
+    await fleet.client.pool.update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
+    assert [s.name for s in fleet.client.pool.servers] == ["s1"]
     fleet.backends[1].die()
     with pytest.raises(BackendError, match="no server is left"):
-        await fleet.client.update_weights(WeightUpdate(version=2, kind="arrays", payload=None))
-    assert fleet.client.policy_version == 1 and not fleet.client.servers
+        await fleet.client.pool.update_weights(WeightUpdate(version=2, kind="arrays", payload=None))
+    assert fleet.client.pool.policy_version == 1 and not fleet.client.pool.servers
 
 
 async def test_a_server_that_refuses_what_another_took_is_lost():
@@ -265,9 +265,9 @@ async def test_a_server_that_refuses_what_another_took_is_lost():
 
     fleet = Fleet(2)
     fleet.backends[0].update_weights = refuse
-    await fleet.client.update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
-    assert [s.name for s in fleet.client.servers] == ["s1"]
-    assert fleet.client.policy_version == 1 and fleet.client.stats().servers_lost == 1
+    await fleet.client.pool.update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
+    assert [s.name for s in fleet.client.pool.servers] == ["s1"]
+    assert fleet.client.pool.policy_version == 1 and fleet.client.stats().servers_lost == 1
 
 
 def reading_fleet(count=1, **more):
@@ -335,15 +335,15 @@ async def test_a_server_of_other_weights_is_refused_until_it_is_up_to_date():
     fleet = Fleet(2)
     client = LLMServerClient([fleet.servers[0]])
     update = WeightUpdate(version=3, kind="arrays", payload=None)
-    await client.update_weights(update)
+    await client.pool.update_weights(update)
     with pytest.raises(
         ValueError, match=r"'s1' has policy version 0, the others have \[3\]; bring it up to date"
     ):
-        client.add_server(fleet.servers[1])
-    assert client.servers == (fleet.servers[0],)
+        client.pool.add_server(fleet.servers[1])
+    assert client.pool.servers == (fleet.servers[0],)
     await fleet.servers[1].update_weights(update)
-    client.add_server(fleet.servers[1])
-    assert len(client.servers) == 2
+    client.pool.add_server(fleet.servers[1])
+    assert len(client.pool.servers) == 2
 
 
 async def test_no_server_is_added_in_the_middle_of_an_update():
@@ -355,10 +355,10 @@ async def test_no_server_is_added_in_the_middle_of_an_update():
     )
     await asyncio.sleep(0)
     update = WeightUpdate(version=1, kind="arrays", payload=None)
-    updating = asyncio.ensure_future(client.update_weights(update, mode=PauseMode.WAIT))
+    updating = asyncio.ensure_future(client.pool.update_weights(update, mode=PauseMode.WAIT))
     await asyncio.sleep(0)
     with pytest.raises(ValueError, match="while weights are being updated"):
-        client.add_server(fleet.servers[1])
+        client.pool.add_server(fleet.servers[1])
     fleet.go_on()
     await asyncio.gather(held, updating)
 
@@ -445,7 +445,7 @@ async def test_tokens_of_weights_that_should_have_been_replaced_are_counted():
 
     fleet = Fleet(2)
     fleet.servers[0].backend = Forgetful(fleet.codec, [WORDS])
-    await fleet.client.update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
+    await fleet.client.pool.update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
     await asyncio.gather(fleet.ask("r0", max_tokens=3), fleet.ask("r1", max_tokens=4))
     assert fleet.client.stats().stale_served == 3
     assert (fleet.client.stats().servers_up, fleet.client.stats().servers_joined) == (2, 0)

@@ -107,7 +107,7 @@ class Membership(RuleBasedStateMachine):
     def join(self, name):
         async def join():
             try:
-                await self.fleet.client.join(name, self.fleet.make(name))
+                await self.fleet.client.pool.join(name, self.fleet.make(name))
             except (BackendError, ValueError, TimeoutError):
                 return  # out of reach, or there is one
 
@@ -123,7 +123,9 @@ class Membership(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.fleet.up))
 
         async def begin():
-            self.others.append(asyncio.ensure_future(self.fleet.client.leave(name, drain=drain)))
+            self.others.append(
+                asyncio.ensure_future(self.fleet.client.pool.leave(name, drain=drain))
+            )
             await asyncio.sleep(0)
 
         self.do(begin())
@@ -144,7 +146,9 @@ class Membership(RuleBasedStateMachine):
     @invariant()
     def no_server_has_more_than_its_limit(self):
         if hasattr(self, "fleet") and self.limit is not None:
-            assert all(len(server.running) <= self.limit for server in self.fleet.client.servers)
+            assert all(
+                len(server.running) <= self.limit for server in self.fleet.client.pool.servers
+            )
 
     def teardown(self):
         if hasattr(self, "fleet"):
@@ -169,8 +173,10 @@ class Membership(RuleBasedStateMachine):
         assert (
             not fleet.inside and not fleet.client.waiting and fleet.client.stats().stale_served == 0
         )
-        assert {backend.policy_version for backend in fleet.client.backends} == {self.version + 1}
-        await fleet.client.close()
+        assert {backend.policy_version for backend in fleet.client.pool.backends} == {
+            self.version + 1
+        }
+        await fleet.client.pool.close()
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left"
 

@@ -41,7 +41,7 @@ class Run:
 
     @property
     def names(self) -> list[str]:
-        return sorted(server.name for server in self.client.servers)
+        return sorted(server.name for server in self.client.pool.servers)
 
     def ask(self, name: str, tokens: int = 5, **fields):
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -55,17 +55,17 @@ async def running(folder: Path):
     """One engine, ``first``, that serves version 1."""
     run = Run(folder)
     async with AsyncExitStack() as places:
-        await run.client.start({"first": lambda: run.make("first")})
-        await run.client.update_weights(update(1))
+        await run.client.pool.start({"first": lambda: run.make("first")})
+        await run.client.pool.update_weights(update(1))
         membership = MembershipServer(
-            run.client, folder, open_engine=run.open_engine, reservations=places
+            run.client.pool, folder, open_engine=run.open_engine, reservations=places
         )
         await membership.start()
         try:
             yield run
         finally:
             await membership.close()
-            await run.client.close()
+            await run.client.pool.close()
     assert not run.held, "places are free again"
     assert not (folder / ADDRESS_FILE).exists()
 
@@ -105,7 +105,7 @@ async def test_an_added_engine_serves_the_current_version_and_a_removed_one_lose
 
 async def test_what_cannot_join_or_leave_is_refused_by_name_and_changes_nothing(tmp_path: Path):
     async with running(tmp_path) as run:
-        run.client.check_server = lambda server: (_ for _ in ()).throw(
+        run.client.pool.check_server = lambda server: (_ for _ in ()).throw(
             ConfigError(f"{server.name} sees no images")
         )
         for path, body, message in (
@@ -125,14 +125,14 @@ async def test_what_cannot_join_or_leave_is_refused_by_name_and_changes_nothing(
 
 async def test_a_command_that_is_interrupted_leaves_no_engine_half_way(tmp_path: Path):
     async with running(tmp_path) as run:
-        run.client._latest = None  # so that the engine waits for the next weights
+        run.client.pool._latest = None  # so that the engine waits for the next weights
         joining = asyncio.create_task(command_run(tmp_path, "engines/add", {"url": "second"}))
-        while "second" not in run.engines or run.engines["second"] not in run.client.backends:
+        while "second" not in run.engines or run.engines["second"] not in run.client.pool.backends:
             await asyncio.sleep(0.001)
         joining.cancel()
         while run.held:
             await asyncio.sleep(0.001)
-        assert run.names == ["first"] and len(run.client.backends) == 1
+        assert run.names == ["first"] and len(run.client.pool.backends) == 1
 
 
 async def test_only_the_holder_of_the_runs_token_changes_engines(tmp_path: Path):

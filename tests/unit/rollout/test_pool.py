@@ -17,7 +17,7 @@ def test_a_server_that_joins_gets_the_served_weights_before_any_request():
     async def main(fleet):
         await fleet.start("a")
         await fleet.publish(1)
-        await fleet.client.join("b", fleet.make("b"))
+        await fleet.client.pool.join("b", fleet.make("b"))
         assert fleet["b"].updates == [1] and fleet.up == ["a", "b"]
         outputs = await asyncio.gather(fleet.ask(3), fleet.ask(3))
         assert {output.policy_versions for output in outputs} == {(1, 1, 1)}
@@ -30,7 +30,7 @@ def test_where_nothing_lasts_of_an_update_a_server_enters_with_the_next():
     async def main(fleet):
         await fleet.start("a")
         await fleet.publish(1, lasting=False)
-        joining = asyncio.create_task(fleet.client.join("b", fleet.make("b")))
+        joining = asyncio.create_task(fleet.client.pool.join("b", fleet.make("b")))
         await asyncio.sleep(10)
         assert not joining.done() and fleet.up == ["a"]
         await fleet.publish(2, lasting=False)
@@ -45,9 +45,9 @@ def test_a_join_and_an_update_at_the_same_time_end_with_one_version_everywhere()
         await fleet.start("a")
         await fleet.publish(1)
         await asyncio.gather(
-            fleet.client.join("b", fleet.make("b")), fleet.publish(2), fleet.publish(3)
+            fleet.client.pool.join("b", fleet.make("b")), fleet.publish(2), fleet.publish(3)
         )
-        assert {engine.policy_version for engine in fleet.client.backends} == {3} and len(
+        assert {engine.policy_version for engine in fleet.client.pool.backends} == {3} and len(
             fleet.up
         ) == 2
 
@@ -63,12 +63,12 @@ def test_a_join_that_fails_leaves_everything_as_it_was(why):
         if why == "unreachable":
             fleet.unreachable.add("b")
             with pytest.raises(EngineDiedError, match="not to be reached"):
-                await fleet.client.join("b", make)
+                await fleet.client.pool.join("b", make)
         elif why == "newer":
             with pytest.raises(
                 WeightUpdateError, match="version 7, newer than the run's 1.*restart it"
             ):
-                await fleet.client.join("b", make)
+                await fleet.client.pool.join("b", make)
         elif why == "refuses":
 
             def stubborn():
@@ -77,20 +77,20 @@ def test_a_join_that_fails_leaves_everything_as_it_was(why):
                 return engine
 
             with pytest.raises(WeightUpdateError, match="b refuses version 1"):
-                await fleet.client.join("b", stubborn)
+                await fleet.client.pool.join("b", stubborn)
         elif why == "in use":
             with pytest.raises(ValueError, match="'a' already"):
-                await fleet.client.join("a", make)
+                await fleet.client.pool.join("a", make)
         else:
-            joining = asyncio.create_task(fleet.client.join("b", make))
+            joining = asyncio.create_task(fleet.client.pool.join("b", make))
             await asyncio.sleep(0.5)  # it is loading weights
             joining.cancel()
             await asyncio.gather(joining, return_exceptions=True)
-        assert fleet.up == ["a"] and len(fleet.client.backends) == 1
+        assert fleet.up == ["a"] and len(fleet.client.pool.backends) == 1
         assert all(engine._closed for engine in fleet.engines.get("b", []))
         await fleet.publish(2)
         fleet.unreachable.clear()
-        await fleet.client.join("b", fleet.make("b"))
+        await fleet.client.pool.join("b", fleet.make("b"))
         assert fleet.up == ["a", "b"], "the name and the lock are free again"
 
     in_virtual_time(main)
@@ -102,14 +102,14 @@ def test_a_server_that_leaves_loses_no_request(drain):
         await fleet.start("a", "b")
         tasks = [fleet.ask(10), fleet.ask(10)]
         await asyncio.sleep(4.5)
-        await fleet.client.leave("a", drain=drain)
+        await fleet.client.pool.leave("a", drain=drain)
         assert fleet.up == ["b"] and fleet["a"]._closed
         outputs = await asyncio.gather(*tasks)
         assert [len(output.token_ids) for output in outputs] == [10, 10]
         resumed = [request.sampling.max_tokens for request in fleet["b"].asked]
         assert resumed == ([10] if drain else [10, 6]), "what was sampled counts against the budget"
         with pytest.raises(KeyError):
-            await fleet.client.leave("a")
+            await fleet.client.pool.leave("a")
 
     in_virtual_time(main)
 
@@ -198,7 +198,7 @@ def test_without_recovery_a_loss_is_final_and_reported_at_once():
         with pytest.raises(EngineDiedError, match="a died"):
             await fleet.ask(5)
         assert now() < 1e-6 and len(fleet.starts) == 1
-        await fleet.client.join("a", fleet.make("a"))
+        await fleet.client.pool.join("a", fleet.make("a"))
         assert len((await fleet.ask(5)).token_ids) == 5
 
     in_virtual_time(main, recovery_seconds=0.0)
@@ -288,7 +288,7 @@ def test_if_all_refuse_the_old_weights_are_still_served_and_the_error_is_raised(
         fleet["a"].refuses = fleet["b"].refuses = True
         with pytest.raises(WeightUpdateError, match="a refuses version 1"):
             await fleet.publish(1)
-        assert fleet.up == ["a", "b"] and fleet.client.policy_version == 0
+        assert fleet.up == ["a", "b"] and fleet.client.pool.policy_version == 0
         output = await fleet.ask(5)
         assert output.stop_reason is StopReason.LENGTH and set(output.policy_versions) == {0}
 
@@ -314,7 +314,7 @@ def test_nobody_slips_into_the_rotation_past_the_fence_while_weights_change():
         publishing = asyncio.create_task(fleet.publish(1))
         await asyncio.sleep(0.5)
         with pytest.raises(ValueError, match="while weights are being updated"):
-            fleet.client.add_server(AsyncServer(fleet.make("b")(), name="b"))
+            fleet.client.pool.add_server(AsyncServer(fleet.make("b")(), name="b"))
         await publishing
 
     in_virtual_time(main)
@@ -347,11 +347,11 @@ def test_a_server_that_is_lost_in_the_moment_it_came_back_is_recovered_again():
         await fleet.publish(
             2
         )  # lets it in; its recovery has not heard of that when it is lost again
-        (server,) = (server for server in fleet.client.servers if server.name == "b")
-        fleet.client.mark_lost(server, "a test wants it")
+        (server,) = (server for server in fleet.client.pool.servers if server.name == "b")
+        fleet.client.pool.mark_lost(server, "a test wants it")
         fleet.unreachable.add("b")
         await asyncio.sleep(10)
-        await fleet.client.leave("b")  # a KeyError if it were not being recovered
+        await fleet.client.pool.leave("b")  # a KeyError if it were not being recovered
         assert fleet.up == ["a"] and len(fleet.engines["b"]) > 3
 
     in_virtual_time(main, stall_seconds=20.0)
@@ -360,7 +360,7 @@ def test_a_server_that_is_lost_in_the_moment_it_came_back_is_recovered_again():
 def test_servers_that_start_with_different_weights_are_refused_and_closed():
     async def main(fleet):
         with pytest.raises(ConfigError, match=r"different policy versions: {'a': 0, 'b': 3}"):
-            await fleet.client.start({"a": fleet.make("a"), "b": fleet.make("b", version=3)})
+            await fleet.client.pool.start({"a": fleet.make("a"), "b": fleet.make("b", version=3)})
         assert fleet["a"]._closed and fleet["b"]._closed and not fleet.up
 
     in_virtual_time(main)
@@ -370,13 +370,13 @@ def test_closing_ends_what_waits_for_a_server():
     async def main(fleet):
         await fleet.start("a")
         await fleet.publish(1, lasting=False)
-        joining = asyncio.create_task(fleet.client.join("b", fleet.make("b")))
+        joining = asyncio.create_task(fleet.client.pool.join("b", fleet.make("b")))
         await asyncio.sleep(1)
         fleet.unreachable.add("a")
         fleet["a"].die()
         task = fleet.ask(5)
         await asyncio.sleep(1)
-        await fleet.client.close()
+        await fleet.client.pool.close()
         for error in await asyncio.gather(joining, task, return_exceptions=True):
             assert isinstance(error, BackendError)
         assert all(engine._closed for engines in fleet.engines.values() for engine in engines)
@@ -391,8 +391,8 @@ def test_a_server_that_answers_between_losses_is_back_soon_and_others_ever_later
         for _ in range(7):
             if answers:
                 await asyncio.gather(fleet.ask(3), fleet.ask(3))
-            fleet.client.mark_lost(
-                next(s for s in fleet.client.servers if s.name == "a"), "it died"
+            fleet.client.pool.mark_lost(
+                next(s for s in fleet.client.pool.servers if s.name == "a"), "it died"
             )
             while "a" not in fleet.up:
                 await asyncio.sleep(0.01)

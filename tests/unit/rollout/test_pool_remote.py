@@ -61,14 +61,14 @@ async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_
         stall_seconds=60.0,
     )
     try:
-        await client.start(
+        await client.pool.start(
             {
                 host.url: functools.partial(RemoteBackend, host.url, start_seconds=0)
                 for host in hosts
             }
         )
         update = WeightUpdate(version=1, kind="safetensors", payload=[str(file)], lasting=True)
-        await client.update_weights(update)
+        await client.pool.update_weights(update)
 
         def ask(name, **more):
             sampling = SamplingParams(max_tokens=100, seed=7, temperature=1.0, ignore_eos=True)
@@ -101,11 +101,11 @@ async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_
             0,
         )
         await hosts[1].start()
-        while len(client.servers) < 2:
+        while len(client.pool.servers) < 2:
             await asyncio.sleep(0.01)
         assert hosts[1].engine.policy_version == 1
     finally:
-        await client.close()
+        await client.pool.close()
         for host in hosts:
             await host.kill()
 
@@ -130,20 +130,20 @@ async def test_a_server_with_another_runs_version_takes_no_request_before_our_we
         await stranger.start()
         await stranger.update_weights(weights(tmp_path, 2, "other"))
         await stranger.close()
-        await client.start({"ours": functools.partial(RemoteBackend, hosts[0].url)})
-        await client.update_weights(weights(tmp_path, 2, "base"))
+        await client.pool.start({"ours": functools.partial(RemoteBackend, hosts[0].url)})
+        await client.pool.update_weights(weights(tmp_path, 2, "base"))
         joining = asyncio.ensure_future(
-            client.join("other", functools.partial(RemoteBackend, hosts[1].url))
+            client.pool.join("other", functools.partial(RemoteBackend, hosts[1].url))
         )
-        while len(client.backends) < 2:
+        while len(client.pool.backends) < 2:
             await asyncio.sleep(0.001)
-        assert [server.name for server in client.servers] == ["ours"]
-        await client.update_weights(weights(tmp_path, 3, "base"))
+        assert [server.name for server in client.pool.servers] == ["ours"]
+        await client.pool.update_weights(weights(tmp_path, 3, "base"))
         await joining
-        assert {server.name for server in client.servers} == {"ours", "other"}
+        assert {server.name for server in client.pool.servers} == {"ours", "other"}
         assert [host.engine.policy_version for host in hosts] == [3, 3]
     finally:
-        await client.close()
+        await client.pool.close()
         for host in hosts:
             await host.kill()
 
@@ -161,11 +161,11 @@ async def test_servers_with_different_weights_of_one_version_are_refused_at_the_
             await backend.update_weights(weights(tmp_path, 2, content))
             await backend.close()
         with pytest.raises(ConfigError, match="different weights of version 2"):
-            await client.start(
+            await client.pool.start(
                 {host.url: functools.partial(RemoteBackend, host.url) for host in hosts}
             )
     finally:
-        await client.close()
+        await client.pool.close()
         for host in hosts:
             await host.kill()
 
@@ -173,5 +173,7 @@ async def test_servers_with_different_weights_of_one_version_are_refused_at_the_
 async def test_a_server_that_cannot_be_reached_at_the_start_is_an_error_at_once():
     client = LLMServerClient(recovery_seconds=30.0)
     with pytest.raises(EngineDiedError, match=r"http://127\.0\.0\.1:9 is gone"):
-        await client.start({"nobody": lambda: RemoteBackend("http://127.0.0.1:9", start_seconds=0)})
-    await client.close()
+        await client.pool.start(
+            {"nobody": lambda: RemoteBackend("http://127.0.0.1:9", start_seconds=0)}
+        )
+    await client.pool.close()

@@ -370,7 +370,7 @@ async def test_the_client_of_several_servers_goes_on_without_the_lost_one():
             await asyncio.sleep(0.001)
         await http.close()
         assert len((await task).token_ids) == 5
-        assert [s.name for s in fleet.servers] == ["two"]
+        assert [s.name for s in fleet.pool.servers] == ["two"]
 
 
 async def test_start_waits_for_a_server_that_still_loads():

@@ -51,7 +51,7 @@ def test_a_server_that_joins_late_has_work_at_once():
         tasks = [fleet.ask(10, session_id=f"s{i}") for i in range(4)]
         await asyncio.sleep(3)
         assert fleet.client.waiting == 2
-        await fleet.client.join("b", fleet.make("b"))
+        await fleet.client.pool.join("b", fleet.make("b"))
         assert fleet.client.waiting == 0
         await asyncio.gather(*tasks)
         assert asked(fleet, "b") == ["r3", "r4"]
@@ -94,7 +94,7 @@ def test_a_session_waits_for_its_full_server_where_a_new_prefill_takes_longer():
     async def main(fleet):
         await fleet.start("a", "b")
         await fleet.ask(1, session_id="s")
-        fleet.client.queue.costs = Costs(
+        fleet.client.pool.queue.costs = Costs(
             request=10, prompt=6
         )  # with two at a time, a turn comes every 5 s
         held = [fleet.ask(20), fleet.ask(20), fleet.ask(20)]  # a: r2, r4; b: r3
@@ -116,7 +116,7 @@ def test_a_session_does_not_wait_for_ever_for_a_server_that_hangs():
     async def main(fleet):
         await fleet.start("a", "b")
         await fleet.ask(1, session_id="s")
-        fleet.client.queue.costs = Costs(request=10, prompt=6)
+        fleet.client.pool.queue.costs = Costs(request=10, prompt=6)
         held = [fleet.ask(500), fleet.ask(1), fleet.ask(500)]  # a: r2, r4; b: r3
         await asyncio.sleep(10)
         waiting = fleet.ask(1, session_id="s")  # a turn is expected to come after 5 s
@@ -138,7 +138,7 @@ def test_room_elsewhere_takes_a_waiting_session_only_where_that_pays():
         await fleet.ask(1, session_id="s")
         held = [fleet.ask(20), fleet.ask(5), fleet.ask(20), fleet.ask(20)]  # a: r2, r4; b: r3, r5
         await asyncio.sleep(1)
-        fleet.client.queue.costs = Costs(request=10, prompt=prompt)
+        fleet.client.pool.queue.costs = Costs(request=10, prompt=prompt)
         await asyncio.gather(fleet.ask(1, session_id="s"), *held)  # r6 waits; b has room after 5 s
         return asked(fleet, "b")
 

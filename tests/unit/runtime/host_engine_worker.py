@@ -54,23 +54,23 @@ async def lead(config: Config) -> None:
         )
         client = LLMServerClient(decode_text=str)
         try:
-            await client.start(
+            await client.pool.start(
                 {"host-0": functools.partial(make_host_engine, config, weight_buffer)}
             )
             await join_hosts(client)
             for version in range(2):
                 if version:
                     learner.update(random_groups(version, vocabulary=400))
-                await client.update_weights(
+                await client.pool.update_weights(
                     await asyncio.to_thread(publisher.make, learner, version)
                 )
                 await show(client, learner, version)
         finally:
-            await client.close()
+            await client.pool.close()
 
 
 async def show(client: LLMServerClient, learner: WeightSource, version: int) -> None:
-    for server in client.servers:
+    for server in client.pool.servers:
         requests = (
             GenerateRequest(request_id=f"v{version}-{i}", prompt_ids=PROMPT, sampling=GREEDY)
             for i in range(2)

@@ -56,11 +56,11 @@ async def serving(**backends: ToyBackend) -> LLMServerClient:
 
 
 def names(client: LLMServerClient) -> set[str]:
-    return {server.name for server in client.servers}
+    return {server.name for server in client.pool.servers}
 
 
 async def close(client: LLMServerClient) -> None:
-    await asyncio.gather(*(server.backend.close() for server in client.servers))
+    await asyncio.gather(*(server.backend.close() for server in client.pool.servers))
 
 
 async def test_an_engine_that_shares_nothing_needs_make_no_room():
@@ -117,8 +117,8 @@ async def test_requests_of_a_hybrid_wait_for_the_engine_that_sleeps_if_all_other
         )
         while not there.running:
             await asyncio.sleep(0)
-        (lost,) = client.servers
-        client.mark_lost(lost, "its machine is gone")
+        (lost,) = client.pool.servers
+        client.pool.mark_lost(lost, "its machine is gone")
         await asyncio.sleep(0)
         client.require_server()
         assert names(client) == set() and not running.done()

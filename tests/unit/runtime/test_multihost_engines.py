@@ -76,7 +76,7 @@ def weight_buffer() -> WeightBuffer:
 
 async def fleet(engine: Engine, kept: WeightBuffer) -> LLMServerClient:
     client = LLMServerClient(decode_text=to_text)
-    await client.start({"host-0": lambda: kept.serve(engine)})  # type: ignore[dict-item]
+    await client.pool.start({"host-0": lambda: kept.serve(engine)})  # type: ignore[dict-item]
     return client
 
 
@@ -95,7 +95,7 @@ async def test_all_engines_take_the_version_in_their_own_weight_buffer():
         ]
         for number, kept in enumerate(buffers):
             kept.put(1, f"parameters of process {number}")
-        await client.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
+        await client.pool.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
         assert [engine.taken for engine in engines] == [
             [{"copy of": f"parameters of process {i}"}] for i in (0, 1)
         ]
@@ -107,9 +107,12 @@ async def test_all_engines_take_the_version_in_their_own_weight_buffer():
         assert {output.policy_versions for output in outputs} == {(1,) * 5} and len(
             {o.token_ids for o in outputs}
         ) == 1
-        assert [(await s.backend.metrics()).requests_finished for s in client.servers] == [2, 2]
+        assert [(await s.backend.metrics()).requests_finished for s in client.pool.servers] == [
+            2,
+            2,
+        ]
     finally:
-        await client.close()
+        await client.pool.close()
         await asyncio.to_thread(other.close)
     assert engines[1].closed
 
@@ -124,7 +127,7 @@ async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
         ):
             await join_hosts(client, registry=HostRegistry(store), other_processes=1)
     finally:
-        await client.close()
+        await client.pool.close()
         await asyncio.to_thread(other.close)
 
 

@@ -128,7 +128,7 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
                 put=lambda tree: stored_objects.append(tree) or len(stored_objects) - 1
             )
             monkeypatch.setitem(sys.modules, "ray", ray)
-            publisher: Publisher = ObjectStorePublisher(ArrayPublisher(), client.weight_dtype)
+            publisher: Publisher = ObjectStorePublisher(ArrayPublisher(), client.pool.weight_dtype)
         else:
             shared = (
                 {"weight_dir": str(folder), "weight_transport": "tensorstore"}
@@ -137,7 +137,7 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
             )
             config = configured(**shared or {"weight_dir": str(folder)})
             publisher = make_publisher(
-                config, TINY, probe_ids=[3, 4, 5], find_dtype=client.weight_dtype
+                config, TINY, probe_ids=[3, 4, 5], find_dtype=client.pool.weight_dtype
             )
         update = publisher.make(learner, 1)
         assert update.dtype == "bfloat16"
@@ -149,7 +149,7 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
             await from_object_store(taken, fetch).update_weights(update)
             size = sum(tensor.data.nbytes for tensor in tensors(stored_objects[0]))
         else:
-            await client.update_weights(update)
+            await client.pool.update_weights(update)
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         whole = sum(x.nbytes for x in jax.tree.leaves(learner.params))
         assert size < 0.75 * whole, "half, and names, digests and the probe"
@@ -186,9 +186,9 @@ def test_weights_are_rounded_only_for_engines_that_round_all_of_them_alike():
         "8 bits are made of 32"
     )
     one, other = (AsyncServer(engine(dtype), name=dtype) for dtype in ("bfloat16", "float32"))
-    assert LLMServerClient([one]).weight_dtype() == "bfloat16"
-    assert LLMServerClient([one, other]).weight_dtype() == "float32"
-    assert LLMServerClient().weight_dtype() == "float32"
+    assert LLMServerClient([one]).pool.weight_dtype() == "bfloat16"
+    assert LLMServerClient([one, other]).pool.weight_dtype() == "float32"
+    assert LLMServerClient().pool.weight_dtype() == "float32"
 
 
 async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
@@ -196,19 +196,21 @@ async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
     backend = ToyBackend()
     client = LLMServerClient([AsyncServer(ToyBackend(weight_dtype="bfloat16"))])
     rounded = WeightUpdate(version=1, kind="toy", payload=OTHER, lasting=True, dtype="bfloat16")
-    await client.update_weights(rounded)
-    joining = asyncio.create_task(client.join("late", lambda: backend))
-    while "late" not in {server.name for server in client._admissions}:
+    await client.pool.update_weights(rounded)
+    joining = asyncio.create_task(client.pool.join("late", lambda: backend))
+    while "late" not in {server.name for server in client.pool._admissions}:
         await asyncio.sleep(0)
-    assert client.weight_dtype() == "float32" and len(client.servers) == 1
+    assert client.pool.weight_dtype() == "float32" and len(client.pool.servers) == 1
     with pytest.raises(
         WeightUpdateError, match="late takes weights in float32, .* rounded to bfloat16"
     ):
         await AsyncServer(backend, name="late").update_weights(rounded)
-    await client.update_weights(WeightUpdate(version=2, kind="toy", payload=BASE, lasting=True))
+    await client.pool.update_weights(
+        WeightUpdate(version=2, kind="toy", payload=BASE, lasting=True)
+    )
     await joining
-    assert len(client.servers) == 2 and backend.policy_version == 2
-    await client.close()
+    assert len(client.pool.servers) == 2 and backend.policy_version == 2
+    await client.pool.close()
 
 
 @pytest.mark.parametrize(

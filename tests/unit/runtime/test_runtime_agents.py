@@ -38,7 +38,7 @@ async def agents(rows, *overrides):
     await made.preflight(
         LocatedRow(f"rows.jsonl, line {number}", row) for number, row in enumerate(rows, 1)
     )
-    client.add_server(AsyncServer(ScriptedBackend(codec, ["act </py>"])))
+    client.pool.add_server(AsyncServer(ScriptedBackend(codec, ["act </py>"])))
     return made
 
 

@@ -178,7 +178,7 @@ async def test_a_trajectory_on_an_engine_with_a_real_tokenizer(write):
         trajectory = await ToolAgent(context).run(
             ROW, trajectory_id="t", group_id="g", sampling=sampling
         )
-        assert_exact(trajectory, context.client.servers[0].backend)  # type: ignore[attr-defined]
+        assert_exact(trajectory, context.client.pool.servers[0].backend)  # type: ignore[attr-defined]
         assert [call.reward for call in trajectory.tool_calls] == [-0.05, -0.05]
         assert log_of(tools.select()) == [("create", "t", "3"), ("release", 0)]
 

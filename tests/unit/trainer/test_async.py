@@ -43,7 +43,7 @@ async def test_tokens_are_as_old_as_the_mode_says(
         (r["servers_up"], r["servers_lost"], r["stale_served"]) == (1, 0, 0)
         for r in steps_of(tmp_path)
     )
-    assert training.runtime.client.servers[0].backend.policy_version == 6
+    assert training.runtime.client.pool.servers[0].backend.policy_version == 6
 
 
 async def test_one_step_off_rolls_out_the_next_batch_while_it_learns(tmp_path: Path):

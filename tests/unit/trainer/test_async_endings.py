@@ -34,7 +34,7 @@ async def test_a_run_without_an_engine_stops_and_leaves_no_task(tmp_path: Path, 
     training = make_trainer(tmp_path, steps=50, trainer={"mode": mode}, script=[LONG])
     before = tasks()
     await training.train_step()
-    training.runtime.client.servers[0].backend.die()
+    training.runtime.client.pool.servers[0].backend.die()
     with pytest.raises(EngineDiedError, match="no rollout engine is left"):
         await finish(training)
     assert tasks() == before and training.record.step == 1
@@ -191,7 +191,7 @@ async def test_an_interrupted_run_goes_on_and_trains_on_every_row_once(
 
     second = make("second", record=record)
     if step:
-        second.runtime.client.servers[
+        second.runtime.client.pool.servers[
             0
         ].backend._version = step  # as published when the run resumes
     assert second.buffer.room == second.buffer.capacity and second.buffer.version == step

@@ -24,7 +24,7 @@ async def test_every_step_records_the_seconds_of_its_own_weight_update(tmp_path:
 
 async def test_a_run_without_an_engine_stops_and_says_why(tmp_path: Path):
     training = make_trainer(tmp_path, steps=3)
-    (server,) = training.runtime.client.servers
+    (server,) = training.runtime.client.pool.servers
     await training.train_step()
     server.backend.die()
     with pytest.raises(EngineDiedError, match="no rollout engine is left: server-0: "):
@@ -60,7 +60,7 @@ async def test_evaluations_sample_from_the_average_and_training_from_the_weights
         trainer={"eval_every": 2},
         checkpointer=Notes(),
     )
-    (server,) = training.runtime.client.servers
+    (server,) = training.runtime.client.pool.servers
     served, take = {0: "initial"}, server.backend.update_weights
 
     async def update_weights(update):
@@ -243,7 +243,7 @@ async def test_trajectories_without_loss_are_counted_under_their_reason(tmp_path
         1,
         {DropReason.VOID_TRAJECTORY: 3},
     )
-    assert training.runtime.client.servers[0].backend.policy_version == 1, (
+    assert training.runtime.client.pool.servers[0].backend.policy_version == 1, (
         "the second step published nothing"
     )
 
@@ -268,7 +268,7 @@ async def test_a_step_of_trees_balances_its_books_and_counts_shared_ids_once(tmp
     (line,) = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
     assert (line["tree/branches"], line["tree/trees"], line["tree/topped_up"]) == (8, 4, 0)
     assert line["tree/inherited_tokens"] == shared > 0
-    (server,) = training.runtime.client.servers
+    (server,) = training.runtime.client.pool.servers
     evaluated = 2 * len(group.trajectories[0].response_ids)  # before and after, one held-out row
     total = line["rollout_tokens_per_second"] * line["rollout_seconds"]
     assert round(total) == server.backend.sampled - evaluated == 12 * 3
