@@ -118,8 +118,9 @@ def params() -> Params:
 async def tiny_context(
     *, tools=(), codec: ChatCodec | None = None, longest: int = LONGEST, **limits
 ) -> AsyncIterator[AgentContext]:
-    """What agent loops are given, over a started JAX engine. ``context.client.pool.servers[0].backend``
-    is watched.
+    """What agent loops are given, over a started JAX engine.
+
+    ``context.client.pool.servers[0].backend`` is watched.
     """
     codec = codec or TinyCodec()
     shapes = EngineShapes(

@@ -41,7 +41,7 @@ from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.image_processor import ProcessedImage
 from jax_agent_rl.models.vision_context import (
     ImageInputs,
-    Layout,
+    PatchLayout,
     MultimodalContext,
     VisionProcessor,
     layout,
@@ -196,7 +196,7 @@ class ImageEncoder:
             patches[: len(joined)] = joined
         patch_layout = layout(self._vision, [image.grid for image in images], size)
 
-        def program(vision: Params, patches: jax.Array, patch_layout: Layout) -> jax.Array:
+        def program(vision: Params, patches: jax.Array, patch_layout: PatchLayout) -> jax.Array:
             return VisionTower.from_params(self._vision, vision)(patches, patch_layout)
 
         arguments = (params.vision, patches, patch_layout)

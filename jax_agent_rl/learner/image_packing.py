@@ -28,7 +28,7 @@ from jax_agent_rl.models.image_processor import ProcessedImage
 from jax_agent_rl.models.vision_context import (
     ImageInputs,
     ImageKeys,
-    Layout,
+    PatchLayout,
     MultimodalContext,
     VisionProcessor,
     layout,
@@ -142,7 +142,7 @@ _IMAGE_ARRAYS = (
     "patches",
     "feature_index",
     "rope_positions",
-    *(f"patch_{name}" for name in Layout._fields),
+    *(f"patch_{name}" for name in PatchLayout._fields),
 )
 """Names of the arrays that only micro-batches with images have."""
 
@@ -167,7 +167,7 @@ def _patch_arrays(
         layouts.append(layout(vision, [image.grid for image in row], size))
 
     arrays = {"patches": np.stack(patches)}
-    for name in Layout._fields:
+    for name in PatchLayout._fields:
         arrays[f"patch_{name}"] = np.stack([getattr(row_layout, name) for row_layout in layouts])
     return arrays
 
@@ -322,6 +322,6 @@ def encode_images(
     """Encode a micro-batch's images inside the differentiated program; None if it holds none."""
     if "patches" not in batch:
         return None
-    layout = Layout(*(batch[f"patch_{name}"] for name in Layout._fields))
+    layout = PatchLayout(*(batch[f"patch_{name}"] for name in PatchLayout._fields))
     features = model.vision(batch["patches"], layout, remat=remat, mesh=mesh)
     return ImageInputs(batch["rope_positions"], features, batch["feature_index"])

@@ -167,7 +167,7 @@ class ImageSpan:
     grid: Grid
 
 
-class Layout(NamedTuple):
+class PatchLayout(NamedTuple):
     """Index arrays of a tower's patches, see :func:`layout`; patches are ordered by window.
 
     Attributes:
@@ -175,7 +175,7 @@ class Layout(NamedTuple):
         restore: int32 [.., N], the place of each feature.
         windows: int32 [.., P], window of each patch; -1 for padding.
         frames: int32 [.., P], image or group of frames of each patch; -1 for padding.
-        places: int32 [.., P, 2], row and column of a patch in its image.
+        coordinates: int32 [.., P, 2], row and column of a patch in its image.
         sizes: int32 [.., P, 2], rows and columns of its image; 1 for padding.
     """
 
@@ -183,7 +183,7 @@ class Layout(NamedTuple):
     restore: Array
     windows: Array
     frames: Array
-    places: Array
+    coordinates: Array
     sizes: Array
 
 
@@ -315,7 +315,7 @@ def feature_index(length: int, spans: Sequence[ImageSpan], starts: Sequence[int]
     return index
 
 
-def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
+def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> PatchLayout:
     """Return the layout of several items' patches, concatenated and padded at the end.
 
     Args:
@@ -336,7 +336,7 @@ def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
     order = np.arange(count, dtype=np.int32)
     windows = np.full((count, unit), -1, np.int32)
     frames = np.full((count, unit), -1, np.int32)
-    places = np.zeros((count, unit, 2), np.int32)
+    coordinates = np.zeros((count, unit, 2), np.int32)
     sizes = np.ones((count, unit, 2), np.int32)
     within_feature = np.indices((vision.merge_size, vision.merge_size)).reshape(2, -1).T
 
@@ -352,16 +352,16 @@ def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
         windows[item] = window[by_window, None] + windows.max(initial=-1) + 1
         frames[item] = group[by_window, None] + frames.max(initial=-1) + 1
         corners = np.stack([row, column], -1)[by_window, None] * vision.merge_size
-        places[item] = corners + within_feature
+        coordinates[item] = corners + within_feature
         sizes[item] = grid[1:]
         begin = item.stop
 
-    return Layout(
+    return PatchLayout(
         order=order,
         restore=np.argsort(order).astype(np.int32),
         windows=windows.reshape(-1),
         frames=frames.reshape(-1),
-        places=places.reshape(-1, 2),
+        coordinates=coordinates.reshape(-1, 2),
         sizes=sizes.reshape(-1, 2),
     )
 

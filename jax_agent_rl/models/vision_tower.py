@@ -35,7 +35,7 @@ from jax_agent_rl.models.layers import (
 )
 from jax_agent_rl.models.sharding import ROWS, constrain
 from jax_agent_rl.models.tree_kernel import MASK_VALUE
-from jax_agent_rl.models.vision_context import Layout
+from jax_agent_rl.models.vision_context import PatchLayout
 
 _NO_WINDOW = -2  # number of a window that no patch, and no padding, is in
 _ROPE = Rope()  # frequencies, and how numbers of a head are paired: one of each half
@@ -54,7 +54,7 @@ class VisionLayer(Module):
         x: jax.Array,
         cos: jax.Array,
         sin: jax.Array,
-        layout: Layout,
+        layout: PatchLayout,
         full: jax.Array,
         mesh: Mesh | None,
     ) -> jax.Array:
@@ -80,7 +80,7 @@ class VisionLayer(Module):
         x: jax.Array,
         cos: jax.Array,
         sin: jax.Array,
-        layout: Layout,
+        layout: PatchLayout,
         full: jax.Array,
         mesh: Mesh | None,
     ) -> jax.Array:
@@ -116,7 +116,12 @@ class VisionTower(Module):
         self.layers: VisionLayer = stack(VisionLayer, config, rngs=rngs)
 
     def __call__(
-        self, patches: jax.Array, layout: Layout, *, remat: str = "none", mesh: Mesh | None = None
+        self,
+        patches: jax.Array,
+        layout: PatchLayout,
+        *,
+        remat: str = "none",
+        mesh: Mesh | None = None,
     ) -> jax.Array:
         """Encode patches as features that replace the embeddings of placeholders.
 
@@ -139,7 +144,7 @@ class VisionTower(Module):
         )
 
         # Half of the angles for rows, half for columns, float32 [B, P, h/2].
-        cos, sin = rope_tables(_ROPE, config.head_dim // 2, layout.places)
+        cos, sin = rope_tables(_ROPE, config.head_dim // 2, layout.coordinates)
         cos = cos.reshape(*cos.shape[:-2], -1)
         sin = sin.reshape(*sin.shape[:-2], -1)
         graphdef, state = nnx.split(self.layers)
@@ -171,7 +176,7 @@ class VisionTower(Module):
         features = rows_at(features, layout.restore)
         return features.reshape(*leading_axes, -1, config.feature_size)
 
-    def _embed(self, patches: jax.Array, layout: Layout, mesh: Mesh | None) -> jax.Array:
+    def _embed(self, patches: jax.Array, layout: PatchLayout, mesh: Mesh | None) -> jax.Array:
         """Embed patches [B, P, patch_dim] as [B, P, D], ordered by window."""
         weight = self.patch_embed[...]  # [D, channels, frames, rows, columns]
         # A convolution in the published code; its kernel covers a whole patch.
@@ -183,7 +188,7 @@ class VisionTower(Module):
             x = x + self._interpolate_positions(layout).astype(x.dtype)
         return x
 
-    def _interpolate_positions(self, layout: Layout) -> jax.Array:
+    def _interpolate_positions(self, layout: PatchLayout) -> jax.Array:
         """Interpolate the learned positions, [B, P, D].
 
         The corners of their square grid are the corners of each image.
@@ -191,10 +196,10 @@ class VisionTower(Module):
         side = self.config.position_grid
         assert side is not None
         scale = (side - 1) / jnp.maximum(layout.sizes - 1, 1)
-        grid_places = layout.places * scale  # float32 [B, P, 2]
-        low = jnp.floor(grid_places).astype(jnp.int32)
+        grid_coordinates = layout.coordinates * scale  # float32 [B, P, 2]
+        low = jnp.floor(grid_coordinates).astype(jnp.int32)
         high = jnp.minimum(low + 1, side - 1)
-        share = grid_places - low
+        share = grid_coordinates - low
 
         # Bilinear: the four positions around a patch, weighted by how near they are.
         table = self.positions[...]

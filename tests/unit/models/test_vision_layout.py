@@ -134,7 +134,7 @@ def test_windows_and_frames_are_those_of_transformers():
     ours = layout(VISION, grids, padded)
     np.testing.assert_array_equal(ours.order[: total // 4], order)
     np.testing.assert_array_equal(ours.order[ours.restore], np.arange(padded // 4))
-    np.testing.assert_array_equal(ours.places[:total], places)
+    np.testing.assert_array_equal(ours.coordinates[:total], places)
     for numbers, edges in (
         (ours.windows, windows),
         (ours.frames, vision_utils.get_vision_cu_seqlens(tensor)),
