@@ -5,7 +5,7 @@
 of parts, which share an :class:`~jax_agent_rl.jetstream.context.EngineContext`::
 
     JaxEngine ─┬─► prefill   ChunkPrefill (with an ImageEncoder), or ColumnPrefill on CPUs
-               ├─► decoder   Decoder
+               ├─► decoder   SlotDecoder
                ├─► verifier  ChunkVerifier, or ColumnVerifier on CPUs
                └─► context   model, shapes, devices, LoRA adapters, program table
 
@@ -26,7 +26,6 @@ from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.context import EngineContext, EnginePart, WarmUp
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, Sampled
-from jax_agent_rl.jetstream.decoder import Decoder
 from jax_agent_rl.jetstream.deterministic import ForcedPrefill, OneProgram
 from jax_agent_rl.jetstream.forward import EngineParams, Kernels
 from jax_agent_rl.jetstream.images import ImageEncoder
@@ -42,6 +41,7 @@ from jax_agent_rl.jetstream.prefill import ChunkPrefill, ColumnPrefill
 from jax_agent_rl.jetstream.replica import Replica
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
+from jax_agent_rl.jetstream.slot_decoder import SlotDecoder
 from jax_agent_rl.jetstream.verification import ChunkVerifier, ColumnVerifier
 from jax_agent_rl.jetstream.weights import WeightLoader, to_host
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -127,12 +127,12 @@ class JaxEngine:
         if compile_ahead is None:
             compile_ahead = context.platform != "cpu"
         self._compile_ahead = compile_ahead
-        self.decoder: Decoder | OneProgram
+        self.decoder: SlotDecoder | OneProgram
         if deterministic:
             self._compile_ahead = True  # a single program
             self.decoder = OneProgram(context)
         else:
-            self.decoder = Decoder(context, compile_ahead=compile_ahead)
+            self.decoder = SlotDecoder(context, compile_ahead=compile_ahead)
         self._images = ImageEncoder(context) if takes_images else None
 
         loader = WeightLoader(

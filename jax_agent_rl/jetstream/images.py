@@ -41,8 +41,8 @@ from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.image_processor import ProcessedImage
 from jax_agent_rl.models.vision_context import (
     ImageInputs,
-    PatchLayout,
     MultimodalContext,
+    PatchLayout,
     VisionProcessor,
     layout,
 )

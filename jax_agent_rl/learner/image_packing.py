@@ -28,8 +28,8 @@ from jax_agent_rl.models.image_processor import ProcessedImage
 from jax_agent_rl.models.vision_context import (
     ImageInputs,
     ImageKeys,
-    PatchLayout,
     MultimodalContext,
+    PatchLayout,
     VisionProcessor,
     layout,
 )

@@ -6,6 +6,8 @@ from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*(ROOT / "jax_agent_rl").rglob("*.py"), *(ROOT / "gpu_backend").rglob("*.py")])
 
@@ -22,14 +24,20 @@ def module(file: Path) -> str:
 MODULES = {module(file): file for file in FILES}
 
 
-def imports(tree: ast.Module) -> set[str]:
-    """Modules that a module imports when it is imported, packages as what is imported of them."""
+def imports(tree: ast.Module, *, types: bool = False) -> set[str]:
+    """Modules that a module imports when it is imported, packages as what is imported of them.
+
+    Args:
+        types: also those that are imported for annotations alone.
+    """
     found = set()
-    body = [
-        node
-        for node in tree.body
-        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-    ]
+    body = []
+    for node in tree.body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            if types:
+                body += node.body
+        else:
+            body.append(node)
     for node in body:
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -37,13 +45,24 @@ def imports(tree: ast.Module) -> set[str]:
     return found & MODULES.keys()
 
 
-def test_no_file_imports_itself_through_others():
+def require_no_cycle(graph: dict[str, set[str]]) -> None:
     try:
-        TopologicalSorter(
-            {name: imports(tree_of(file)) - {name} for name, file in MODULES.items()}
-        ).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def test_no_file_imports_itself_through_others():
+    require_no_cycle({name: imports(tree_of(file)) - {name} for name, file in MODULES.items()})
+
+
+@pytest.mark.parametrize("package", ["jetstream", "rollout"])
+def test_no_file_imports_itself_through_others_for_types(package: str):
+    graph = {}
+    for name, file in MODULES.items():
+        if name.startswith(f"jax_agent_rl.{package}."):
+            graph[name] = imports(tree_of(file), types=True) - {name}
+    require_no_cycle(graph)
 
 
 def test_every_public_class_has_a_name_of_its_own():

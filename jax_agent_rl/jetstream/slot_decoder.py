@@ -21,7 +21,7 @@ from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.shapes import bucket
 
 
-class Decoder:
+class SlotDecoder:
     """Decodes several steps per dispatch.
 
     Args:
