@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
-from jax_agent_rl.jetstream.kv_cache import HostCache
+from jax_agent_rl.jetstream.host_cache import HostCache
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
