@@ -9,7 +9,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, StopCause, open_sandbox, seccomp
 from tests.capabilities import needs_bwrap
 
-MODULE = "jax_agent_rl.tool_server.sandbox"
+MODULE = "jax_agent_rl.tool_server.sandbox.sandbox"
 
 
 async def test_without_bwrap_it_is_refused_and_the_message_says_what_to_install(monkeypatch):
