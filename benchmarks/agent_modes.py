@@ -44,7 +44,7 @@ from paced import (
     turn_length,
 )
 
-from jax_agent_rl.agents import AgentContext, ServerToolAgent, derive_seed
+from jax_agent_rl.agents import AgentContext, EpisodeRequest, ServerToolAgent, derive_seed
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
@@ -67,7 +67,8 @@ async def rollout(context: AgentContext, names: Sequence[str]) -> float:
         sampling = SamplingParams(
             max_tokens=int(LENGTHS.most), seed=derive_seed("trajectory", name)
         )
-        trajectory = await agent.run(row, trajectory_id=name, group_id="g", sampling=sampling)
+        request = EpisodeRequest(row=row, trajectory_id=name, group_id="g", sampling=sampling)
+        trajectory = await agent.play(request)
         assert trajectory.num_turns == context.limits.max_turns + 1, trajectory.finish_reason
 
     start = time.perf_counter()

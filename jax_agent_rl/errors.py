@@ -264,6 +264,18 @@ class AgentTimeoutError(TrajectoryError):
     drop_reason = DropReason.AGENT_TIMEOUT
 
 
+class TrajectoryTimeoutError(TrajectoryError):
+    """It ran past ``rollout.trajectory_timeout``."""
+
+    drop_reason = DropReason.TRAJECTORY_TIMEOUT
+
+
+class StragglerError(TrajectoryError):
+    """Enough others of its group had ended after ``rollout.group_timeout``."""
+
+    drop_reason = DropReason.STRAGGLER
+
+
 class HistoryEditedError(TrajectoryError):
     """A request does not extend its conversation, and ``agent.edited_history`` is ``drop``."""
 

@@ -6,12 +6,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_agent_rl.agents import AgentContext, AgentLoop, ServerToolAgent
+from jax_agent_rl.agents import (
+    AgentContext,
+    AgentLoop,
+    EpisodeRequest,
+    Prefix,
+    ServerToolAgent,
+)
+from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.types import SamplingParams, Trajectory
+from jax_agent_rl.types import Fork, SamplingParams, Trajectory
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.http_service import ToolServer
 
@@ -19,6 +27,38 @@ ROW: Mapping[str, Any] = {
     "prompt": [{"role": "user", "content": "what is 1 + 2 ?"}],
     "data_source": "calculator",
 }
+
+
+def episode_request(
+    row: Mapping[str, Any],
+    sampling: SamplingParams,
+    *,
+    trajectory_id: str = "t",
+    group_id: str = "g",
+    prefix: Prefix | None = None,
+) -> EpisodeRequest:
+    """Return the request of a trajectory whose ids do not matter."""
+    return EpisodeRequest(
+        row=row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling, prefix=prefix
+    )
+
+
+def branch_request(parent: Trajectory, fork: Fork, sampling: SamplingParams) -> EpisodeRequest:
+    """Return the request of trajectory ``b``, which leaves its parent at a fork."""
+    prefix = Prefix.of(parent, fork)
+    return episode_request(parent.row, sampling, trajectory_id="b", prefix=prefix)
+
+
+def session_trajectory(recorder: ChatRecorder) -> Trajectory:
+    """Return what a session recorded as a trajectory of a row without anything."""
+    request = episode_request({}, SamplingParams(max_tokens=1), trajectory_id=recorder.session_id)
+    return to_trajectory(
+        recorder.turns,
+        request,
+        agent_name="a",
+        refused=recorder.refused,
+        metrics=recorder.metrics,
+    )
 
 
 class AgentHarness:
@@ -59,8 +99,8 @@ class AgentHarness:
         self, row: Mapping[str, Any] = ROW, *, trajectory_id: str = "t", max_tokens: int = 1000
     ) -> Trajectory:
         sampling = SamplingParams(max_tokens=max_tokens, seed=0)
-        trajectory = await self.agent.run(
-            row, trajectory_id=trajectory_id, group_id="g", sampling=sampling
+        trajectory = await self.agent.play(
+            episode_request(row, sampling, trajectory_id=trajectory_id)
         )
         assert isinstance(trajectory, Trajectory), "the agent plays several roles"
         return trajectory

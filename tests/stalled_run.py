@@ -20,7 +20,7 @@ from jax_agent_rl.collect.groups import OpenGroup
 from jax_agent_rl.collect.strategies import Start
 from jax_agent_rl.jetstream import backend, context
 from jax_agent_rl.learner import checkpoint, learner, objective
-from jax_agent_rl.types import DropReason, Trajectory
+from jax_agent_rl.types import Trajectory
 
 phase, when = os.environ["STALL_PHASE"], int(os.environ["STALL_WHEN"])
 calls = 0
@@ -55,16 +55,16 @@ def saving(save: Callable[..., None]) -> Callable[..., None]:
 
 
 def waiting(label: str) -> None:
-    collect = RolloutCollector._run_or_reason
+    play = RolloutCollector._play
 
     async def wrapped(
-        self: RolloutCollector, group: OpenGroup, trajectory_id: str, number: int, start: Start
-    ) -> tuple[Trajectory, ...] | DropReason:
-        if trajectory_id.startswith(label) and here():
+        self: RolloutCollector, group: OpenGroup, number: int, start: Start
+    ) -> tuple[Trajectory, ...]:
+        if group.group_id.startswith(label) and here():
             await asyncio.Event().wait()
-        return await collect(self, group, trajectory_id, number, start)
+        return await play(self, group, number, start)
 
-    RolloutCollector._run_or_reason = wrapped
+    RolloutCollector._play = wrapped
 
 
 match phase:

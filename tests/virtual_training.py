@@ -16,8 +16,8 @@ from typing import Any, cast
 from rich.console import Console
 
 from jax_agent_rl import config
-from jax_agent_rl.agents import AgentContext, derive_seed, register_agent
-from jax_agent_rl.agents.turn_loop import Responder, TurnLoopAgent, run_turns
+from jax_agent_rl.agents import AgentContext, AgentLoop, derive_seed, register_agent
+from jax_agent_rl.agents.turn_loop import Responder, run_turns
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.groups import NO_LIMITS, TimeLimits
 from jax_agent_rl.data.cursor import DataCursor
@@ -102,14 +102,16 @@ nothing but data."""
 
 
 @register_agent("virtual_for_test")
-class VirtualAgent(TurnLoopAgent):
-    async def play(self, start, row, trajectory_id):
-        episode = start()
+class VirtualAgent(AgentLoop):
+    continues_prefix = True
+
+    async def play(self, request):
+        episode = self.start(request)
         behaviour = _BEHAVIOUR.get()
         responder = _Responder(self.context)
         responder.goes_on = behaviour.goes_on
         responder.hangs = behaviour.hangs
-        responder.trajectory_id = trajectory_id
+        responder.trajectory_id = request.trajectory_id
         return episode.finish(await run_turns(episode, responder))
 
 

@@ -26,8 +26,8 @@ class KuhnPoker(AgentLoop):
 
     roles = ("first", "second")
 
-    async def run(self, row, *, trajectory_id, group_id, sampling):
-        cards, history = row["extra_info"]["cards"], ()
+    async def play(self, request):
+        cards, history = request.row["extra_info"]["cards"], ()
         players: dict[str, Episode] = {}
         while history in MOVES:
             situation, legal = MOVES[history]
@@ -35,13 +35,7 @@ class KuhnPoker(AgentLoop):
             question = f"{situation} {legal[0]} or {legal[1]}?"
             if role not in players:
                 message = {"role": "user", "content": f"You hold the {cards[role]}. {question}"}
-                players[role] = self.start(
-                    {**row, "prompt": [*row["prompt"], message]},
-                    role=role,
-                    trajectory_id=trajectory_id,
-                    group_id=group_id,
-                    sampling=sampling,
-                )
+                players[role] = self.start(request.as_role(role), opening=[message])
             elif not players[role].append([{"role": "user", "content": question}]):
                 raise TrajectoryError("no room for another move; raise agent.max_response_length")
             await players[role].generate(max_tokens=8)

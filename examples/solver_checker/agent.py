@@ -5,6 +5,7 @@ one.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from jax_agent_rl.agents import AgentLoop, register_agent
 from jax_agent_rl.rewards.rules import last_number
@@ -22,13 +23,13 @@ class SolverChecker(AgentLoop):
 
     roles = ("solver", "checker")
 
-    async def run(self, row, *, trajectory_id, group_id, sampling):
-        ids = {"trajectory_id": trajectory_id, "group_id": group_id, "sampling": sampling}
+    async def play(self, request):
+        row = request.row
         extra, truth = row["extra_info"], row["reward_model"]["ground_truth"]
-        solver = self.start(row, role="solver", **ids)
+        solver = self.start(request.as_role("solver"))
         await solver.generate(session_ends=True, max_tokens=12)
         answer = solver.read_turn().content
-        draw = random.Random(trajectory_id)
+        draw = random.Random(request.trajectory_id)
         if (last_number(answer) == last_number(truth)) != (right := draw.random() < 0.5):
             answer = truth if right else str(int(truth) + draw.choice((-10, -2, -1, 1, 2, 10)))
         claim = {"role": "user", "content": f"{extra['question']} {answer}"}
@@ -37,6 +38,6 @@ class SolverChecker(AgentLoop):
             "prompt": [*extra["checker_prompt"], claim],
             "extra_info": {"answer": answer},
         }
-        checker = self.start(seen, role="checker", **ids)
+        checker = self.start(replace(request, row=seen).as_role("checker"))
         await checker.generate(session_ends=True, max_tokens=4)
         return [solver.finish(FinishReason.ANSWER), checker.finish(FinishReason.ANSWER)]

@@ -1,5 +1,6 @@
 """Agent loops, chosen per row by ``agent_name``.
 
+- ``request``: what a loop is asked to play.
 - ``loop``: the interface and the registry.
 - ``context``: what all loops share.
 - ``episode``: a trajectory as it grows.
@@ -23,7 +24,6 @@ from jax_agent_rl.agents.context import (
     AgentEvent,
     FrozenModel,
     TokenClient,
-    derive_seed,
 )
 from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
@@ -36,9 +36,9 @@ from jax_agent_rl.agents.loop import (
     get_agent,
     load_agents,
     register_agent,
-    role_id,
     select_agents,
 )
+from jax_agent_rl.agents.request import EpisodeRequest, Prefix, derive_seed, role_id
 from jax_agent_rl.agents.server_tool import ServerToolAgent
 from jax_agent_rl.agents.text_tool import SearchAgent, TextToolAgent
 from jax_agent_rl.agents.tool_agent import InteractionAgent, ToolAgent
@@ -52,9 +52,11 @@ __all__ = [
     "CommandAgent",
     "EnvironmentAgent",
     "Episode",
+    "EpisodeRequest",
     "FrozenModel",
     "InteractionAgent",
     "OpenAIAgentLoop",
+    "Prefix",
     "ReactAgentLoop",
     "SearchAgent",
     "ServerToolAgent",

@@ -1,39 +1,22 @@
-"""What agent loops share: a client that generates, a codec, tools, limits, a listener for events.
-
-:class:`Prefix` is the beginning of a trajectory that goes on. A branch inherits one from its
-parent: ids, never text that would be tokenized again. A trajectory that was interrupted with its
-run goes on from a prefix of its own.
-"""
+"""What agent loops share: a client that generates, a codec, tools, limits, a listener."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
-from pydantic import Field
-
 from jax_agent_rl.agents.prompt import codec_of_row
+from jax_agent_rl.agents.request import EpisodeRequest, Prefix
 from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
 from jax_agent_rl.environments.base import EnvironmentPools
 from jax_agent_rl.environments.users import InteractionRegistry
 from jax_agent_rl.tools.registry import ToolRegistry
-from jax_agent_rl.types import (
-    Fork,
-    SamplingParams,
-    StopReason,
-    TokenOutput,
-    ToolCallRecord,
-    Trajectory,
-    Turn,
-)
+from jax_agent_rl.types import SamplingParams, TokenOutput, ToolCallRecord
 from jax_agent_rl.utils.failures import FailureLog
 
 if TYPE_CHECKING:
-    from jax_agent_rl.agents.episode import Episode
     from jax_agent_rl.chat.codec import ChatCodec
 
 
@@ -94,6 +77,13 @@ class FrozenModel:
     codec: ChatCodec
 
 
+class RunningEpisode(Protocol):
+    """A trajectory that is being sampled, as a checkpoint sees it."""
+
+    def progress(self) -> Prefix | None:
+        """Return what another process can continue from; None if it has to start again."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentContext:
     """The objects that all loops of a run share.
@@ -110,7 +100,6 @@ class AgentContext:
         failures: told of failures that repeat, of the user's code and of the model's calls.
         on_event: called after every generation and tool call; must be quick and must not raise.
         frozen: the models that play a role and are not trained, by role (``agent.role_models``).
-        role: the role that an episode plays with this context, see :meth:`as_role`.
         episodes: the running episodes, by trajectory id.
     """
 
@@ -127,8 +116,7 @@ class AgentContext:
     failures: FailureLog = field(default_factory=FailureLog)
     on_event: Callable[[AgentEvent], None] = lambda event: None
     frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
-    role: str | None = None
-    episodes: WeakValueDictionary[str, Episode] = field(default_factory=WeakValueDictionary)
+    episodes: WeakValueDictionary[str, RunningEpisode] = field(default_factory=WeakValueDictionary)
 
     def report_malformed(self, wrote: str, problem: str, *, hint: str) -> None:
         """Tell of a tool call that could not be decoded.
@@ -143,37 +131,40 @@ class AgentContext:
             message += f": {problem[:80]}"
         self.failures.report("a tool call that could not be decoded", message, hint=hint, once=True)
 
-    def as_role(self, role: str) -> AgentContext:
-        """Return the context of a role: with the engine and codec of the model that plays it."""
-        model = self.frozen.get(role)
-        if model is None:
-            return replace(self, role=role)
-        return replace(self, role=role, client=model.client, codec=model.codec)
+    def for_request(self, request: EpisodeRequest) -> AgentContext:
+        """Return the context of one trajectory.
 
-    def for_row(self, row: Mapping[str, Any]) -> AgentContext:
-        """Return the context of a row's trajectories.
-
-        The chat template gets the row's ``chat_template_kwargs``.
+        If a model of its own plays the request's role, it has that model's engine and codec. The
+        chat template gets the row's ``chat_template_kwargs``.
 
         Raises:
             DataError: the template cannot be given them.
         """
-        if not row.get("chat_template_kwargs"):
-            return self
-        return replace(self, codec=codec_of_row(self.codec, row))
+        codec = self.codec
+        if request.role is not None and request.role in self.frozen:
+            codec = self.frozen[request.role].codec
+        return replace(
+            self, client=self.client_of(request.role), codec=codec_of_row(codec, request.row)
+        )
 
-    @property
-    def trained_adapter(self) -> str | None:
-        """The adapter in training that plays :attr:`role`."""
-        if not self.role:
-            return None
-        return self.limits.role_adapters.get(self.role)
+    def client_of(self, role: str | None) -> TokenClient:
+        """Return the engines that sample a role's turns."""
+        if role is not None and role in self.frozen:
+            return self.frozen[role].client
+        return self.client
 
-    def lora(self, row: Mapping[str, Any]) -> str | None:
-        """Return the LoRA adapter to sample with for a row; None: the plain model."""
-        if self.role in self.frozen:
+    def trained_adapter(self, role: str | None) -> str | None:
+        """Return the adapter in training that plays a role; None: there is none."""
+        if not role:
             return None
-        return self.trained_adapter or row.get("adapter") or self.limits.adapter
+        return self.limits.role_adapters.get(role)
+
+    def lora(self, request: EpisodeRequest) -> str | None:
+        """Return the LoRA adapter to sample with; None: the plain model."""
+        if request.role in self.frozen:
+            return None
+        adapter = self.trained_adapter(request.role)
+        return adapter or request.row.get("adapter") or self.limits.adapter
 
     def is_trained(self, role: str | None) -> bool:
         """Return whether a role is trained: it is not if a model of its own plays it.
@@ -227,103 +218,3 @@ class AgentContext:
         if not engine_modalities:
             return engine_modalities  # no need to try the chat template
         return engine_modalities & self.codec.modalities
-
-
-def derive_seed(*parts: int | str) -> int:
-    """Return a seed in [0, 2**31) from any parts: equal for equal parts, unrelated otherwise.
-
-    >>> derive_seed(0, "train", 3) == derive_seed(0, "train", 3)
-    True
-    """
-    text = json.dumps(parts)  # distinguishes 1 from "1", and (1, 23) from (12, 3)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
-
-
-Messages = tuple[Mapping[str, Any], ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prefix:
-    """A trajectory up to a fork, or up to where its run was interrupted.
-
-    Attributes:
-        fork: where it branched off another one; None if the trajectory itself goes on.
-        prompt_media: images and videos of the prompt, by kind.
-        turns: complete turns, with what was appended to them.
-        partial_turn: the inherited ids of the next turn, as if it had been interrupted there, or
-            all of it if it has not been answered; None if there are none. Checkpoints call it
-            ``begun``.
-        messages: the conversation as text, up to ``turns``.
-    """
-
-    fork: Fork | None
-    prompt_ids: tuple[int, ...]
-    prompt_media: Mapping[str, tuple[Any, ...]]
-    turns: tuple[Turn, ...]
-    partial_turn: Annotated[TokenOutput | None, Field(alias="begun")]
-    messages: Messages
-
-    @classmethod
-    def of(cls, parent: Trajectory, fork: Fork) -> Prefix:
-        """Return the beginning of ``parent`` up to ``fork``.
-
-        Raises:
-            ValueError: the fork is of another trajectory, does not leave a turn to sample, or the
-                parent edited its history, so that its last context is not all of it.
-        """
-        if fork.parent_id != parent.trajectory_id or parent.segments:
-            raise ValueError(f"{fork} is no place in trajectory {parent.trajectory_id}")
-        if not 0 <= fork.turns < parent.num_turns:
-            raise ValueError(
-                f"{fork}: trajectory {parent.trajectory_id} has {parent.num_turns} turns;"
-                " keep fewer"
-            )
-        forked_output = parent.turns[fork.turns].output
-        sampled_count = len(forked_output.token_ids)
-        if not 0 <= fork.tokens < sampled_count:
-            raise ValueError(
-                f"{fork}: turn {fork.turns} of {parent.trajectory_id} has {sampled_count} ids"
-            )
-
-        partial_turn = None
-        if fork.tokens:
-            partial_turn = forked_output.first(
-                fork.tokens, stop_reason=StopReason.ABORTED, stop_match=None
-            )
-        positions = turn_positions(parent.messages, parent.num_turns)
-        return cls(
-            fork=fork,
-            prompt_ids=parent.prompt_ids,
-            prompt_media=parent.prompt_media,
-            turns=parent.turns[: fork.turns],
-            partial_turn=partial_turn,
-            messages=parent.messages[: positions[fork.turns]],
-        )
-
-    @property
-    def context_ids(self) -> list[int]:
-        """The ids of the prompt and of the complete turns."""
-        ids = list(self.prompt_ids)
-        for turn in self.turns:
-            ids += turn.output.token_ids + turn.appended_ids
-        return ids
-
-    def messages_before(self, turn: int) -> Messages:
-        """Return the conversation before an inherited turn; before turn 0, that is the prompt."""
-        if turn == len(self.turns):
-            return self.messages
-        return self.messages[: turn_positions(self.messages, len(self.turns))[turn]]
-
-    def response_to(self, turn: int) -> Messages:
-        """Return the messages that answered an inherited turn."""
-        turn_position = len(self.messages_before(turn))
-        return self.messages_before(turn + 1)[turn_position + 1 :]
-
-
-def turn_positions(messages: Messages, turns: int) -> list[int]:
-    """Return the index of each turn's message.
-
-    The prompt may hold assistant messages as well, so the last ``turns`` of them are the turns.
-    """
-    positions = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    return positions[len(positions) - turns :]

@@ -18,18 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.agents.episode import Episode, read_turn
-from jax_agent_rl.agents.loop import register_agent
+from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.prompt import row_prompt
-from jax_agent_rl.agents.turn_loop import (
-    Responder,
-    StartEpisode,
-    TurnLoopAgent,
-    check_replay,
-    describe_call,
-    run_turns,
-)
+from jax_agent_rl.agents.request import EpisodeRequest, Prefix
+from jax_agent_rl.agents.turn_loop import Responder, check_replay, describe_call, run_turns
 from jax_agent_rl.environments import (
     LeasedEnvironment,
     Observation,
@@ -113,12 +106,14 @@ class EnvironmentResponder(Responder):
 
 
 @register_agent("environment_agent")
-class EnvironmentAgent(TurnLoopAgent):
+class EnvironmentAgent(AgentLoop):
     """Multi-turn in the environment that ``extra_info.environment_kwargs`` names.
 
     Observations are shortened as tool results are (``agent.max_tool_response_length``), and count
     as user turns.
     """
+
+    continues_prefix = True
 
     def branching_problem(self, row: Mapping[str, Any]) -> str | None:
         name, _ = row_environment(row)
@@ -126,20 +121,21 @@ class EnvironmentAgent(TurnLoopAgent):
             return f"environment {name!r} cannot be replayed (its `replayable` is False)"
         return super().branching_problem(row)
 
-    async def play(
-        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
-    ) -> Trajectory:
-        name, kwargs = row_environment(row)
+    async def play(self, request: EpisodeRequest) -> Trajectory:
+        name, kwargs = row_environment(request.row)
         async with self.context.environments.pool(name).lease() as environment:
             opening = await environment.reset(**kwargs)
-            episode = start(opening=opening.messages, tool_schemas=environment.tool_schemas)
+            episode = self.start(
+                request, opening=opening.messages, tool_schemas=environment.tool_schemas
+            )
             responder = EnvironmentResponder(self.context, environment)
-            if episode.prefix is None:
+            if request.prefix is None:
                 episode.add_metrics(opening.metrics)
             else:
                 # A branch inherits its prompt, so the reset must have shown the same.
-                recorded = list(episode.prefix.messages_before(0))
-                replayed = [text_message(message) for message in row_prompt(row, opening.messages)]
+                recorded = list(request.prefix.messages_before(0))
+                prompt = row_prompt(request.row, opening.messages)
+                replayed = [text_message(message) for message in prompt]
                 responder.check(0, recorded, replayed)
 
             reason = await run_turns(episode, responder)

@@ -18,14 +18,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.context import (
-    AgentContext,
-    AgentEvent,
-    Prefix,
-    derive_seed,
-    turn_positions,
-)
+from jax_agent_rl.agents.context import AgentContext, AgentEvent
 from jax_agent_rl.agents.prompt import encode_prompt, row_prompt
+from jax_agent_rl.agents.request import EpisodeRequest, Prefix, derive_seed, turn_positions
 from jax_agent_rl.chat.reply import Reply
 from jax_agent_rl.chat.thinking import answer_of, outside_thinking
 from jax_agent_rl.errors import PromptTooLongError
@@ -56,19 +51,16 @@ class Episode:
     """The trajectory of one run of an agent loop.
 
     Args:
-        trajectory_id: unique within the run; the session id of its requests.
-        group_id: shared by the trajectories of one prompt.
-        sampling: ``max_tokens`` caps each turn; turn k samples with a seed derived from ``seed``
-            and k.
+        context: of the request, see :meth:`AgentContext.for_request`.
+        request: with a prefix, the prompt is not rendered again; turn k samples with a seed derived
+            from ``sampling.seed`` and k.
         tools: tools described in the prompt (unless ``agent.tool_prompt`` is ``none``).
         opening: messages that follow the row's prompt, e.g. an environment's first observation.
         tool_schemas: further tools described in the prompt, in OpenAI's format.
-        prefix: what a branch inherits from its parent; the prompt is not rendered again.
 
     Attributes:
         turns: assistant turns so far.
         messages: the conversation as text: the row's prompt, then what was decoded from ids.
-        prefix: None for a trajectory that starts at its prompt.
 
     Raises:
         DataError: the row's ``prompt`` is not a list of messages.
@@ -79,37 +71,30 @@ class Episode:
     def __init__(
         self,
         context: AgentContext,
-        row: Mapping[str, Any],
+        request: EpisodeRequest,
         *,
         agent_name: str,
-        trajectory_id: str,
-        group_id: str,
-        sampling: SamplingParams,
         tools: Mapping[str, BaseTool],
         opening: Sequence[Mapping[str, Any]] = (),
         tool_schemas: Sequence[Mapping[str, Any]] = (),
-        prefix: Prefix | None = None,
     ):
+        self.request = request
         self.turns: list[Turn] = []
-        self._prompt = row_prompt(row, opening)
+        self._prompt = row_prompt(request.row, opening)
         self.messages: list[Mapping[str, Any]] = [text_message(message) for message in self._prompt]
         self._context = context
-        self._row = row
         self._agent_name = agent_name
-        self._trajectory_id = trajectory_id
-        self._group_id = group_id
-        self._sampling = sampling
         self._schemas: tuple[Mapping[str, Any], ...] = ()
         if context.limits.tool_prompt == "template":
             self._schemas = (*list_schemas(tools), *tool_schemas)
         self._metrics: dict[str, float] = dict.fromkeys(_METRICS, 0.0)
-        self.prefix = prefix
         self._partial_turn: TokenOutput | None = None  # the inherited part of the next turn
         self._request_id: str | None = None  # the request that is being sampled
         # The same turn's ids from earlier requests.
         self._sampled_before_request: TokenOutput | None = None
         self._begins_thinking = False  # the context of the last turn opened a think block
 
+        prefix = request.prefix
         if prefix is None:
             self._encode_prompt()
             self._ids = list(self._prompt_ids)
@@ -122,7 +107,7 @@ class Episode:
             self._partial_turn = prefix.partial_turn
             self._ids = prefix.context_ids
 
-        context.episodes[trajectory_id] = self
+        context.episodes[request.trajectory_id] = self
 
     @property
     def tokens_left(self) -> int:
@@ -180,15 +165,16 @@ class Episode:
         context_ids = tuple(self._context_ids())
         self._begins_thinking = bool(self.codec.thinking_after(context_ids))
 
-        limit = min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left)
-        seed = self._sampling.seed
+        sampling = self.request.sampling
+        limit = min(self.tokens_left, sampling.max_tokens, max_tokens or self.tokens_left)
+        seed = sampling.seed
         sampling = replace(
-            self._sampling,
+            sampling,
             max_tokens=limit,
-            stop=(*self._sampling.stop, *stop, *action_stops),
-            stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids),
+            stop=(*sampling.stop, *stop, *action_stops),
+            stop_token_ids=(*sampling.stop_token_ids, *stop_token_ids),
             seed=None if seed is None else derive_seed(seed, len(self.turns)),
-            grammar=grammar or self._sampling.grammar,
+            grammar=grammar or sampling.grammar,
         )
 
         start_time = time.perf_counter()
@@ -244,7 +230,8 @@ class Episode:
         If there is a ``partial_turn``, the request continues it.
         """
         turn_index = len(self.turns)
-        request_id = f"{self._trajectory_id}/{turn_index}"
+        trajectory_id = self.request.trajectory_id
+        request_id = f"{trajectory_id}/{turn_index}"
         resumed_ids = partial_turn.token_ids if partial_turn else ()
         prompt_ids = (*context_ids, *resumed_ids)
         remaining = replace(sampling, max_tokens=sampling.max_tokens - len(resumed_ids))
@@ -268,16 +255,16 @@ class Episode:
                 request_id,
                 prompt_ids=prompt_ids,
                 sampling_params=remaining,
-                session_id=self._trajectory_id,
+                session_id=trajectory_id,
                 session_ends=session_ends and not self._context.keep_sessions,
-                lora=self._context.lora(self._row),
+                lora=self._context.lora(self.request),
                 resumed=len(resumed_ids),
                 **options,
             )
         finally:
             self._request_id = None
 
-        label = f"{self._trajectory_id}: turn {turn_index}"
+        label = f"{trajectory_id}: turn {turn_index}"
         check_output(output, prompt_ids, remaining.max_tokens, what=label)
         self._metrics["prompt_tokens"] += len(prompt_ids)
         self._metrics["cached_tokens"] += output.cached_tokens
@@ -402,7 +389,7 @@ class Episode:
         self._check_prompt_length()
 
     def _encode_prompt(self) -> None:
-        continue_last = bool(self._row.get("continue_final_message"))
+        continue_last = bool(self.request.row.get("continue_final_message"))
         self._prompt_ids, self._prompt_media = encode_prompt(
             self.codec, self._prompt, self._schemas, continue_last=continue_last
         )
@@ -444,8 +431,9 @@ class Episode:
         if not outputs or shows_media or any(output.routed_experts for output in outputs):
             return None
 
+        prefix = self.request.prefix
         return Prefix(
-            fork=self.prefix.fork if self.prefix else None,
+            fork=prefix.fork if prefix else None,
             prompt_ids=tuple(self._prompt_ids),
             prompt_media={},
             turns=tuple(turns),
@@ -467,6 +455,7 @@ class Episode:
             tool_scores: the result of :meth:`ToolSession.calc_rewards`.
             no_loss: why its ids carry no loss, see :class:`~jax_agent_rl.types.Trajectory`.
         """
+        request = self.request
         calls = 0
         errors = 0
         for turn in self.turns:
@@ -478,19 +467,19 @@ class Episode:
             prompt_ids=self._prompt_ids,
             prompt_media=self._prompt_media,
             turns=self.turns,
-            trajectory_id=self._trajectory_id,
-            group_id=self._group_id,
+            trajectory_id=request.trajectory_id,
+            group_id=request.group_id,
             agent_name=self._agent_name,
             finish_reason=reason,
             no_loss=no_loss,
             metrics=self._metrics,
-            row=self._row,
+            row=request.row,
             messages=tuple(self.messages),
             tool_scores=tool_scores or {},
-            fork=self.prefix.fork if self.prefix else None,
+            fork=request.prefix.fork if request.prefix else None,
             history_window=self._context.limits.history_window,
-            role=self._context.role,
-            adapter=self._context.trained_adapter,
+            role=request.role,
+            adapter=self._context.trained_adapter(request.role),
         )
 
     def _check_prompt_length(self) -> None:
@@ -514,7 +503,7 @@ class Episode:
     ) -> None:
         """Tell the listener of a generation or a tool call of the last turn."""
         event = AgentEvent(
-            trajectory_id=self._trajectory_id,
+            trajectory_id=self.request.trajectory_id,
             turn=len(self.turns) - 1,
             seconds=seconds,
             output=output,

@@ -23,7 +23,7 @@ Any LangGraph graph; the default one is ReAct: the model calls tools until it an
         async def run_graph(self, row, model, tools):    … or anything else that talks to it
             …
 
-``run`` as a whole may be overridden as well. What the model sampled is never tokenized again: the
+``play`` as a whole may be overridden as well. What the model sampled is never tokenized again: the
 graph's messages are matched with the turns on record. If a graph edits them, another segment
 begins, or the trajectory is dropped (``agent.edited_history``). If an agent fails, its trajectory
 is dropped with the reason.
@@ -42,10 +42,11 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.prompt import openai_prompt
 from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.agents.request import EpisodeRequest
 from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.agents.tool_agent import tool_session
 from jax_agent_rl.errors import AgentTimeoutError, ConfigError, TrajectoryError
-from jax_agent_rl.types import SamplingParams, Trajectory
+from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.failures import user_code_error
 from jax_agent_rl.utils.loop_watch import at_work
 from jax_agent_rl.utils.timeouts import DaemonThreads
@@ -89,9 +90,7 @@ class OpenAIAgentLoop(AgentLoop):
         self._server: HttpServer | None = None
         self._store: SessionStore | None = None
 
-    async def run(
-        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
+    async def play(self, request: EpisodeRequest) -> Trajectory:
         """See :class:`AgentLoop`.
 
         Raises:
@@ -99,14 +98,19 @@ class OpenAIAgentLoop(AgentLoop):
             TrajectoryError: it raised; for the reason of its last request, if that failed.
         """
         server, _ = self._serve()
-        with self._session(row, trajectory_id, sampling) as session:
+        with self._session(request) as session:
             recorder = session.recorder
             base_url = f"{server.url}/sessions/{session.session_id}/v1"
-            agent_row = {**row, "prompt": openai_prompt(row)}
+            agent_row = {**request.row, "prompt": openai_prompt(request.row)}
             work = self._call(base_url, session.api_key or "", agent_row)
             output = await run_user_agent(work, recorder, timeout=self.context.limits.run_timeout)
         return to_trajectory(
-            recorder, row=row, output=output, group_id=group_id, agent_name=self.name
+            recorder.turns,
+            request,
+            agent_name=self.name,
+            refused=recorder.refused,
+            metrics=recorder.metrics,
+            output=output,
         )
 
     async def close(self) -> None:
@@ -133,22 +137,20 @@ class OpenAIAgentLoop(AgentLoop):
         return result
 
     @contextmanager
-    def _session(
-        self, row: Mapping[str, Any], trajectory_id: str, sampling: SamplingParams
-    ) -> Iterator[Session]:
+    def _session(self, request: EpisodeRequest) -> Iterator[Session]:
         """Hand out a session, with a key of its own, that ends with the block."""
         from jax_agent_rl.agents.endpoint.sessions import Session
 
         _, store = self._serve()
         recorder = ChatRecorder(
-            self.context.for_row(row),
-            session_id=trajectory_id,
-            adapter=row.get("adapter"),
+            self.context.for_request(request),
+            session_id=request.trajectory_id,
+            adapter=request.row.get("adapter"),
         )
         session = Session(
             session_id=secrets.token_urlsafe(16),
             recorder=recorder,
-            sampling=sampling,
+            sampling=request.sampling,
             api_key=secrets.token_urlsafe(24),
         )
         store.add(session)
@@ -253,9 +255,7 @@ class ReactAgentLoop(AgentLoop):
         graph = self.build_graph(model, tools)
         await graph.ainvoke({"messages": graph_messages(row)}, {"recursion_limit": max_steps})
 
-    async def run(
-        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
+    async def play(self, request: EpisodeRequest) -> Trajectory:
         """See :class:`AgentLoop`.
 
         Raises:
@@ -271,14 +271,14 @@ class ReactAgentLoop(AgentLoop):
             ) from error
         limits = self.context.limits
         recorder = ChatRecorder(
-            self.context.for_row(row),
-            session_id=trajectory_id,
-            adapter=row.get("adapter"),
+            self.context.for_request(request),
+            session_id=request.trajectory_id,
+            adapter=request.row.get("adapter"),
         )
-        extra_info = row.get("extra_info") or {}
+        extra_info = request.row.get("extra_info") or {}
         selected = self.context.tools.select(extra_info.get("tool_selection"))
 
-        async with tool_session(self.context, selected, row, trajectory_id) as session:
+        async with tool_session(self.context, selected, request) as session:
             tools = []
             for tool in selected.values():
                 wrapped = TrajectoryTool.wrap(
@@ -288,16 +288,16 @@ class ReactAgentLoop(AgentLoop):
                     max_parallel_calls=limits.max_parallel_calls,
                 )
                 tools.append(wrapped)
-            model = ChatModel(recorder=recorder, sampling=sampling)
-            work = self.run_graph(row, model, tools)
+            model = ChatModel(recorder=recorder, sampling=request.sampling)
+            work = self.run_graph(request.row, model, tools)
             output = await run_user_agent(work, recorder, timeout=limits.run_timeout)
             scores = await session.calc_rewards()
         return to_trajectory(
-            recorder,
-            row=row,
-            output=output,
-            group_id=group_id,
+            recorder.turns,
+            request,
             agent_name=self.name,
-            metrics=session.metrics,
+            refused=recorder.refused,
+            metrics={**recorder.metrics, **session.metrics},
+            output=output,
             tool_scores=scores,
         )

@@ -4,10 +4,8 @@ A loop is registered by name and chosen by the row's ``agent_name``::
 
     @register_agent("my_agent")
     class MyAgent(AgentLoop):
-        async def run(self, row, *, trajectory_id, group_id, sampling):
-            episode = self.start(
-                row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling
-            )
+        async def play(self, request):
+            episode = self.start(request)
             await episode.generate()
             return episode.finish(FinishReason.ANSWER)
 
@@ -20,16 +18,16 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
-from jax_agent_rl.agents.context import AgentContext, Prefix, derive_seed
+from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.agents.request import EpisodeRequest
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.run import default_agent
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.base import BaseTool
-from jax_agent_rl.types import Fork, SamplingParams, Trajectory
+from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.near_names import did_you_mean
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 
@@ -44,96 +42,68 @@ class AgentLoop(ABC):
     its own."""
     describes_tools: ClassVar[bool] = False
     """Whether its prompts describe the run's tools, unless ``agent.tool_prompt`` is ``none``."""
+    continues_prefix: ClassVar[bool] = False
+    """Whether :meth:`play` goes on from a request's ``prefix``: trajectories can then branch, and a
+    resumed run continues them. A subclass with a ``play`` of its own says so again."""
 
     def __init__(self, context: AgentContext):
         self.context = context
 
     @abstractmethod
-    async def run(
-        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory | Sequence[Trajectory]:
+    async def play(self, request: EpisodeRequest) -> Trajectory | Sequence[Trajectory]:
         """Run one trajectory to its end; with several roles, one for each role that took a turn.
 
-        Args:
-            row: ``prompt`` (messages), ``data_source``, ``agent_name``,
-                ``reward_model.ground_truth``, ``extra_info`` (``tools_kwargs``, ``tool_selection``,
-                …).
-            trajectory_id: unique within the run; also the session id of its requests.
-            group_id: shared by the trajectories of one prompt.
-            sampling: ``max_tokens`` caps each turn, besides the budgets. Every turn derives its own
-                seed from ``seed``.
-
         Raises:
+            ReplayError: a replay of the request's prefix gave other answers than the recorded ones.
             TrajectoryError: this trajectory is lost, for the reason in ``drop_reason``.
         """
 
-    async def branch(
-        self, parent: Trajectory, fork: Fork, *, trajectory_id: str, sampling: SamplingParams
-    ) -> Trajectory:
-        """Run a trajectory that shares ``parent``'s beginning up to ``fork``.
-
-        Args:
-            parent: a finished trajectory of this loop.
-            fork: where to leave it; not at its prompt, that is :meth:`run`.
-            trajectory_id: id of the branch.
-
-        Raises:
-            ConfigError: this loop cannot branch, see :meth:`can_branch`.
-            ReplayError: a replay gave other answers than the parent got.
-            TrajectoryError: as :meth:`run`.
-        """
-        raise ConfigError(
-            f"agent {self.name!r} cannot go on from the middle of another trajectory; set"
-            f" rollout.strategy.name=chain, or use one of {branching_agents()}"
-        )
-
-    async def resume(
+    def start(
         self,
-        prefix: Prefix,
-        row: Mapping[str, Any],
+        request: EpisodeRequest,
         *,
-        trajectory_id: str,
-        group_id: str,
-        sampling: SamplingParams,
-    ) -> Trajectory:
-        """Run a trajectory from its prefix to its end; see :meth:`run` for the other arguments.
+        tools: Mapping[str, BaseTool] | None = None,
+        opening: Sequence[Mapping[str, Any]] = (),
+        tool_schemas: Sequence[Mapping[str, Any]] = (),
+    ) -> Episode:
+        """Start the trajectory of a request.
 
-        Args:
-            prefix: what was sampled before the interruption, see :meth:`Episode.progress`.
+        With a role (:meth:`EpisodeRequest.as_role`), the model or adapter that plays it samples the
+        turns. The other arguments are those of :class:`~jax_agent_rl.agents.episode.Episode`.
 
         Raises:
-            ReplayError: a replay gave other answers than the recorded ones.
-            TrajectoryError: as :meth:`run`.
+            DataError, PromptTooLongError, TemplateError: see
+                :class:`~jax_agent_rl.agents.episode.Episode`.
+            ValueError: the loop has no such role.
         """
-        raise NotImplementedError(
-            f"agent {self.name!r} cannot go on from the middle of a trajectory"
+        role = request.role
+        if role is not None and role not in self.roles:
+            raise ValueError(
+                f"agent {self.name!r} starts role {role!r}, its roles are {self.roles};"
+                " add it there"
+            )
+        return Episode(
+            self.context.for_request(request),
+            request,
+            agent_name=self.name,
+            tools=tools or {},
+            opening=opening,
+            tool_schemas=tool_schemas,
         )
 
     @classmethod
     def can_branch(cls) -> bool:
-        """Return whether :meth:`branch` continues what :meth:`run` begins.
-
-        It does if the same class defines both.
-        """
+        """Return whether :meth:`play` goes on from prefixes, as the class that defines it says."""
         for ancestor in cls.__mro__:
-            defines_run = "run" in vars(ancestor)
-            defines_branch = "branch" in vars(ancestor)
-            if defines_run or defines_branch:
-                return defines_run and defines_branch
+            if "play" in vars(ancestor):
+                return vars(ancestor).get("continues_prefix", False)
         return False
 
     def branching_problem(self, row: Mapping[str, Any]) -> str | None:
-        """Return why trajectories of this row cannot branch, or None; asked before a run."""
+        """Return why trajectories of this row cannot go on from a prefix, or None."""
         if self.can_branch():
             return None
         return f"agent {self.name!r} cannot branch; there are {branching_agents()}"
-
-    def can_resume(self, row: Mapping[str, Any]) -> bool:
-        """Return whether :meth:`resume` continues trajectories of this row.
-
-        It does only if they could branch as well.
-        """
-        return type(self).resume is not AgentLoop.resume and self.branching_problem(row) is None
 
     async def close(self) -> None:
         """Close what the loop keeps open between trajectories (servers, connections).
@@ -151,60 +121,6 @@ class AgentLoop(ABC):
             ConfigError: a dependency is unavailable; names the key to change.
         """
         return None
-
-    def start(
-        self,
-        row: Mapping[str, Any],
-        *,
-        trajectory_id: str,
-        group_id: str,
-        sampling: SamplingParams,
-        tools: Mapping[str, BaseTool] | None = None,
-        opening: Sequence[Mapping[str, Any]] = (),
-        tool_schemas: Sequence[Mapping[str, Any]] = (),
-        prefix: Prefix | None = None,
-        role: str | None = None,
-    ) -> Episode:
-        """Start a trajectory of this loop.
-
-        With ``role``, one of :attr:`roles`, the model or adapter that plays it samples the turns.
-        Give the ids and the sampling that :meth:`run` was called with; the row may differ, in its
-        prompt for one. The other arguments are those of
-        :class:`~jax_agent_rl.agents.episode.Episode`.
-
-        Raises:
-            DataError, PromptTooLongError, TemplateError: see
-                :class:`~jax_agent_rl.agents.episode.Episode`.
-            ValueError: the loop has no such role.
-        """
-        context = self.context
-        if role is not None:
-            if role not in self.roles:
-                raise ValueError(
-                    f"agent {self.name!r} starts role {role!r}, its roles are {self.roles};"
-                    " add it there"
-                )
-            context = context.as_role(role)
-            trajectory_id = role_id(trajectory_id, role)
-            if sampling.seed is not None:
-                sampling = replace(sampling, seed=derive_seed(sampling.seed, role))
-        return Episode(
-            context.for_row(row),
-            row,
-            agent_name=self.name,
-            trajectory_id=trajectory_id,
-            group_id=group_id,
-            sampling=sampling,
-            tools=tools or {},
-            opening=opening,
-            tool_schemas=tool_schemas,
-            prefix=prefix,
-        )
-
-
-def role_id(trajectory_id: str, role: str) -> str:
-    """Return the id of a role's trajectory in the episode with this id."""
-    return f"{trajectory_id}/{role}"
 
 
 _AGENTS: dict[str, type[AgentLoop]] = {}

@@ -39,7 +39,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
-from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
+from jax_agent_rl.agents.context import AgentContext, AgentEvent
 from jax_agent_rl.agents.conversation import (
     ChatReply,
     OnText,
@@ -52,6 +52,7 @@ from jax_agent_rl.agents.conversation import (
     read_reply,
 )
 from jax_agent_rl.agents.prompt import SessionImages, for_template, without_data
+from jax_agent_rl.agents.request import derive_seed
 from jax_agent_rl.agents.session_tree import RecordedTurn, TurnRequest
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import (

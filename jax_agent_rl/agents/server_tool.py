@@ -26,14 +26,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.context import AgentContext, Prefix
+from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode, media_kinds
-from jax_agent_rl.agents.loop import register_agent
+from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.agents.request import EpisodeRequest, Prefix
 from jax_agent_rl.agents.turn_loop import (
     SERVER_REMEDY,
     Responder,
-    StartEpisode,
-    TurnLoopAgent,
     check_replay,
     describe_call,
     run_turns,
@@ -211,9 +210,10 @@ class ServerResponder(Responder):
     async def look_first(self, episode: Episode) -> None:
         """Add an observation of the new environment to the prompt (``agent.call_tool_first``)."""
         observation, record = await self._step("", 0)
-        if episode.prefix is not None:
+        prefix = episode.request.prefix
+        if prefix is not None:
             # The inherited prompt has the observation already; the new environment must agree.
-            recorded = episode.prefix.messages_before(0)[-1]["content"]
+            recorded = prefix.messages_before(0)[-1]["content"]
             check_replay(0, record.name, recorded, record.observation, remedy=SERVER_REMEDY)
             return
         if observation.done:
@@ -327,7 +327,7 @@ class ServerResponder(Responder):
 
 
 @register_agent("server_tool_agent")
-class ServerToolAgent(TurnLoopAgent):
+class ServerToolAgent(AgentLoop):
     """Runs the loop of this module.
 
     Settings: :class:`~jax_agent_rl.config.ServerToolConfig`.
@@ -335,6 +335,8 @@ class ServerToolAgent(TurnLoopAgent):
     Raises:
         ConfigError: no tool server is configured, or no turn would ever call it.
     """
+
+    continues_prefix = True
 
     def __init__(self, context: AgentContext):
         super().__init__(context)
@@ -357,24 +359,20 @@ class ServerToolAgent(TurnLoopAgent):
         if self._server:
             await self._server.close()
 
-    async def play(
-        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
-    ) -> Trajectory:
+    async def play(self, request: EpisodeRequest) -> Trajectory:
         limits = self.context.limits
         async with self._slots:
-            episode = start()
+            episode = self.start(request)
             if self._server is None:
                 output = await episode.generate(
                     session_ends=True, max_tokens=limits.max_action_length
                 )
                 reason = _finish_reason(episode, output, limits)
             else:
-                reason = await self._play_with_server(self._server, episode, row, trajectory_id)
+                reason = await self._play_with_server(self._server, episode)
         return episode.finish(reason, no_loss=self._no_loss(episode, reason))
 
-    async def _play_with_server(
-        self, server: ToolServerClient, episode: Episode, row: Mapping[str, Any], trajectory_id: str
-    ) -> FinishReason:
+    async def _play_with_server(self, server: ToolServerClient, episode: Episode) -> FinishReason:
         """Run the turns of an episode against its environment on the tool server."""
         send = server.step
         if self._lockstep is not None:
@@ -384,9 +382,10 @@ class ServerToolAgent(TurnLoopAgent):
         if self._observations.are_messages:
             modalities = self.context.modalities
 
-        environment = ToolEnvironment(server, send, trajectory_id, modalities=modalities)
+        request = episode.request
+        environment = ToolEnvironment(server, send, request.trajectory_id, modalities=modalities)
         async with environment, self._lockstep or nullcontext():
-            responder = ServerResponder(self.context, self._observations, environment, row)
+            responder = ServerResponder(self.context, self._observations, environment, request.row)
             if self.context.limits.call_tool_first:
                 await responder.look_first(episode)
             reason = await run_turns(episode, responder)

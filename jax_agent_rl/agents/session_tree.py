@@ -9,9 +9,10 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax_agent_rl.agents.conversation import ChatReply, assistant_message
+from jax_agent_rl.agents.request import EpisodeRequest
 from jax_agent_rl.errors import TrajectoryError
 from jax_agent_rl.types import (
     FinishReason,
@@ -24,10 +25,6 @@ from jax_agent_rl.types import (
     join_routed,
 )
 from jax_agent_rl.utils.media import text_message
-
-if TYPE_CHECKING:
-    from jax_agent_rl.agents.recorder import ChatRecorder
-
 
 Media = Mapping[str, tuple[Any, ...]]
 """Images by kind, in order of their placeholders."""
@@ -124,41 +121,43 @@ class RecordedTurn(TurnRequest):
 
 
 def to_trajectory(
-    recorder: ChatRecorder,
+    turns: Sequence[RecordedTurn],
+    request: EpisodeRequest,
     *,
-    row: Mapping[str, Any],
-    output: Any = None,
-    group_id: str,
     agent_name: str,
+    refused: FinishReason | None = None,
     metrics: Mapping[str, float] | None = None,
+    output: Any = None,
     tool_scores: Mapping[str, float] | None = None,
 ) -> Trajectory:
-    """Return what a session recorded as a trajectory without scores.
+    """Return the turns of a session as a trajectory without scores.
 
     Args:
+        request: the request that the session plays.
+        refused: the limit that refused the turn after the last one; None if there was none.
+        metrics: numbers for ``Trajectory.metrics``, besides the counts of turns.
         output: the agent's result, for the reward function: ``extra_info.agent_output`` unless it
             is None.
-        metrics: numbers to add to the recorder's.
         tool_scores: the result of :meth:`ToolSession.calc_rewards`.
 
     Raises:
         TrajectoryError: nothing was sampled, or ``output`` is not JSON, so it cannot be saved with
             the trajectory.
     """
-    if not recorder.turns:
+    if not turns:
         raise TrajectoryError(
-            f"{recorder.session_id}: the agent ended without asking the model anything"
+            f"{request.trajectory_id}: the agent ended without asking the model anything"
         )
-    main_path, *other_paths = paths_to_train(recorder.turns)
+    main_path, *other_paths = paths_to_train(turns)
 
     counts = Counter(segments=len(other_paths), malformed_calls=0, tool_calls=0, tool_errors=0)
-    for turn in recorder.turns:
+    for turn in turns:
         counts["malformed_calls"] += len(turn.reply.malformed)
         counts["tool_calls"] += len(turn.tool_calls)
         counts["tool_errors"] += sum(call.error is not None for call in turn.tool_calls)
 
     # Paths share turns. Each turn is trained on once: in the first sequence that it is in.
-    labels = {"group_id": group_id, "agent_name": agent_name}
+    labels = {"group_id": request.group_id, "agent_name": agent_name}
     trained = set(main_path)
     segments = []
     for number, path in enumerate(other_paths, start=1):
@@ -166,19 +165,18 @@ def to_trajectory(
         while path[first_new] in trained:
             first_new += 1
         trained.update(path)
-        segment = _sequence(
-            path, first_new, trajectory_id=f"{recorder.session_id}#{number}", **labels
-        )
+        segment_id = f"{request.trajectory_id}#{number}"
+        segment = _sequence(path, first_new, trajectory_id=segment_id, **labels)
         segments.append(replace(segment, finish_reason=_finish_reason(path[-1], None)))
 
+    row = request.row
     if output is not None:
         row = _with_output(row, output)
     return replace(
-        _sequence(main_path, 0, trajectory_id=recorder.session_id, **labels),
-        finish_reason=_finish_reason(main_path[-1], recorder.refused),
+        _sequence(main_path, 0, trajectory_id=request.trajectory_id, **labels),
+        finish_reason=_finish_reason(main_path[-1], refused),
         row=row,
         metrics={
-            **recorder.metrics,
             **{name: float(count) for name, count in counts.items()},
             **(metrics or {}),
         },

@@ -26,14 +26,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax_agent_rl.agents.context import AgentContext, Prefix
+from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.loop import register_agent
+from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.agents.request import EpisodeRequest, Prefix
 from jax_agent_rl.agents.turn_loop import (
     SERVER_REMEDY,
     Responder,
-    StartEpisode,
-    TurnLoopAgent,
     answer_or_cut,
     check_replay,
     describe_call,
@@ -139,7 +138,7 @@ class MarkerResponder(Responder):
 
 
 @register_agent("text_tool_agent")
-class TextToolAgent(TurnLoopAgent):
+class TextToolAgent(AgentLoop):
     """Text between ``<tool>`` and ``</tool>`` is code for a tool server.
 
     Settings: ``tool_config``.
@@ -147,6 +146,8 @@ class TextToolAgent(TurnLoopAgent):
     Raises:
         ConfigError: ``tool_config.server_url`` is missing or wrong.
     """
+
+    continues_prefix = True
 
     def __init__(self, context: AgentContext):
         super().__init__(context)
@@ -158,13 +159,11 @@ class TextToolAgent(TurnLoopAgent):
     async def close(self) -> None:
         await self.client.close()
 
-    async def play(
-        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
-    ) -> Trajectory:
-        episode = start()
-        extra_info = row.get("extra_info") or {}
+    async def play(self, request: EpisodeRequest) -> Trajectory:
+        episode = self.start(request)
+        extra_info = request.row.get("extra_info") or {}
         async with ToolEnvironment(
-            self.client.server, self.client.execute, trajectory_id
+            self.client.server, self.client.execute, request.trajectory_id
         ) as environment:
 
             async def call(code: str) -> ServerObservation:
@@ -186,7 +185,7 @@ class TextToolAgent(TurnLoopAgent):
 
 
 @register_agent("search_agent")
-class SearchAgent(TurnLoopAgent):
+class SearchAgent(AgentLoop):
     """Text between ``<search>`` and ``</search>`` is a query for a retrieval server.
 
     Settings: ``search``.
@@ -194,6 +193,8 @@ class SearchAgent(TurnLoopAgent):
     Raises:
         ConfigError: ``search.server_url`` is missing or wrong.
     """
+
+    continues_prefix = True
 
     def __init__(self, context: AgentContext):
         super().__init__(context)
@@ -205,10 +206,8 @@ class SearchAgent(TurnLoopAgent):
     async def close(self) -> None:
         await self.client.close()
 
-    async def play(
-        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
-    ) -> Trajectory:
-        episode = start()
+    async def play(self, request: EpisodeRequest) -> Trajectory:
+        episode = self.start(request)
         responder = MarkerResponder(
             self.context,
             self._search,

@@ -22,17 +22,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.context import AgentContext, Prefix
+from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode, media_kinds, spoken_messages
-from jax_agent_rl.agents.loop import register_agent
-from jax_agent_rl.agents.turn_loop import (
-    Responder,
-    StartEpisode,
-    TurnLoopAgent,
-    check_replay,
-    describe_call,
-    run_turns,
-)
+from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.agents.request import EpisodeRequest, Prefix
+from jax_agent_rl.agents.turn_loop import Responder, check_replay, describe_call, run_turns
 from jax_agent_rl.chat.grammar import GrammarError
 from jax_agent_rl.chat.grammar_limits import in_grammar_thread
 from jax_agent_rl.checks import is_number
@@ -197,25 +191,22 @@ class ToolResponder(Responder):
 
 
 @register_agent("tool_agent")
-class ToolAgent(TurnLoopAgent):
+class ToolAgent(AgentLoop):
     """Multi-turn with tools, within the limits of :class:`~jax_agent_rl.config.AgentConfig`."""
 
     describes_tools = True
+    continues_prefix = True
 
-    async def play(
-        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
-    ) -> Trajectory:
+    async def play(self, request: EpisodeRequest) -> Trajectory:
         context = self.context
-        extra_info = row.get("extra_info") or {}
+        extra_info = request.row.get("extra_info") or {}
         tools = context.tools.select(extra_info.get("tool_selection"))
         schemas = list_schemas(tools)
-        episode = start(tools=tools)
+        episode = self.start(request, tools=tools)
 
         async with (
-            self._user(row, trajectory_id) as user,
-            tool_session(
-                context, tools, row, trajectory_id, modalities=context.modalities
-            ) as session,
+            self._user(request) as user,
+            tool_session(context, tools, request, modalities=context.modalities) as session,
         ):
             grammar = await self._turn_grammar(schemas, episode.codec)
             responder = ToolResponder(context, session, schemas, user, grammar)
@@ -250,7 +241,7 @@ class ToolAgent(TurnLoopAgent):
         )
 
     def _user(
-        self, row: Mapping[str, Any], trajectory_id: str
+        self, request: EpisodeRequest
     ) -> AbstractAsyncContextManager[InteractionSession | None]:
         return nullcontext()
 
@@ -262,9 +253,9 @@ class InteractionAgent(ToolAgent):
     ``extra_info.interaction_kwargs`` names the user and says what it knows.
     """
 
-    def _user(self, row: Mapping[str, Any], trajectory_id: str) -> InteractionSession:
+    def _user(self, request: EpisodeRequest) -> InteractionSession:
         users = self.context.interactions
-        extra_info = row.get("extra_info") or {}
+        extra_info = request.row.get("extra_info") or {}
         kwargs = dict(extra_info.get("interaction_kwargs") or {})
         name = kwargs.pop("name", None)
         if name is None and len(users) == 1:
@@ -277,7 +268,7 @@ class InteractionAgent(ToolAgent):
         return InteractionSession(
             users[name],
             name=name,
-            instance_id=trajectory_id,
+            instance_id=request.trajectory_id,
             kwargs=kwargs,
             timeout=users.timeout,
             failures=self.context.failures,
@@ -287,8 +278,7 @@ class InteractionAgent(ToolAgent):
 def tool_session(
     context: AgentContext,
     tools: Mapping[str, BaseTool],
-    row: Mapping[str, Any],
-    trajectory_id: str,
+    request: EpisodeRequest,
     *,
     modalities: Collection[str] = (),
 ) -> ToolSession:
@@ -299,10 +289,10 @@ def tool_session(
     """
     limits = context.limits
     codec = context.codec
-    extra_info = row.get("extra_info") or {}
+    extra_info = request.row.get("extra_info") or {}
     return ToolSession(
         tools,
-        trajectory_id,
+        request.trajectory_id,
         kwargs=extra_info.get("tools_kwargs") or {},
         timeout=limits.tool_timeout,
         max_response_length=limits.max_tool_response_length,

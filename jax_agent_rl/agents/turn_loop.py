@@ -9,7 +9,7 @@
 
 What differs between agents is the :class:`Responder`: tools, a tool server, text markers, an
 environment or a simulated user. It decides which part of a turn is an action, answers it, and says
-when to stop; :meth:`TurnLoopAgent.play` opens what it works on and closes it.
+when to stop. :meth:`AgentLoop.play` of each agent opens what its responder works on and closes it.
 
 Tools, tool servers, environments and simulated users keep state per trajectory. A branch is a
 trajectory of its own, so they answer the inherited turns once more, in order. Their answers must
@@ -20,21 +20,19 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from jax_agent_rl.agents.context import AgentContext, Prefix
+from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.agents.request import EpisodeRequest, Prefix
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ReplayError
 from jax_agent_rl.tools.base import truncate_text
 from jax_agent_rl.types import (
     FinishReason,
-    Fork,
-    SamplingParams,
     StopReason,
     TokenOutput,
     ToolCallRecord,
@@ -107,8 +105,9 @@ class Responder(ABC):
 
 async def run_turns(episode: Episode, responder: Responder) -> FinishReason:
     """Run turns from where the episode stands until one ends the trajectory, and return why."""
-    if episode.prefix is not None:
-        await _replay(episode, episode.prefix, responder)
+    prefix = episode.request.prefix
+    if prefix is not None:
+        await _replay(episode, prefix, responder)
 
     while True:
         limit = responder.turn_limit(len(episode.turns))
@@ -164,70 +163,13 @@ def answer_or_cut(output: TokenOutput) -> FinishReason:
     return FinishReason.ANSWER
 
 
-StartEpisode = Callable[..., Episode]
-"""Starts the episode of a run or a branch; takes ``tools``, ``opening`` and ``tool_schemas`` of
-:meth:`AgentLoop.start`."""
-
-
-class TurnLoopAgent(AgentLoop):
-    """An agent loop over :func:`run_turns`; its trajectories can branch."""
-
-    async def run(
-        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
-        start = partial(
-            self.start,
-            row,
-            trajectory_id=trajectory_id,
-            group_id=group_id,
-            sampling=sampling,
-        )
-        return await self.play(start, row, trajectory_id)
-
-    async def branch(
-        self, parent: Trajectory, fork: Fork, *, trajectory_id: str, sampling: SamplingParams
-    ) -> Trajectory:
-        return await self.resume(
-            Prefix.of(parent, fork),
-            parent.row,
-            trajectory_id=trajectory_id,
-            group_id=parent.group_id,
-            sampling=sampling,
-        )
-
-    async def resume(
-        self,
-        prefix: Prefix,
-        row: Mapping[str, Any],
-        *,
-        trajectory_id: str,
-        group_id: str,
-        sampling: SamplingParams,
-    ) -> Trajectory:
-        start = partial(
-            self.start,
-            row,
-            trajectory_id=trajectory_id,
-            group_id=group_id,
-            sampling=sampling,
-            prefix=prefix,
-        )
-        return await self.play(start, row, trajectory_id)
-
-    @abstractmethod
-    async def play(
-        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
-    ) -> Trajectory:
-        """Open what the responder works on, start the episode, run its turns, and finish it."""
-
-
 @register_agent("single_turn_agent")
-class SingleTurnAgent(TurnLoopAgent):
+class SingleTurnAgent(AgentLoop):
     """One prompt, one answer, no tools."""
 
-    async def play(
-        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
-    ) -> Trajectory:
-        episode = start()
+    continues_prefix = True
+
+    async def play(self, request: EpisodeRequest) -> Trajectory:
+        episode = self.start(request)
         output = await episode.generate(session_ends=True)
         return episode.finish(answer_or_cut(output))

@@ -3,9 +3,9 @@
 ::
 
     rows ─► a task per group ─► strategy.next_wave ─► a task per trajectory ─► reward ─► outcome ─┐
-                 │                      ▲              run, or branch          │                  │
-                 │                      │              waits for a slot        └─ any failure:    │
-                 │                      │              (max_in_flight)            counted by its  │
+                 │                      ▲              waits for a slot        │                  │
+                 │                      │              (max_in_flight), then   └─ any failure:    │
+                 │                      │              EpisodeRequest ─► agent    counted by its  │
                  │ no further wave      │                                         reason, others  │
                  ▼                      └─────────────── all outcomes of the wave ── go on ◄──────┘
               caller
@@ -26,8 +26,15 @@ from contextlib import AbstractContextManager, AsyncExitStack, closing, nullcont
 from dataclasses import replace
 from typing import Any
 
-from jax_agent_rl.agents import AgentContext, AgentLoop, AgentSelector, derive_seed, role_id
-from jax_agent_rl.agents.context import Prefix
+from jax_agent_rl.agents import (
+    AgentContext,
+    AgentLoop,
+    AgentSelector,
+    EpisodeRequest,
+    Prefix,
+    derive_seed,
+    role_id,
+)
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.collect.groups import (
     NO_LIMITS,
@@ -39,7 +46,7 @@ from jax_agent_rl.collect.groups import (
 )
 from jax_agent_rl.collect.priority_semaphore import PrioritySemaphore
 from jax_agent_rl.collect.strategies import Chains, Growth, Outcome, Start, Strategy
-from jax_agent_rl.errors import ReplayError, TrajectoryError
+from jax_agent_rl.errors import ConfigError, ReplayError, TrajectoryError
 from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
 from jax_agent_rl.utils.failures import describe_error, error_place, raised_by_user
@@ -200,15 +207,7 @@ class RolloutCollector:
             raise ValueError(
                 f"{label} trajectories of step {step} are still in flight: group {group.group_id}"
             )
-        try:
-            return await self._grow(group)
-        except BaseException:
-            self.accounting.drop(group.started & self.accounting.in_flight, why_stopped())
-            raise
-
-    async def _grow(self, group: OpenGroup) -> Group:
-        """Run one group, wave after wave, to its end."""
-        growth = Growth(group_size=group.group_size, seed=derive_seed(*group.seed_parts))
+        growth = Growth(group_size=group_size, seed=derive_seed(*group.seed_parts))
         started = 0
         try:
             while starts := self._strategy.next_wave(growth):
@@ -216,16 +215,19 @@ class RolloutCollector:
                     tasks = []
                     async with asyncio.TaskGroup() as wave:
                         for start in starts:
-                            run = self._run(group, started, start, deadlines)
-                            tasks.append(wave.create_task(run))
+                            member = self._run(group, started, start, deadlines)
+                            tasks.append(wave.create_task(member))
                             started += 1
                 group.waves.append([task.result() for task in tasks])
                 growth = replace(growth, waves=tuple(group.waves))
+            return self._close(group, self._strategy.select(growth))
+        except BaseException:
+            self.accounting.drop(group.started & self.accounting.in_flight, why_stopped())
+            raise
         finally:
             if self._strategy.branches:  # until here, others might have branched from any of them
                 for number in range(started):
-                    self._client.end_session(f"{group.group_id}-{number}")
-        return self._close(group, self._strategy.select(growth))
+                    self._client.end_session(group.member_id(number))
 
     def _close(self, group: OpenGroup, selected: Sequence[Trajectory]) -> Group:
         """Return the complete group; count what the strategy did not select."""
@@ -260,31 +262,37 @@ class RolloutCollector:
     async def _run(
         self, group: OpenGroup, number: int, start: Start, deadlines: GroupDeadlines
     ) -> Outcome:
-        """Run one trajectory; count it if it is lost."""
-        trajectory_id = f"{group.group_id}-{number}"
+        """Run one member of a group; count it if it is lost."""
+        trajectory_id = group.member_id(number)
         record = group.record
         recorded = record.ended.get(number)
         if recorded is not None:
             deadlines.recall(survived=isinstance(recorded, Trajectory))
             return self._recall(group, trajectory_id, start, recorded)
 
+        result: tuple[Trajectory, ...] | DropReason
         with self._traced(group, number) as trace:
             async with AsyncExitStack() as slot:
                 with span("wait", "slot"):
                     await slot.enter_async_context(self._slots.take(urgency=len(group.waves)))
                 self.accounting.start(trajectory_id)
                 group.started.add(trajectory_id)
-                record.running[number] = lambda: self._progress(group, trajectory_id, number)
-                run = self._run_or_reason(group, trajectory_id, number, start)
-                result = await deadlines.limit(run)
+                record.running[number] = lambda: self._progress(group, number)
+                try:
+                    result = await deadlines.limit(self._play(group, number, start))
+                except asyncio.CancelledError as error:
+                    task = asyncio.current_task()
+                    if task is not None and task.cancelling():
+                        raise  # counted by collect_one, with everything that was started
+                    result = self._report_loss(trajectory_id, error)
+                except Exception as error:
+                    result = self._report_loss(trajectory_id, error)
             if trace:
                 trace.set(**trace_fields(result))
         record.running.pop(number)
 
         if isinstance(result, DropReason):
             record.ended[number] = result
-            if result in (DropReason.TRAJECTORY_TIMEOUT, DropReason.STRAGGLER):
-                self._report_loss(trajectory_id, result, deadlines.explain(result))
             self.accounting.drop([trajectory_id], result)
             group.dropped[result] += 1
             return Outcome(trajectory_id=trajectory_id, start=start, trajectories=())
@@ -317,15 +325,16 @@ class RolloutCollector:
         )
         return Outcome(trajectory_id=trajectory_id, start=start, trajectories=(trajectory,))
 
-    def _progress(self, group: OpenGroup, trajectory_id: str, number: int) -> Prefix | None:
-        """Return what a running trajectory can go on from.
+    def _progress(self, group: OpenGroup, number: int) -> Prefix | None:
+        """Return what a running member can go on from.
 
         That is what it has now, or what it had in an earlier process.
         """
         prefix = None
-        episode = self._context.episodes.get(trajectory_id)
-        if episode is not None and self._agents.for_row(group.row).can_resume(group.row):
-            prefix = episode.progress()
+        episode = self._context.episodes.get(group.member_id(number))
+        if episode is not None:
+            if self._agents.for_row(group.row).branching_problem(group.row) is None:
+                prefix = episode.progress()
         if prefix is None:
             prefix = group.record.partial.get(number)
         return prefix
@@ -335,7 +344,7 @@ class RolloutCollector:
             return NO_SPAN
         _, _, step, sample = group.seed_parts
         return self._tracer.trajectory(
-            trajectory_id=f"{group.group_id}-{number}",
+            trajectory_id=group.member_id(number),
             group_id=group.group_id,
             group_size=group.group_size,
             step=int(step),
@@ -344,80 +353,100 @@ class RolloutCollector:
             validate=self._validate,
         )
 
-    async def _run_or_reason(
-        self, group: OpenGroup, trajectory_id: str, number: int, start: Start
-    ) -> tuple[Trajectory, ...] | DropReason:
-        """Return the scored trajectories, or why there is none.
-
-        Only a cancellation of the task itself propagates.
-        """
+    async def _play(self, group: OpenGroup, number: int, start: Start) -> tuple[Trajectory, ...]:
+        """Let the row's agent play one member, and return its scored trajectories, one per role."""
         start_time = time.perf_counter()
-        seed = derive_seed(*group.seed_parts, number)
+        loop = self._agents.for_row(group.row)
+        request = self._request(group, number, start, loop)
         try:
-            sampling = replace(group.sampling, seed=seed)
-            trajectories = await self._continue(group, trajectory_id, number, sampling)
-            if not trajectories:
-                trajectories = await self._play(group, trajectory_id, start, sampling)
-            self._check_episode(trajectory_id, trajectories)
-            scored = [await self._scored(trajectory) for trajectory in trajectories]
-        except TrajectoryError as error:
+            try:
+                with _named(loop):
+                    result = await loop.play(request)
+            except ReplayError as error:
+                if start.fork is not None or request.prefix is None:
+                    raise
+                # An earlier process had begun it, and its tools answer otherwise now.
+                self._context.failures.report(
+                    "starts again, as it cannot be continued",
+                    f"{request.trajectory_id} starts again, as it cannot be continued: {error}",
+                )
+                del group.record.partial[number]
+                with _named(loop):
+                    result = await loop.play(replace(request, prefix=None))
+
+            if isinstance(result, Trajectory):
+                result = [replace(result, fork=start.fork)]
+            self._check_episode(request.trajectory_id, result)
+            scored = [await self._scored(trajectory) for trajectory in result]
+        finally:
+            if not self._strategy.branches:
+                self._client.end_session(request.trajectory_id)
+            for role in loop.roles:  # they do not branch: nothing will go on from here
+                self._context.client_of(role).end_session(role_id(request.trajectory_id, role))
+        seconds = time.perf_counter() - start_time
+
+        timed = []
+        for trajectory in scored:
+            metrics = {**trajectory.metrics, "total_seconds": seconds}
+            timed.append(replace(trajectory, metrics=metrics))
+        return tuple(timed)
+
+    def _request(
+        self, group: OpenGroup, number: int, start: Start, loop: AgentLoop
+    ) -> EpisodeRequest:
+        """Return what the agent has to play: from the prompt, from a fork or where it left off."""
+        trajectory_id = group.member_id(number)
+        fork = start.fork
+        prefix = None
+        if fork is not None and not fork.at_prompt:
+            problem = loop.branching_problem(group.row)
+            if problem is not None:
+                raise ConfigError(f"{problem}; set rollout.strategy.name=chain")
+            self._client.fork_session(fork.parent_id, trajectory_id)
+            prefix = Prefix.of(group.survivor(fork.parent_id), fork)
+        elif number in group.record.partial and loop.branching_problem(group.row) is None:
+            prefix = group.record.partial[number]
+
+        seed = derive_seed(*group.seed_parts, number)
+        return EpisodeRequest(
+            row=group.row,
+            trajectory_id=trajectory_id,
+            group_id=group.group_id,
+            sampling=replace(group.sampling, seed=seed),
+            prefix=prefix,
+        )
+
+    def _report_loss(self, trajectory_id: str, error: BaseException) -> DropReason:
+        """Report a lost trajectory, and return why it is lost.
+
+        Further ones with the same reason and place in the code are only counted.
+        """
+        reason = DropReason.AGENT_ERROR
+        cause: BaseException | None = error
+        place = ""
+        if isinstance(error, TrajectoryError):
+            reason = error.drop_reason
+            cause = error.__cause__
             message = str(error)
             place = error.failed_at
             if not place:
                 place = raised_by_user(error)
                 if place:
                     message = f"{message} ({place})"
-            self._report_loss(
-                trajectory_id, error.drop_reason, message, place=place, error=error.__cause__
-            )
-            return error.drop_reason
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise  # counted by collect, as everything that was not yielded
-            self._report_loss(
-                trajectory_id, DropReason.AGENT_ERROR, "a cancelled future was awaited", error=error
-            )
-            return DropReason.AGENT_ERROR
-        except Exception as error:
+        elif isinstance(error, asyncio.CancelledError):
+            message = "a cancelled future was awaited"
+        else:
             message = f"its agent raised {describe_error(error)}"
             place = error_place(error)
-            self._report_loss(
-                trajectory_id, DropReason.AGENT_ERROR, message, place=place, error=error
-            )
-            return DropReason.AGENT_ERROR
-        finally:
-            if not self._strategy.branches:
-                self._client.end_session(trajectory_id)
-        seconds = time.perf_counter() - start_time
 
-        timed = []
-        for trajectory in scored:
-            timed.append(
-                replace(trajectory, metrics={**trajectory.metrics, "total_seconds": seconds})
-            )
-        return tuple(timed)
-
-    def _report_loss(
-        self,
-        trajectory_id: str,
-        reason: DropReason,
-        message: str,
-        *,
-        place: str = "",
-        error: BaseException | None = None,
-    ) -> None:
-        """Report a lost trajectory.
-
-        Further ones with the same reason and place in the code are only counted.
-        """
         self.latest_losses[reason] = message
         kind = f"dropped ({reason})"
         if place:
             kind += f" at {place}"
         self._context.failures.report(
-            kind, f"{trajectory_id} dropped ({reason}): {message}", error=error
+            kind, f"{trajectory_id} dropped ({reason}): {message}", error=cause
         )
+        return reason
 
     async def _scored(self, trajectory: Trajectory) -> Trajectory:
         with span("reward", str(trajectory.row.get("data_source") or "")) as scoring:
@@ -445,64 +474,6 @@ class RolloutCollector:
             raise TrajectoryError(
                 f"{episode_id}: no role that is trained took a turn; these did: {roles}"
             )
-
-    async def _continue(
-        self, group: OpenGroup, trajectory_id: str, number: int, sampling: SamplingParams
-    ) -> Sequence[Trajectory]:
-        """Run a trajectory on from where an earlier process left it; return none if it cannot."""
-        row = group.row
-        prefix = group.record.partial.get(number)
-        loop = self._agents.for_row(row)
-        if prefix is None or not loop.can_resume(row):
-            return ()
-        try:
-            with _named(loop):
-                trajectory = await loop.resume(
-                    prefix,
-                    row,
-                    trajectory_id=trajectory_id,
-                    group_id=group.group_id,
-                    sampling=sampling,
-                )
-            return [trajectory]
-        except ReplayError as error:
-            self._context.failures.report(
-                "starts again, as it cannot be continued",
-                f"{trajectory_id} starts again, as it cannot be continued: {error}",
-            )
-            del group.record.partial[number]
-            return ()
-
-    async def _play(
-        self, group: OpenGroup, trajectory_id: str, start: Start, sampling: SamplingParams
-    ) -> Sequence[Trajectory]:
-        """Run it from the prompt, or from where it branches off its parent."""
-        row = group.row
-        fork = start.fork
-        loop = self._agents.for_row(row)
-        if fork is not None and not fork.at_prompt:
-            self._client.fork_session(fork.parent_id, trajectory_id)
-            parent = group.survivor(fork.parent_id)
-            with _named(loop):
-                branch = await loop.branch(
-                    parent, fork, trajectory_id=trajectory_id, sampling=sampling
-                )
-            return [branch]
-
-        try:
-            with _named(loop):
-                result = await loop.run(
-                    row,
-                    trajectory_id=trajectory_id,
-                    group_id=group.group_id,
-                    sampling=sampling,
-                )
-        finally:
-            for role in loop.roles:  # they do not branch: nothing will go on from here
-                self._context.as_role(role).client.end_session(role_id(trajectory_id, role))
-        if isinstance(result, Trajectory):
-            return [replace(result, fork=fork)]
-        return result
 
 
 def _named(loop: AgentLoop) -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 A resumed run continues its trajectories instead of starting again: otherwise a kill would cost long
 trajectories more often than short ones, and what is trained on would be biased. A checkpoint holds
 the members that have ended, and running ones up to their newest id, as far as agent and engine
-allow (:meth:`~jax_agent_rl.agents.loop.AgentLoop.can_resume`,
+allow (:attr:`~jax_agent_rl.agents.loop.AgentLoop.continues_prefix`,
 :meth:`~jax_agent_rl.agents.episode.Episode.progress`). Others start again under the same id, so
 with the same seed.
 
@@ -30,9 +30,10 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from jax_agent_rl.agents.context import Prefix
+from jax_agent_rl.agents.request import Prefix
 from jax_agent_rl.collect.buffer import RolloutBuffer, Ticket
 from jax_agent_rl.collect.strategies import Outcome
+from jax_agent_rl.errors import StragglerError, TrajectoryError, TrajectoryTimeoutError
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
 
 _PREFIX = TypeAdapter(Prefix)
@@ -134,6 +135,10 @@ class OpenGroup:
     dropped: Counter[DropReason] = field(default_factory=Counter)
     frozen: list[Trajectory] = field(default_factory=list)
 
+    def member_id(self, number: int) -> str:
+        """Return the id of the member that was started as number ``number``, from 0."""
+        return f"{self.group_id}-{number}"
+
     @property
     def outcomes(self) -> list[Outcome]:
         outcomes = []
@@ -208,10 +213,11 @@ class GroupDeadlines:
         self._overdue = False  # group_timeout is over
         self._cut = False  # the stragglers were stopped
 
-    async def limit(self, run: Coroutine[Any, Any, T | DropReason]) -> T | DropReason:
-        """Run one member, and return its result or why it was stopped.
+    async def limit(self, run: Coroutine[Any, Any, T]) -> T:
+        """Run one member, and return its result: it has survived.
 
-        A member that is lost returns the reason itself.
+        Raises:
+            TrajectoryTimeoutError, StragglerError: it was stopped.
         """
         deadline = asyncio.timeout(self._limits.trajectory_timeout)
         try:
@@ -222,11 +228,10 @@ class GroupDeadlines:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            return DropReason.STRAGGLER if self._cut else DropReason.TRAJECTORY_TIMEOUT
+            raise self._timeout_error() from None
         finally:
             self._running.discard(deadline)
-        if not isinstance(result, DropReason):
-            self._survived += 1
+        self._survived += 1
         self._cut_stragglers()
         return result
 
@@ -241,13 +246,16 @@ class GroupDeadlines:
         if self._timer is not None:
             self._timer.cancel()
 
-    def explain(self, reason: DropReason) -> str:
-        """Return the limit that a stopped member ran past."""
-        if reason is DropReason.TRAJECTORY_TIMEOUT:
-            return f"it ran past rollout.trajectory_timeout={self._limits.trajectory_timeout:g} s"
-        return (
-            f"rollout.min_group_size={self._limits.min_group_size} others had ended after"
-            f" rollout.group_timeout={self._limits.group_timeout:g} s"
+    def _timeout_error(self) -> TrajectoryError:
+        """Return the error of a member that was stopped."""
+        limits = self._limits
+        if self._cut:
+            return StragglerError(
+                f"rollout.min_group_size={limits.min_group_size} others had ended after"
+                f" rollout.group_timeout={limits.group_timeout:g} s"
+            )
+        return TrajectoryTimeoutError(
+            f"it ran past rollout.trajectory_timeout={limits.trajectory_timeout:g} s"
         )
 
     def _start(self) -> None:

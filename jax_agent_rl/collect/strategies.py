@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jax_agent_rl.agents.context import derive_seed
+from jax_agent_rl.agents.request import derive_seed
 from jax_agent_rl.config.rollout import ArpoConfig, StrategyConfig, TreeGrpoConfig, TreerlConfig
 from jax_agent_rl.types import Fork, Trajectory
 

@@ -22,10 +22,10 @@ from jax_agent_rl.types import FinishReason
 class Pair(AgentLoop):
     roles = ("solver", "checker")
 
-    async def run(self, row, **parts):
+    async def play(self, request):
         made = []
         for role in self.roles:
-            episode = self.start(row, role=role, **parts)
+            episode = self.start(request.as_role(role))
             await episode.generate(session_ends=True, max_tokens=6)
             made.append(episode.finish(FinishReason.ANSWER))
         return made

@@ -184,11 +184,9 @@ def run_of(kind: str, code: UserCode, timeout: float, monkeypatch) -> Run:
         return Run(InteractionAgent.name, ["end"], interactions=users)
 
     class Mine(AgentLoop):
-        async def run(self, row, *, trajectory_id, group_id, sampling):
+        async def play(self, request):
             code.act()
-            return await self.context_agent.run(
-                row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling
-            )
+            return await self.context_agent.play(request)
 
         @property
         def context_agent(self):

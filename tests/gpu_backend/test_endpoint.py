@@ -17,6 +17,7 @@ from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams
+from tests.agent_testbed import episode_request
 from tests.gpu_backend.conftest import MAX_MODEL_LEN, SMALL, Reference, running
 from tests.tiny import tiny_params
 from tests.tiny_chat import TinyCodec
@@ -63,7 +64,7 @@ async def test_a_session_over_vllm_is_one_sequence_with_the_log_probs_of_transfo
         )
         loop = loop_class(context)
         sampling = SamplingParams(max_tokens=12, seed=1)
-        made = await loop.run(ROW, trajectory_id="t", group_id="g", sampling=sampling)
+        made = await loop.play(episode_request(ROW, sampling))
         await loop.close()
     assert made.num_turns == 4 and made.segments == ()
     prompt = made.prompt_ids

@@ -29,6 +29,7 @@ from jax_agent_rl.tools.base import BaseTool, ToolResponse
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import SamplingParams, digest_ids
 from jax_agent_rl.utils.weight_transfer import LogprobProbe
+from tests.agent_testbed import episode_request
 from tests.gpu_backend.conftest import request, running
 from tests.gpu_backend.vision import IMAGE, VisionReference, picture, positions, write_model
 
@@ -238,9 +239,7 @@ async def test_a_tools_picture_is_part_of_the_trajectory_id_by_id(seeing: Seeing
     )
     row = {"prompt": [{"role": "user", "content": "go"}]}
     sampling = SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=tuple(range(256)))
-    trajectory = await ToolAgent(context).run(
-        row, trajectory_id="t", group_id="g", sampling=sampling
-    )
+    trajectory = await ToolAgent(context).play(episode_request(row, sampling))
     first, second = trajectory.turns
     assert first.appended_ids.count(IMAGE) == 4 and trajectory.multi_modal.keys() == {"image"}
     context_ids = [*trajectory.prompt_ids, *first.output.token_ids, *first.appended_ids]

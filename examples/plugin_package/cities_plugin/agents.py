@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_agent_rl.agents import AgentLoop
+from jax_agent_rl.agents import AgentLoop, EpisodeRequest
 from jax_agent_rl.environments import Environment, Observation
 from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tools import function_tool
-from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, Trajectory
+from jax_agent_rl.types import FinishReason, StopReason, Trajectory
 
 POPULATION = {"Paris": 2_100_000, "Oslo": 710_000}
 
@@ -18,11 +18,9 @@ POPULATION = {"Paris": 2_100_000, "Oslo": 710_000}
 class DoubleCheck(AgentLoop):
     """Two assistant turns, of which the second is scored."""
 
-    async def run(
-        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
+    async def play(self, request: EpisodeRequest) -> Trajectory:
         """Generate, ask for a check, and generate again if there is room."""
-        episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
+        episode = self.start(request)
         draft = await episode.generate()
         check = {"role": "user", "content": "Check that, then answer again."}
         if draft.stop_reason is StopReason.LENGTH or not episode.append([check]):

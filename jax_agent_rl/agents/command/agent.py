@@ -18,7 +18,6 @@ import functools
 import math
 import re
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +29,11 @@ from jax_agent_rl.agents.command.workspace import JobResult, WorkspaceLimits, fi
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.frameworks import OpenAIAgentLoop
 from jax_agent_rl.agents.loop import register_agent
+from jax_agent_rl.agents.request import EpisodeRequest
 from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError
 from jax_agent_rl.tool_server.sandbox import Sandbox, SandboxLimits, open_sandbox
-from jax_agent_rl.types import SamplingParams, Trajectory
+from jax_agent_rl.types import Trajectory
 
 if TYPE_CHECKING:
     from jax_agent_rl.agents.endpoint.sessions import Session
@@ -64,9 +64,7 @@ class CommandAgent(OpenAIAgentLoop):
         _ = self._program
         await self._open_runtime()
 
-    async def run(
-        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
+    async def play(self, request: EpisodeRequest) -> Trajectory:
         """See :class:`AgentLoop`.
 
         Raises:
@@ -75,7 +73,7 @@ class CommandAgent(OpenAIAgentLoop):
         """
         try:
             task = await asyncio.to_thread(
-                read_task, row, containers=self._settings.container is not None
+                read_task, request.row, containers=self._settings.container is not None
             )
         except DataError as error:
             raise TrajectoryError(str(error)) from error  # of this task alone
@@ -86,7 +84,7 @@ class CommandAgent(OpenAIAgentLoop):
             machine = ContainerTask(runtime, task)
 
         async with contextlib.aclosing(machine):
-            with self._session(row, trajectory_id, sampling) as session:
+            with self._session(request) as session:
                 result = await self._run_program(machine, task, session)
             recorder = session.recorder
             if recorder.failure is not None:
@@ -96,8 +94,8 @@ class CommandAgent(OpenAIAgentLoop):
                 if result.stopped is None:
                     how = f"exit status {result.exit_code}"
                 raise TrajectoryError(
-                    f"{trajectory_id}: the program ended ({how}) without asking the model anything;"
-                    f" the end of its stderr: {result.stderr[-1000:]!r}"
+                    f"{request.trajectory_id}: the program ended ({how}) without asking the model"
+                    f" anything; the end of its stderr: {result.stderr[-1000:]!r}"
                 )
 
             output: dict[str, Any] = {
@@ -112,7 +110,12 @@ class CommandAgent(OpenAIAgentLoop):
                 output["reward"], note = read_verdict(verdict)
                 output["verifier"] = (verdict.stdout + verdict.stderr)[-4000:] + note
         return to_trajectory(
-            recorder, row=row, output=output, group_id=group_id, agent_name=self.name
+            recorder.turns,
+            request,
+            agent_name=self.name,
+            refused=recorder.refused,
+            metrics=recorder.metrics,
+            output=output,
         )
 
     @property

@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jax_agent_rl.agents.context import derive_seed
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.agents.request import EpisodeRequest, derive_seed
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.loading import load_tree
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.testing.fakes import FakeLearner
-from jax_agent_rl.types import FinishReason, Group, SamplingParams, Trajectory
+from jax_agent_rl.types import FinishReason, Group, Trajectory
 
 
 class SimulationStuckError(RuntimeError):
@@ -345,13 +345,12 @@ class SimulatedCodec:
 class SimulatedAgent(AgentLoop):
     """An agent that generates and waits as assumed for its row and its place in the group."""
 
-    async def run(
-        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
+    async def play(self, request: EpisodeRequest) -> Trajectory:
+        row = request.row
         agent = row["agent"]
-        _, _, member = trajectory_id.rpartition("-")
+        _, _, member = request.trajectory_id.rpartition("-")
         key = (row["seed"], row["number"], member)
-        episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
+        episode = self.start(request)
         for turn in range(agent.turns):
             is_last = turn == agent.turns - 1
             await episode.generate(session_ends=is_last, max_tokens=agent.turn_length(*key, turn))

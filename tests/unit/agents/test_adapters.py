@@ -13,6 +13,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.build import refuse_adapters
 from jax_agent_rl.types import SamplingParams
+from tests.agent_testbed import episode_request
 from tests.dataset_rows import load_rows
 from tests.fakes import FakeCodec, ScriptedBackend
 
@@ -41,9 +42,7 @@ def scripted(**limits) -> tuple[AgentContext, ScriptedBackend]:
 )
 async def test_a_row_or_the_configuration_names_the_adapter_of_every_request(limits, row, expected):
     context, backend = scripted(**limits)
-    await SingleTurnAgent(context).run(
-        {**ROW, **row}, trajectory_id="t", group_id="g", sampling=SAMPLING
-    )
+    await SingleTurnAgent(context).play(episode_request({**ROW, **row}, SAMPLING))
     recorder = ChatRecorder(context, session_id="s", adapter=row.get("adapter"))
     await recorder.complete([5, 6], sampling=SAMPLING)
     assert [request.lora for request in backend.requests] == [expected, expected]

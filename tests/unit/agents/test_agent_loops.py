@@ -21,6 +21,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry
 from jax_agent_rl.tools.calculator import calculator
 from jax_agent_rl.types import FinishReason, SamplingParams
+from tests.agent_testbed import episode_request
 from tests.fakes import FakeCodec, ScriptedBackend
 
 ROW = {"prompt": [{"role": "user", "content": "hi"}]}
@@ -58,19 +59,15 @@ def test_a_name_is_registered_once():
 async def test_a_loop_of_ones_own_runs_on_an_episode():
     @register_agent("greeter_for_test")
     class Greeter(AgentLoop):
-        async def run(self, row, *, trajectory_id, group_id, sampling):
-            episode = self.start(
-                row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling
-            )
+        async def play(self, request):
+            episode = self.start(request)
             await episode.generate()
             assert episode.append([{"role": "user", "content": "and now ?"}])
             await episode.generate(session_ends=True)
             return episode.finish(FinishReason.ANSWER)
 
     loop = AgentSelector(context()).for_row({"agent_name": "greeter_for_test"})
-    trajectory = await loop.run(
-        ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=9)
-    )
+    trajectory = await loop.play(episode_request(ROW, SamplingParams(max_tokens=9)))
     assert trajectory.agent_name == "greeter_for_test"
     assert [m["content"] for m in trajectory.messages] == [
         "hi",
@@ -93,18 +90,14 @@ def test_the_row_chooses_and_the_default_fills_in():
 )
 async def test_a_single_turn_answers_or_is_cut(limit, reason):
     agent = SingleTurnAgent(context(max_response_length=limit))
-    trajectory = await agent.run(
-        ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=50)
-    )
+    trajectory = await agent.play(episode_request(ROW, SamplingParams(max_tokens=50)))
     assert trajectory.finish_reason is reason
     assert trajectory.num_turns == 1 and set(trajectory.response_mask) == {1}
 
 
 async def test_a_single_turn_prompt_tells_of_no_tools():
     agent = SingleTurnAgent(context(tools=[calculator]))
-    trajectory = await agent.run(
-        ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=50)
-    )
+    trajectory = await agent.play(episode_request(ROW, SamplingParams(max_tokens=50)))
     assert "calculator" not in agent.context.codec.decode(trajectory.prompt_ids)
 
 

@@ -21,7 +21,7 @@ from jax_agent_rl.environments.users import BaseInteraction, Gsm8kInteraction, I
 from jax_agent_rl.errors import ConfigError, ReplayError
 from jax_agent_rl.tools import ToolRegistry
 from jax_agent_rl.types import Fork, SamplingParams, ToolCallRecord, Trajectory
-from tests.agent_testbed import ACT, ROW, STOP, AgentHarness, assert_forks_are_exact
+from tests.agent_testbed import ACT, ROW, STOP, AgentHarness, assert_forks_are_exact, branch_request
 from tests.http_service import JSONResponse, ToolServer
 from tests.unit.collect.test_branching import Counting
 
@@ -50,7 +50,7 @@ class Branching:
         self.kept[f"b/{turns}"] = tokens
         fork = Fork(tree_id="t", parent_id="t", turns=turns, tokens=tokens)
         sampling = SamplingParams(max_tokens=1000, seed=1)
-        branch = await self.it.agent.branch(parent, fork, trajectory_id="b", sampling=sampling)
+        branch = await self.it.agent.play(branch_request(parent, fork, sampling))
         assert branch.fork == fork and branch.prompt_ids == parent.prompt_ids
         assert_forks_are_exact([parent, branch], self.it.backend.requests)
         return branch

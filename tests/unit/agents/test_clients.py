@@ -21,6 +21,7 @@ from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig  # noqa: E402
 from jax_agent_rl.learner.learner import Learner  # noqa: E402
 from jax_agent_rl.types import Group, SamplingParams  # noqa: E402
+from tests.agent_testbed import episode_request  # noqa: E402
 from tests.tiny_chat import (  # noqa: E402
     CONFIG,
     LONGEST,
@@ -244,9 +245,7 @@ async def test_an_unmodified_agent_is_one_exact_trajectory_that_is_trained_on(cl
         try:
             for seed in (1, 3) if demands_calls else range(4):
                 sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
-                made = await loop.run(
-                    ROW, trajectory_id=f"t-{seed}", group_id="g", sampling=sampling
-                )
+                made = await loop.play(episode_request(ROW, sampling, trajectory_id=f"t-{seed}"))
                 trajectories.append(
                     replace(made, reward=float(seed if demands_calls else made.num_turns))
                 )

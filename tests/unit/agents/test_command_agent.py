@@ -17,6 +17,7 @@ from jax_agent_rl.agents.command.task import read_harbor_task, read_task
 from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError
 from jax_agent_rl.rewards import rules
 from jax_agent_rl.types import SamplingParams
+from tests.agent_testbed import episode_request
 from tests.capabilities import CONTAINER_IMAGE, find_container_runtime, needs_bwrap
 from tests.tiny_chat import assert_exact, tiny_context
 
@@ -68,7 +69,7 @@ async def run(
         try:
             await loop.preflight()
             sampling = SamplingParams(max_tokens=8, seed=1)
-            made = await loop.run(row, trajectory_id="t", group_id="g", sampling=sampling)
+            made = await loop.play(episode_request(row, sampling))
         finally:
             await loop.close()
         assert_exact(made, context.client.pool.servers[0].backend)
@@ -97,9 +98,7 @@ async def test_wrong_answers_and_failing_or_hanging_programs_are_scored_by_their
         argv = ["python3", "-c", f"{URLLIB_ASK}ask([{{'role': 'user', 'content': 'x'}}])\n{end}"]
         async with tiny_context(command={"argv": argv}, run_timeout=float(seconds)) as context:
             loop = CommandAgent(context)
-            made = await loop.run(
-                task, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8, seed=1)
-            )
+            made = await loop.play(episode_request(task, SamplingParams(max_tokens=8, seed=1)))
             await loop.close()
         output = made.row["extra_info"]["agent_output"]
         assert output["exit_code"] == exit_code and output["reward"] == 0.0
@@ -140,11 +139,8 @@ async def test_a_program_that_asks_nothing_is_lost_with_its_reason(tmp_path: Pat
 async def test_a_task_that_cannot_be_read_costs_its_own_trajectory_alone(tmp_path: Path):
     async with tiny_context(command={"argv": ["true"]}) as context:
         with pytest.raises(TrajectoryError, match=r"task\.toml"):
-            await CommandAgent(context).run(
-                row(task=str(tmp_path)),
-                trajectory_id="t",
-                group_id="g",
-                sampling=SamplingParams(max_tokens=8),
+            await CommandAgent(context).play(
+                episode_request(row(task=str(tmp_path)), SamplingParams(max_tokens=8))
             )
 
 

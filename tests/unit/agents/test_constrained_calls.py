@@ -12,6 +12,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools import function_tool
 from jax_agent_rl.tools.registry import list_schemas
 from jax_agent_rl.types import SamplingParams
+from tests.agent_testbed import episode_request
 from tests.tiny_chat import tiny_context, tokenizer
 
 ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "calculator"}
@@ -28,7 +29,7 @@ async def trajectory_of(codec: ChatCodec, **limits):
         agent = ToolAgent(context)
         await agent.preflight()
         sampling = SamplingParams(max_tokens=30, seed=1)
-        trajectory = await agent.run(ROW, trajectory_id="t", group_id="g", sampling=sampling)
+        trajectory = await agent.play(episode_request(ROW, sampling))
         return (
             trajectory,
             context.client.pool.servers[0].backend.seen,

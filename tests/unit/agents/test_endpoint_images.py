@@ -30,6 +30,7 @@ from jax_agent_rl.models.vision_context import VisionProcessor  # noqa: E402
 from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
 from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
 from jax_agent_rl.types import Group, SamplingParams  # noqa: E402
+from tests.agent_testbed import episode_request  # noqa: E402
 from tests.endpoint_testbed import serving  # noqa: E402
 from tests.fakes import FakeCodec  # noqa: E402
 from tests.tiny import tiny_params  # noqa: E402
@@ -185,11 +186,12 @@ async def test_images_of_two_turns_are_in_one_exact_trajectory_that_is_trained_o
         for seed in range(2):
             sampling = SamplingParams(max_tokens=5, seed=seed)
             made.append(
-                await loop.run(
-                    {"prompt": [{"role": "user", "content": "look"}]},
-                    trajectory_id=f"t-{seed}",
-                    group_id="g",
-                    sampling=sampling,
+                await loop.play(
+                    episode_request(
+                        {"prompt": [{"role": "user", "content": "look"}]},
+                        sampling,
+                        trajectory_id=f"t-{seed}",
+                    )
                 )
             )
         await loop.close()

@@ -15,6 +15,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tracing import Span, Tracer
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord
 from jax_agent_rl.utils.files import cache_root
+from tests.agent_testbed import episode_request
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.unit.agents.test_tool_agent import assert_token_exact
 
@@ -83,7 +84,7 @@ class Stage:
     async def run(self, row, *, max_tokens=1000):
         agent = EnvironmentAgent(self.context)
         sampling = SamplingParams(max_tokens=max_tokens)
-        return await agent.run(row, trajectory_id="t", group_id="g", sampling=sampling)
+        return await agent.play(episode_request(row, sampling))
 
 
 async def test_observations_are_user_messages_and_every_reply_is_scored(countdown):

@@ -11,6 +11,7 @@ from jax_agent_rl.rewards.rules import environment
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams
+from tests.agent_testbed import episode_request
 from tests.fakes import FakeCodec, ScriptedBackend
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kuhn_poker" / "agent.py"
@@ -38,9 +39,7 @@ async def play(first: str, second: str, *moves: str):
         "extra_info": {"cards": {"first": first, "second": second}},
     }
     agent = get_agent("kuhn_poker")(context)
-    made = await agent.run(
-        row, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8)
-    )
+    made = await agent.play(episode_request(row, SamplingParams(max_tokens=8)))
     assert next(said, None) is None, "every move was asked for"
     return {t.role: t for t in made}
 

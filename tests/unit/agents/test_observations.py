@@ -13,7 +13,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason
 from jax_agent_rl.utils.files import cache_root
-from tests.agent_testbed import ROW, STOP, assert_token_exact
+from tests.agent_testbed import ROW, STOP, assert_token_exact, episode_request
 from tests.fakes import ScriptedBackend
 from tests.http_service import ToolServer
 
@@ -61,9 +61,7 @@ async def played(codec, first_turn, observation, *, engine=ScriptedBackend, **li
             max_model_len=1000,
         )
         agent = ServerToolAgent(context)
-        trajectory = await agent.run(
-            ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=50)
-        )
+        trajectory = await agent.play(episode_request(ROW, SamplingParams(max_tokens=50)))
         await agent.close()
     assert_token_exact(trajectory, backend.requests)
     return trajectory

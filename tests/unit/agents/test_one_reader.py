@@ -64,6 +64,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import SamplingParams, StopReason
 from jax_agent_rl.utils.files import cache_root
+from tests.agent_testbed import episode_request
 from tests.fakes import ScriptedBackend
 from tests.unit.chat.test_formats import THINK, WRITERS
 from tests.unit.chat.test_template_families import codec_of
@@ -384,9 +385,7 @@ async def test_an_agent_answers_calls_in_the_order_in_which_they_were_written(pl
     for loop in (ToolAgent, ReactAgentLoop):
         shared = context(written(plan, thought), tools=ToolRegistry([set_it]))
         agent = loop(replace(shared, limits=limits))
-        trajectory = await agent.run(
-            {"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING
-        )
+        trajectory = await agent.play(episode_request({"prompt": ASK}, SAMPLING))
         first = trajectory.turns[0]
         assert [
             call.observation[: len(want)]
@@ -407,14 +406,12 @@ async def test_environments_and_users_hear_no_thoughts(plan, thought):
     SEEN.clear()
     row = {"prompt": ASK, "extra_info": {"environment_kwargs": {"name": "listener"}}}
     pools = EnvironmentPools()
-    await EnvironmentAgent(context(text, environments=pools)).run(
-        row, trajectory_id="t", group_id="g", sampling=SAMPLING
-    )
+    await EnvironmentAgent(context(text, environments=pools)).play(episode_request(row, SAMPLING))
     assert SEEN[0].content == said(plan, "text") and SEEN[0].reasoning == thought
     if "call" not in plan and "broken" not in plan:
         users = InteractionRegistry({"hearer": Hearer({})})
-        await InteractionAgent(context(text, interactions=users)).run(
-            {"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING
+        await InteractionAgent(context(text, interactions=users)).play(
+            episode_request({"prompt": ASK}, SAMPLING)
         )
         assert SEEN[1][-1] == {"role": "assistant", "content": said(plan, "text")}
 
@@ -424,9 +421,7 @@ async def test_environments_and_users_hear_no_thoughts(plan, thought):
 async def test_the_text_of_a_turn_is_what_was_sampled(plan, thought):
     text = written(plan, thought)
     shared = context(text, tools=ToolRegistry([set_it]))
-    trajectory = await ToolAgent(shared).run(
-        {"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING
-    )
+    trajectory = await ToolAgent(shared).play(episode_request({"prompt": ASK}, SAMPLING))
     assert solution_text(trajectory) == text
 
 
@@ -582,9 +577,7 @@ async def test_results_come_back_in_the_order_of_the_calls(loop):
         max_model_len=4000,
         tools=ToolRegistry([FirstEndsLast().tool]),
     )
-    trajectory = await loop(shared).run(
-        {"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING
-    )
+    trajectory = await loop(shared).play(episode_request({"prompt": ASK}, SAMPLING))
     assert [call.observation for call in trajectory.turns[0].tool_calls] == ["step 1", "step 2"]
     results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
     assert results == ["step 1", "step 2"]
@@ -595,9 +588,7 @@ async def test_a_broken_call_between_two_is_answered_between_them(loop):
     shared = context(ONE_BROKEN, tools=ToolRegistry([FirstEndsLast().tool]))
     limits = AgentConfig(max_assistant_turns=2, max_parallel_calls=4, max_response_length=1000)
     agent = loop(replace(shared, limits=limits))
-    trajectory = await agent.run(
-        {"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING
-    )
+    trajectory = await agent.play(episode_request({"prompt": ASK}, SAMPLING))
     calls = trajectory.turns[0].tool_calls
     assert [call.error for call in calls] == [None, "malformed", None]
     assert [call.observation for call in (calls[0], calls[2])] == ["step 1", "step 2"]

@@ -26,6 +26,7 @@ from jax_agent_rl.rollout.http.server import RolloutServer  # noqa: E402
 from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
 from jax_agent_rl.tracing import Tracer  # noqa: E402
 from jax_agent_rl.types import FinishReason, SamplingParams  # noqa: E402
+from tests.agent_testbed import episode_request  # noqa: E402
 from tests.tiny_chat import assert_exact, tiny_context, tokenizer  # noqa: E402
 
 ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
@@ -46,7 +47,7 @@ async def trajectory_of(function, context, *, row=ROW, seed=1):
     loop = loop_class(context)
     sampling = SamplingParams(max_tokens=12, seed=seed)
     try:
-        return await loop.run(row, trajectory_id=f"t-{seed}", group_id="g", sampling=sampling)
+        return await loop.play(episode_request(row, sampling, trajectory_id=f"t-{seed}"))
     finally:
         await loop.close()
 
@@ -302,11 +303,8 @@ async def test_programs_that_share_an_address_are_told_apart_by_their_keys():
         )
         loop = loop_class(context)
         runs = (
-            loop.run(
-                row,
-                trajectory_id=f"t-{i}",
-                group_id="g",
-                sampling=SamplingParams(max_tokens=12, seed=i),
+            loop.play(
+                episode_request(row, SamplingParams(max_tokens=12, seed=i), trajectory_id=f"t-{i}")
             )
             for i, row in enumerate(rows)
         )
@@ -332,7 +330,7 @@ async def test_a_session_is_over_with_its_trajectory():
             "Loop", (OpenAIAgentLoop,), {"function": staticmethod(agent), "name": "test_agent"}
         )
         loop = loop_class(context)
-        await loop.run(ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8))
+        await loop.play(episode_request(ROW, SamplingParams(max_tokens=8)))
         async with client_of(**seen) as client:
             with pytest.raises(openai.NotFoundError, match="it may be over"):
                 await client.chat.completions.create(model="m", messages=ROW["prompt"])

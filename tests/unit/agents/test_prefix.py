@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jax_agent_rl.agents.context import Prefix
+from jax_agent_rl.agents.request import Prefix
 from jax_agent_rl.types import Fork, StopReason
 from tests.trajectories import trajectory
 

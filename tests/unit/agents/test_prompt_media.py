@@ -10,7 +10,6 @@ from PIL import Image
 
 from jax_agent_rl.agents import SingleTurnAgent
 from jax_agent_rl.agents.command.task import read_task
-from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.agents.conversation import plain_messages
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.frameworks import graph_messages
@@ -19,7 +18,13 @@ from jax_agent_rl.errors import BackendError, DataError
 from jax_agent_rl.observe.run_dir import trajectory_record
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.types import FinishReason, Fork, SamplingParams
-from tests.agent_testbed import ROW, AgentHarness, assert_token_exact
+from tests.agent_testbed import (
+    ROW,
+    AgentHarness,
+    assert_token_exact,
+    branch_request,
+    episode_request,
+)
 from tests.fakes import FakeCodec
 
 SEES = Capabilities(max_model_len=4096, max_concurrent=8, multi_modal=frozenset({"image"}))
@@ -77,18 +82,17 @@ async def test_messages_are_text_with_the_kinds_shown_and_records_hold_no_bytes(
 
 async def test_every_turn_of_a_conversation_and_of_its_branch_sees_the_prompts_images():
     it = harness(script=["one", "so 3", "so 4"])
-    context, settings = it.context, {"agent_name": "x", "group_id": "g", "tools": {}}
     sampling = SamplingParams(max_tokens=50, seed=0)
-    episode = Episode(context, row(), trajectory_id="t", sampling=sampling, **settings)
+    request = episode_request(row(), sampling)
+    episode = Episode(it.context, request, agent_name="x", tools={})
     await episode.generate()
     assert episode.append([{"role": "user", "content": "and now?"}])
     await episode.generate()
     assert [sizes(request.multi_modal) for request in it.backend.requests] == [[(4, 3), (2, 2)]] * 2
     parent = episode.finish(FinishReason.ANSWER)
-    prefix = Prefix.of(parent, Fork(tree_id="t", parent_id="t", turns=1, tokens=0))
-    branch = Episode(
-        context, row(), trajectory_id="b", sampling=sampling, prefix=prefix, **settings
-    )
+    fork = Fork(tree_id="t", parent_id="t", turns=1, tokens=0)
+    request = branch_request(parent, fork, sampling)
+    branch = Episode(it.context, request, agent_name="x", tools={})
     await branch.generate()
     assert sizes(it.backend.requests[-1].multi_modal) == [(4, 3), (2, 2)]
     assert sizes(branch.finish(FinishReason.ANSWER).prompt_media) == [(4, 3), (2, 2)]
@@ -96,8 +100,8 @@ async def test_every_turn_of_a_conversation_and_of_its_branch_sees_the_prompts_i
 
 async def test_images_stay_where_they_are_when_the_prompt_is_extended():
     it = harness()
-    settings = {"agent_name": "x", "trajectory_id": "t", "group_id": "g", "tools": {}}
-    episode = Episode(it.context, row(), sampling=SamplingParams(max_tokens=9), **settings)
+    asked = episode_request(row(), SamplingParams(max_tokens=9))
+    episode = Episode(it.context, asked, agent_name="x", tools={})
     episode.extend_prompt([{"role": "user", "content": "go"}])
     await episode.generate()
     (request,) = it.backend.requests

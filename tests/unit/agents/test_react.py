@@ -15,6 +15,7 @@ from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.errors import HistoryEditedError, TrajectoryError
 from jax_agent_rl.tools import function_tool
 from jax_agent_rl.types import FinishReason, SamplingParams
+from tests.agent_testbed import episode_request
 from tests.tiny_chat import assert_exact, tiny_context
 
 ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
@@ -27,11 +28,8 @@ def add(a: int, b: int) -> tuple[str, float]:
 
 
 async def run(loop: ReactAgentLoop, seed: int):
-    return await loop.run(
-        ROW,
-        trajectory_id=f"t-{seed}",
-        group_id="g",
-        sampling=SamplingParams(max_tokens=12, seed=seed),
+    return await loop.play(
+        episode_request(ROW, SamplingParams(max_tokens=12, seed=seed), trajectory_id=f"t-{seed}")
     )
 
 
@@ -163,7 +161,7 @@ async def test_a_prompt_with_worked_tool_calls_in_plain_text_is_told_as_it_stand
     ]
     async with tiny_context() as context:
         sampling = SamplingParams(max_tokens=8, seed=1)
-        trajectory = await ReactAgentLoop(context).run(
-            {**ROW, "prompt": worked}, trajectory_id="t", group_id="g", sampling=sampling
+        trajectory = await ReactAgentLoop(context).play(
+            episode_request({**ROW, "prompt": worked}, sampling)
         )
         assert trajectory.prompt_ids == tuple(context.codec.encode_prompt(worked))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.agents.conversation import Traces, first_difference
 from jax_agent_rl.agents.recorder import ChatRecorder
-from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.agents.turn_loop import SingleTurnAgent
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig
@@ -21,6 +19,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import FinishReason, SamplingParams
 from jax_agent_rl.utils.files import cache_root
+from tests.agent_testbed import episode_request, session_trajectory
 from tests.fakes import ScriptedBackend
 from tests.unit.chat.test_template_families import codec_of
 
@@ -176,7 +175,7 @@ async def test_only_the_path_that_replaces_a_stop_token_leaves_it_out():
         answered.context_ids[: len(first.context_ids)] == first.context_ids
         and first.context_ids[-1] == observation
     )
-    made = to_trajectory(recorder, row={}, group_id="g", agent_name="a")
+    made = session_trajectory(recorder)
     for trajectory, turn in zip(made.sequences, (asked, answered), strict=True):
         assert trajectory.prompt_ids + trajectory.response_ids == turn.context_ids
 
@@ -210,7 +209,7 @@ async def test_a_conversation_continues_its_longest_recorded_beginning():
         "message 1 of 3 (user) has 'summary' where the recorded one (user) has 'q'",
     ]
     assert (recorder.metrics["spliced_calls"], recorder.metrics["unmatched_calls"]) == (1, 1)
-    made = to_trajectory(recorder, row={}, group_id="g", agent_name="a")
+    made = session_trajectory(recorder)
     words = [[smollm().decode(turn.output.token_ids) for turn in s.turns] for s in made.sequences]
     assert sorted(words) == [
         ["four"],
@@ -304,7 +303,7 @@ async def finish_reason_of(said: str, asked: int, **limits) -> FinishReason:
     """How a session of one turn ends whose client asks for at most so many ids."""
     recorder = recorder_of(smollm(), [said], **limits)
     await recorder.chat([QUESTION], sampling=sampling(asked))
-    return to_trajectory(recorder, row={}, group_id="g", agent_name="a").finish_reason
+    return session_trajectory(recorder).finish_reason
 
 
 async def test_an_answer_that_the_clients_own_max_tokens_cut_is_not_truncated_by_the_run():
@@ -335,9 +334,9 @@ async def test_a_length_error_names_the_limits_that_bind_and_no_others(limits, e
     recorder = recorder_of(smollm(), ["one"], engine=engine, **limits)
     with pytest.raises(PromptTooLongError) as refused:
         await recorder.chat([QUESTION], sampling=sampling())
-    episode = partial(SingleTurnAgent(recorder.context).start, {"prompt": [QUESTION]})
+    request = episode_request({"prompt": [QUESTION]}, sampling())
     with pytest.raises(PromptTooLongError) as dropped:
-        episode(trajectory_id="t", group_id="g", sampling=sampling())
+        SingleTurnAgent(recorder.context).start(request)
     for error in (refused, dropped):
         assert set(re.findall(r"[a-z_]+\.max_[a-z_]+=\d+", str(error.value))) == named
 

@@ -8,14 +8,14 @@ from typing import Any, cast
 import pytest
 
 from jax_agent_rl.agents import SingleTurnAgent, TextToolAgent
-from jax_agent_rl.agents.context import Prefix
+from jax_agent_rl.agents.request import Prefix
 from jax_agent_rl.collect.groups import GroupRecord
 from jax_agent_rl.config import ToolClientConfig
 from jax_agent_rl.errors import ReplayError
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.testing.fakes import BatchingEngine
 from jax_agent_rl.types import PauseMode, SamplingParams, Trajectory
-from tests.agent_testbed import ROW, AgentHarness
+from tests.agent_testbed import ROW, AgentHarness, episode_request
 from tests.fakes import EOS, FakeCodec
 from tests.http_service import JSONResponse, ToolServer
 
@@ -67,8 +67,8 @@ def test_a_prefix_keeps_its_keys_in_checkpoints():
 
 
 async def resume(it: AgentHarness, prefix: Prefix, trajectory_id: str) -> Trajectory:
-    return await it.agent.resume(
-        prefix, ROW, trajectory_id=trajectory_id, group_id="g", sampling=SAMPLING
+    return await it.agent.play(
+        episode_request(ROW, SAMPLING, trajectory_id=trajectory_id, prefix=prefix)
     )
 
 

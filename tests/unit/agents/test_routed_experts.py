@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.agents import ToolAgent
-from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import Fork, RoutedExperts, SamplingParams, TokenOutput, Trajectory
-from tests.agent_testbed import AgentHarness
+from tests.agent_testbed import AgentHarness, branch_request, session_trajectory
 from tests.fakes import ScriptedBackend
 from tests.unit.agents.test_recorder import MORE, QUESTION, recorder_of, sampling, sent_back, smollm
 
@@ -105,8 +104,8 @@ async def test_a_branch_has_those_it_inherits(turns: int, tokens: int):
     scene = stage(4)
     parent = await scene.run()
     fork = Fork(tree_id="t", parent_id="t", turns=turns, tokens=tokens)
-    branch = await scene.agent.branch(
-        parent, fork, trajectory_id="b", sampling=SamplingParams(max_tokens=30, seed=1)
+    branch = await scene.agent.play(
+        branch_request(parent, fork, SamplingParams(max_tokens=30, seed=1))
     )
     assert_known([parent, branch])
     assert_known([parent, branch], share_prefixes=True)
@@ -128,6 +127,6 @@ async def test_the_segments_of_a_session_have_those_of_the_turns_before_them():
     await recorder.chat(
         [*history, {"role": "user", "content": "other"}], tools=[], sampling=sampling()
     )
-    made = to_trajectory(recorder, row={}, group_id="g", agent_name="a")
+    made = session_trajectory(recorder)
     assert len(made.sequences) == 2
     assert_known([made])

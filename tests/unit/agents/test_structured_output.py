@@ -14,8 +14,8 @@ import pytest
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 
-from jax_agent_rl.agents.session_tree import to_trajectory  # noqa: E402
 from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
+from tests.agent_testbed import session_trajectory  # noqa: E402
 from tests.endpoint_testbed import ASK, TOOL, serving  # noqa: E402
 from tests.tiny_chat import reference_logprobs, tiny_context, tokenizer  # noqa: E402
 
@@ -204,7 +204,7 @@ async def test_a_session_trains_on_what_a_grammar_restricted_over_what_it_left()
     ids = constrained.context_ids
     prompt = len(ids) - len(constrained.output.token_ids)
     learner = reference_logprobs(ids)[prompt - 1 :]  # one full pass, without a grammar
-    trajectory = to_trajectory(recorder, row={}, group_id="g", agent_name="a")
+    trajectory = session_trajectory(recorder)
     sequences = {s.response_ids: s for s in trajectory.sequences}
     sequence = sequences[constrained.output.token_ids]
     assert sequence.supports == constrained.output.supports and all(sequence.loss_mask)

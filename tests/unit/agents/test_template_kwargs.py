@@ -24,6 +24,7 @@ from jax_agent_rl.runtime.scoring import open_scorer
 from jax_agent_rl.supervised.conversations import Encoder
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.files import cache_root
+from tests.agent_testbed import episode_request
 from tests.endpoint_testbed import serving
 from tests.fakes import ScriptedBackend
 from tests.trajectories import trajectory
@@ -102,19 +103,14 @@ async def test_a_rows_arguments_hold_for_its_trajectory():
     agent = ToolAgent(shared)
     for number, kwargs in enumerate([{"enable_thinking": True}, None]):
         row = {"prompt": ASK, "chat_template_kwargs": kwargs}
-        result = await agent.run(row, trajectory_id=str(number), group_id="g", sampling=SAMPLING)
+        result = await agent.play(episode_request(row, SAMPLING, trajectory_id=str(number)))
         assert (
             result.messages[-1]["content"]
             == ("" if kwargs is None else "<think>") + "a plan</think>so"
         )
     assert sampled_after(backend) == [OPEN, ""]
     with pytest.raises(DataError, match="chat_template_kwargs"):
-        await agent.run(
-            {"prompt": ASK, "chat_template_kwargs": 3},
-            trajectory_id="t",
-            group_id="g",
-            sampling=SAMPLING,
-        )
+        await agent.play(episode_request({"prompt": ASK, "chat_template_kwargs": 3}, SAMPLING))
 
 
 async def test_a_requests_arguments_hold_for_that_request():
@@ -250,7 +246,7 @@ async def test_a_row_may_have_its_last_message_continued():
         "prompt": [*ASK, {"role": "assistant", "content": "The"}],
         "continue_final_message": True,
     }
-    result = await ToolAgent(shared).run(row, trajectory_id="t", group_id="g", sampling=SAMPLING)
+    result = await ToolAgent(shared).play(episode_request(row, SAMPLING))
     assert sampled_after(backend) == ["The"]
     assert [message["content"] for message in result.messages] == ["q", "The", " answer"]
     assert sum(result.response_mask) == len(result.response_ids), "what was given is prompt"

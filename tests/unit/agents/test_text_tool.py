@@ -11,7 +11,7 @@ from jax_agent_rl.agents import SearchAgent, TextToolAgent
 from jax_agent_rl.config import SearchConfig, ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.types import FinishReason, Fork, SamplingParams
-from tests.agent_testbed import ROW, AgentHarness, assert_token_exact
+from tests.agent_testbed import ROW, AgentHarness, assert_token_exact, branch_request
 from tests.fakes import FakeCodec
 from tests.http_service import ToolServer, serve
 from tests.ports import free_port
@@ -246,9 +246,7 @@ async def test_a_branch_repeats_no_query_and_counts_those_of_its_parent():
         assert it.agent.can_branch() and len(asked) == 2
         it.backend.requests.clear()
         fork = Fork(tree_id="t", parent_id="t", turns=1, tokens=2)
-        branch = await it.agent.branch(
-            parent, fork, trajectory_id="b", sampling=SamplingParams(max_tokens=1000)
-        )
+        branch = await it.agent.play(branch_request(parent, fork, SamplingParams(max_tokens=1000)))
         await it.agent.close()
     first, begun = it.backend.requests[0], parent.turns[1].output.token_ids[:2]
     assert (
@@ -283,9 +281,7 @@ async def test_a_branch_stops_at_a_marker_that_began_before_its_fork():
         assert parent.turns[0].output.token_ids == ids
         rest = rest[len(ids) - 1 :]
         fork = Fork(tree_id="t", parent_id="t", turns=0, tokens=len(ids) - 1)
-        branch = await it.agent.branch(
-            parent, fork, trajectory_id="b", sampling=SamplingParams(max_tokens=1000)
-        )
+        branch = await it.agent.play(branch_request(parent, fork, SamplingParams(max_tokens=1000)))
         await it.agent.close()
     assert branch.turns[0].output.token_ids == ids
     assert branch.turns[0].output.stop_match == "</search>"

@@ -20,6 +20,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason
+from tests.agent_testbed import episode_request
 from tests.examples import examples
 from tests.fakes import EOS, FakeCodec, ScriptedBackend
 
@@ -62,7 +63,7 @@ class Stage:
 
     async def run(self, row=ROW, *, max_tokens=1000, seed=None):
         sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
-        return await self.agent.run(row, trajectory_id="t", group_id="g", sampling=sampling)
+        return await self.agent.play(episode_request(row, sampling))
 
 
 def assert_token_exact(trajectory, requests):
@@ -114,9 +115,7 @@ async def test_the_engine_goes_on_with_others_while_a_tool_runs():
     stage = Stage(script, tools=(wait,))
     sampling = SamplingParams(max_tokens=50)
     slow, *others = (
-        asyncio.create_task(
-            stage.agent.run(ROW, trajectory_id=name, group_id="g", sampling=sampling)
-        )
+        asyncio.create_task(stage.agent.play(episode_request(ROW, sampling, trajectory_id=name)))
         for name in ("slow", "a", "b")
     )
     await asyncio.wait_for(asyncio.gather(*others), timeout=60)

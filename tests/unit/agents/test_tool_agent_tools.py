@@ -19,6 +19,7 @@ from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import BaseTool, ToolRegistry, ToolResponse
 from jax_agent_rl.types import SamplingParams
+from tests.agent_testbed import episode_request
 from tests.fakes import FakeCodec, ScriptedBackend
 
 NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -71,9 +72,7 @@ def context_of(script, tools, *, kinds=frozenset(), shows=frozenset(), codec=Non
 
 async def run(context, row=None):
     row = row or {"prompt": [{"role": "user", "content": "go"}]}
-    return await ToolAgent(context).run(
-        row, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=200)
-    )
+    return await ToolAgent(context).play(episode_request(row, SamplingParams(max_tokens=200)))
 
 
 @pytest.fixture

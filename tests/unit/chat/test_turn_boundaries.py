@@ -15,6 +15,7 @@ from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import FinishReason, SamplingParams
+from tests.agent_testbed import episode_request
 from tests.fakes import ScriptedBackend
 from tests.unit.chat.test_template_families import FAMILIES, codec_of, template_of, tokenizer_with
 
@@ -134,8 +135,8 @@ async def test_glm_opens_the_message_that_follows_and_no_other(stop: str, role: 
         max_model_len=500,
     )
     row = {"prompt": [{"role": "user", "content": "q"}]}
-    settings = {"agent_name": "a", "trajectory_id": "t", "group_id": "g", "tools": {}}
-    episode = Episode(context, row, sampling=SamplingParams(max_tokens=2), **settings)
+    request = episode_request(row, SamplingParams(max_tokens=2))
+    episode = Episode(context, request, agent_name="a", tools={})
     await episode.generate()
     left = episode.tokens_left
     assert episode.append([NEW[role]])

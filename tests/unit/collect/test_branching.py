@@ -403,14 +403,18 @@ async def test_agents_that_cannot_branch_are_refused_before_the_run():
         stage.collector.require_branching([row(), row("react_agent")])
 
 
-async def test_a_loop_that_overrides_run_alone_cannot_branch():
+async def test_a_loop_with_a_play_of_its_own_branches_only_if_it_says_so():
     class Mine(ToolAgent):
-        async def run(self, row, *, trajectory_id, group_id, sampling):
-            return await super().run(
-                row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling
-            )
+        async def play(self, request):
+            return await super().play(request)
+
+    class MyBranches(Mine):
+        continues_prefix = True
+
+        async def play(self, request):
+            return await super().play(request)
 
     class MyTools(ToolAgent):
         pass
 
-    assert not Mine.can_branch() and MyTools.can_branch()
+    assert not Mine.can_branch() and MyBranches.can_branch() and MyTools.can_branch()

@@ -25,13 +25,13 @@ TRUTH = {"ground_truth": "3"}
 
 @register_agent("raises_for_test")
 class Raises(AgentLoop):
-    async def run(self, row, *, trajectory_id, group_id, sampling):
+    async def play(self, request):
         raise KeyError("a bug in an agent")
 
 
 @register_agent("awaits_cancelled_for_test")
 class AwaitsCancelled(AgentLoop):
-    async def run(self, row, *, trajectory_id, group_id, sampling):
+    async def play(self, request):
         future = asyncio.get_running_loop().create_future()
         future.cancel()
         return await future

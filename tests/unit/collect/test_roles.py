@@ -37,13 +37,14 @@ class Pair(AgentLoop):
 
     roles = ("solver", "checker")
 
-    async def run(self, row, *, trajectory_id, group_id, sampling):
-        parts = {"trajectory_id": trajectory_id, "group_id": group_id, "sampling": sampling}
-        solver = self.start(row, role="solver", **parts)
+    async def play(self, request):
+        row = request.row
+        solver = self.start(request.as_role("solver"))
         await solver.generate(session_ends=True)
-        if int(trajectory_id.rpartition("-")[2]) in row.get("fails", ()):
+        if int(request.trajectory_id.rpartition("-")[2]) in row.get("fails", ()):
             raise TrajectoryError("the checker failed")
-        checker = self.start({**row, "prompt": solver.messages}, role="checker", **parts)
+        answered = replace(request, row={**row, "prompt": solver.messages})
+        checker = self.start(answered.as_role("checker"))
         await checker.generate(session_ends=True)
         return [episode.finish(FinishReason.ANSWER) for episode in (solver, checker)]
 
@@ -52,16 +53,14 @@ class Pair(AgentLoop):
 class Misnamed(AgentLoop):
     roles = ("solver",)
 
-    async def run(self, row, *, trajectory_id, group_id, sampling):
-        self.start(
-            row, role="slover", trajectory_id=trajectory_id, group_id=group_id, sampling=sampling
-        )
+    async def play(self, request):
+        self.start(request.as_role("slover"))
 
 
 @register_agent("twice_for_test")
 class Twice(Pair):
-    async def run(self, row, **parts):
-        first, _ = await super().run(row, **parts)
+    async def play(self, request):
+        first, _ = await super().play(request)
         return [first, first]
 
 

@@ -154,7 +154,7 @@ def test_keys_of_another_engine_are_refused_with_a_way_to_reset_them(
 def test_a_users_agent_may_read_any_key_and_an_openai_client_only_its_own():
     @register_agent("conditions_own")
     class Own(AgentLoop):
-        async def run(self, row, *, trajectory_id, group_id, sampling):
+        async def play(self, request):
             raise NotImplementedError
 
     openai_agent("conditions_client")(lambda base_url, api_key, row: None)

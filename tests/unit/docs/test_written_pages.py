@@ -21,7 +21,7 @@ from jax_agent_rl.environments import EnvironmentPools, load_environments
 from jax_agent_rl.tools.registry import open_tools
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.types import FinishReason, SamplingParams
-from tests.agent_testbed import AgentHarness, assert_token_exact
+from tests.agent_testbed import AgentHarness, assert_token_exact, episode_request
 from tests.tiny_chat import assert_exact, tiny_context
 from tests.unit.docs.pages import DOCS, ROOT, blocks, write_files
 
@@ -84,7 +84,7 @@ async def test_the_client_is_handed_an_endpoint_that_records_its_ids(tmp_path: P
     async with tiny_context() as context:
         loop = get_agent("client")(context)
         sampling = SamplingParams(max_tokens=12, seed=1)
-        trajectory = await loop.run(row, trajectory_id="t", group_id="g", sampling=sampling)
+        trajectory = await loop.play(episode_request(row, sampling))
         await loop.close()
         assert_exact(trajectory, context.client.pool.servers[0].backend)
     assert trajectory.num_turns == 1

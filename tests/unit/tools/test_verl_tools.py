@@ -19,7 +19,7 @@ from jax_agent_rl.tools import ToolRegistry, ToolResponse, ToolSession
 from jax_agent_rl.tools.registry import open_tools
 from jax_agent_rl.tools.verl import VerlTool
 from jax_agent_rl.types import SamplingParams
-from tests.agent_testbed import AgentHarness, assert_token_exact
+from tests.agent_testbed import AgentHarness, assert_token_exact, episode_request
 from tests.fakes import FakeCodec
 from tests.tiny_chat import TinyCodec, assert_exact, tiny_context
 
@@ -175,9 +175,7 @@ async def test_a_trajectory_on_an_engine_with_a_real_tokenizer(write):
         ) as context,
     ):
         sampling = SamplingParams(max_tokens=40, seed=1, stop=tuple("aeiou"))  # ends its turns soon
-        trajectory = await ToolAgent(context).run(
-            ROW, trajectory_id="t", group_id="g", sampling=sampling
-        )
+        trajectory = await ToolAgent(context).play(episode_request(ROW, sampling))
         assert_exact(trajectory, context.client.pool.servers[0].backend)  # type: ignore[attr-defined]
         assert [call.reward for call in trajectory.tool_calls] == [-0.05, -0.05]
         assert log_of(tools.select()) == [("create", "t", "3"), ("release", 0)]

@@ -130,7 +130,7 @@ def test_the_lengths_see_it_if_trajectories_in_flight_are_drawn_anew(
     undisturbed: list[Group], monkeypatch: pytest.MonkeyPatch
 ):
     """Each life then ends what is short, and what is long starts again."""
-    monkeypatch.setattr(VirtualAgent, "can_resume", lambda agent, row: False)
+    monkeypatch.setattr(VirtualAgent, "continues_prefix", False)
     groups, record = train("fully_async", kills=KILLS, seed=3, drawn_anew=True)
     assert_every_row_once(groups, record)
     assert likelihood_of_same_lengths(undisturbed, groups) < 0.01
