@@ -31,10 +31,9 @@ async def train(config: Config) -> list[float]:
             #    the inserted tool results; a reward function has scored each of them.
             rows = run.cursor.next_rows(config.rollout.prompts_per_step)
             group_size = config.rollout.group_size
-            stream = run.collector.collect(
+            groups = await run.collector.collect(
                 rows, group_size=group_size, sampling=sampling, step=step, label="train"
             )
-            groups = [group async for group in stream]
 
             # 2. Select: where all rewards of a group are equal, all its advantages are zero.
             learnable = [group for group in groups if len(set(group.rewards)) > 1]

@@ -1,4 +1,4 @@
-"""Runs the trajectories of a step and yields each group as soon as it is complete.
+"""Runs the trajectories of a step, a group per row.
 
 ::
 
@@ -14,14 +14,14 @@
     trajectory  a slot            an outcome   the engine, tools, the reward; no longer than its
                                                deadline (``groups``)
     group       outcomes          waves        the slowest member of the wave
-    collect     complete groups   groups       the next group that is complete
+    collect     complete groups   groups       all of them; ``arrived`` has each at once
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -129,13 +129,13 @@ class RolloutCollector:
         sampling: SamplingParams,
         step: int,
         label: str = "train",
-    ) -> AsyncGenerator[Group, None]:
-        """Yield one group per row, in order of completion; members are in order of their start.
+        arrived: Callable[[Group], None] = lambda group: None,
+    ) -> list[Group]:
+        """Collect one group per row, in the order of the rows; members are in order of their start.
 
         A group may have lost members (``Group.dropped``), even all of them. Its trajectories stay
-        in flight in :attr:`accounting` until the caller resolves them. Leaving the loop early or
-        cancelling it stops everything and counts what was not yielded as ``CANCELLED``; wrap it in
-        :func:`contextlib.aclosing` so that this happens at once.
+        in flight in :attr:`accounting` until the caller resolves them. Cancelling this stops
+        everything, and counts what is in flight then as ``CANCELLED``.
 
         Args:
             rows: one prompt each.
@@ -143,32 +143,37 @@ class RolloutCollector:
             sampling: for every turn; each trajectory gets a seed of its own.
             step: training step, part of the ids and seeds.
             label: distinguishes uses in one step (``train``, ``eval``); part of the ids and seeds.
+            arrived: called with each group as soon as it is complete. Training must not depend on
+                the order of completion.
 
         Raises:
             ValueError: ``group_size`` < 1, or trajectories of this label and step are still in
                 flight.
         """
+        complete: dict[int, Group] = {}
+
+        async def collect_row(index: int, row: Mapping[str, Any]) -> None:
+            complete[index] = await self.collect_one(
+                row, group_size=group_size, sampling=sampling, step=step, index=index, label=label
+            )
+            arrived(complete[index])
+
         # In order, so that a group's members run together and share their prompt in the engine.
         tasks = []
         for index, row in enumerate(rows):
-            work = self.collect_one(
-                row, group_size=group_size, sampling=sampling, step=step, index=index, label=label
-            )
-            tasks.append(asyncio.create_task(work))
+            tasks.append(asyncio.create_task(collect_row(index, row)))
 
-        yielded: set[str] = set()
         try:
-            for complete in asyncio.as_completed(tasks):
-                group = await complete
-                yielded.add(group.group_id)
-                yield group
-        finally:
+            await asyncio.gather(*tasks)
+        except BaseException:
             for task in tasks:
                 task.cancel()
-            for group in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(group, Group) and group.group_id not in yielded:
-                    ids = [trajectory.trajectory_id for trajectory in group.trajectories]
-                    self.accounting.drop(ids, DropReason.CANCELLED)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for group in complete.values():
+                ids = {trajectory.trajectory_id for trajectory in group.trajectories}
+                self.accounting.drop(ids & self.accounting.in_flight, DropReason.CANCELLED)
+            raise
+        return [complete[index] for index in range(len(rows))]
 
     async def collect_one(
         self,

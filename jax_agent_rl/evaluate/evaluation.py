@@ -30,7 +30,7 @@ from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.rollouts import Rollouts, Source, open_rollouts
 from jax_agent_rl.trainer.record import evaluation_record
-from jax_agent_rl.trainer.step import all_trajectories, evaluation_sampling, gather, recorded
+from jax_agent_rl.trainer.step import all_trajectories, evaluation_sampling, recorded
 from jax_agent_rl.types import Group, SamplingParams
 
 
@@ -199,9 +199,7 @@ async def _sample(
         return f"{sampled}/{total} trajectories, mean reward {mean_reward:.3f}"
 
     progress.phase("sampling", describe)
-    groups = await gather(
-        evaluator,
-        rollouts.client,
+    groups = await evaluator.collect(
         rollouts.rows,
         group_size=request.samples,
         sampling=sampling_params,
@@ -209,6 +207,7 @@ async def _sample(
         label="heldout",
         arrived=arrived,
     )
+    rollouts.client.require_server()
     evaluator.accounting.train(trajectory.trajectory_id for trajectory in all_trajectories(groups))
     LostBatchGuard(1).check(groups, evaluator.latest_losses)
     return groups

@@ -36,7 +36,6 @@ from jax_agent_rl.trainer.step import (
     Step,
     all_trajectories,
     evaluation_sampling,
-    gather,
     update_role_baselines,
     with_role_baselines,
 )
@@ -379,7 +378,7 @@ class Trainer:
         began = self.clock()
         async with self._serving_average():
             with self.phases.measure("evaluate"):
-                groups = await self._gather(
+                groups = await self.gather(
                     runtime.evaluator,
                     runtime.heldout,
                     group_size=1,
@@ -408,7 +407,7 @@ class Trainer:
     def _learner_programs(self) -> int:
         return self.runtime.learner.programs_compiled - self.agreement.programs
 
-    async def _gather(
+    async def gather(
         self,
         collector: RolloutCollector,
         rows: Sequence[dict],
@@ -419,7 +418,11 @@ class Trainer:
         label: str,
         phase: str,
     ) -> list[Group]:
-        """Collect one group per row while the display shows ``phase``."""
+        """Collect one group per row while the display shows ``phase``.
+
+        Raises:
+            EngineDiedError: no server is left; lost groups would look like failures of the policy.
+        """
         total = len(rows) * group_size
         finished = 0
 
@@ -428,9 +431,7 @@ class Trainer:
             finished += group_size
 
         self.progress.phase(phase, lambda: f"{finished}/{total} trajectories")
-        groups = await gather(
-            collector,
-            self.runtime.client,
+        groups = await collector.collect(
             rows,
             group_size=group_size,
             sampling=sampling,
@@ -438,5 +439,6 @@ class Trainer:
             label=label,
             arrived=arrived,
         )
+        self.runtime.client.require_server()
         self._guard.check(groups, collector.latest_losses)
         return groups

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import shape
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
@@ -15,7 +13,6 @@ from jax_agent_rl.learner.advantages.estimators import running_baseline
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.outcomes import total_reward
-from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.types import Group, SamplingParams, Trajectory
 
@@ -117,54 +114,6 @@ def evaluation_sampling(config: Config) -> SamplingParams:
     """Return the sampling of every turn of a held-out rollout."""
     rollout = config.rollout
     return SamplingParams(max_tokens=rollout.max_model_len, temperature=rollout.eval_temperature)
-
-
-async def gather(
-    collector: RolloutCollector,
-    client: LLMServerClient,
-    rows: Sequence[dict],
-    *,
-    group_size: int,
-    sampling: SamplingParams,
-    step: int,
-    label: str,
-    arrived: Callable[[Group], None],
-) -> list[Group]:
-    """Collect one group per row, in the order of the rows.
-
-    Groups arrive in the order in which they finish. Training must not depend on it.
-
-    Args:
-        collector: runs the rollouts.
-        client: knows whether any engine is left.
-        rows: one prompt each.
-        group_size: trajectories of each group.
-        sampling: for every turn.
-        arrived: called with each complete group.
-
-    Raises:
-        EngineDiedError: no server is left; lost groups would look like failures of the policy.
-    """
-    groups = []
-    stream = collector.collect(
-        rows,
-        group_size=group_size,
-        sampling=sampling,
-        step=step,
-        label=label,
-    )
-    async with aclosing(stream):
-        async for group in stream:
-            groups.append(group)
-            arrived(group)
-
-    client.require_server()
-    return sorted(groups, key=_row_index)
-
-
-def _row_index(group: Group) -> int:
-    """Return the index of a group's row: the last part of its id."""
-    return int(group.group_id.rsplit("-", 1)[1])
 
 
 def shaped(group: Group, config: Config, greedy: Group | None = None) -> Group:

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jax_agent_rl.collect.filters import Selection, select
-from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.step import RolloutBatch, all_trajectories, shaped, training_sampling
 from jax_agent_rl.types import DropReason, Group
@@ -31,43 +30,40 @@ class SyncTrainer(Trainer):
     """Rolls out, learns, publishes; one after the other."""
 
     async def rollout(self) -> RolloutBatch:
-        began = self.clock()
+        """Collect ``prompts_per_step`` groups.
+
+        With ``algorithm.max_resample_rounds``, new prompts replace groups that the filters will
+        leave out.
+        """
+        start_time = self.clock()
+        step = self.record.step + 1
+        prompts_per_step = self.runtime.config.rollout.prompts_per_step
+        algorithm = self.runtime.config.algorithm
+
+        groups: list[Group] = []
         with self.phases.measure("rollout"):
-            groups, engine = await self.collect(self.record.step + 1)
-        self.learner_idle_seconds = self.clock() - began
-        self.phases.ended("engine", self.learner_idle_seconds)
-        return RolloutBatch(groups=groups, engine=engine, seconds=self.learner_idle_seconds)
+            metrics_before = await self.runtime.metrics()
+            for resample_round in range(1 + algorithm.max_resample_rounds):
+                missing = prompts_per_step - len(select(groups, algorithm).groups)
+                if not missing:
+                    break
+                rows = self.runtime.cursor.next_rows(missing)
+                label = f"refill{resample_round}" if resample_round else "train"
+                groups += await self.collect_round(rows, step, label)
+            metrics_after = await self.runtime.metrics()
+
+        seconds = self.clock() - start_time
+        self.learner_idle_seconds = seconds
+        self.phases.ended("engine", seconds)
+        return RolloutBatch(
+            groups=groups, engine=metrics_after.since(metrics_before), seconds=seconds
+        )
 
     async def publish(self, version: int, selection: Selection) -> float:
         """Publish if anything was learned."""
         if not selection.groups:
             return 0.0
         return await self.push_weights(version)
-
-    async def collect(self, step: int) -> tuple[list[Group], BackendMetrics]:
-        """Collect ``prompts_per_step`` groups.
-
-        With ``algorithm.max_resample_rounds``, new prompts replace groups that the filters will
-        leave out.
-
-        Returns:
-            the groups, and what the engines did for them.
-        """
-        prompts_per_step = self.runtime.config.rollout.prompts_per_step
-        algorithm = self.runtime.config.algorithm
-        metrics_before = await self.runtime.metrics()
-
-        groups: list[Group] = []
-        for resample_round in range(1 + algorithm.max_resample_rounds):
-            missing = prompts_per_step - len(select(groups, algorithm).groups)
-            if not missing:
-                break
-            rows = self.runtime.cursor.next_rows(missing)
-            label = f"refill{resample_round}" if resample_round else "train"
-            groups += await self.collect_round(rows, step, label)
-
-        metrics_after = await self.runtime.metrics()
-        return groups, metrics_after.since(metrics_before)
 
     async def collect_round(self, rows: Sequence[dict], step: int, label: str) -> list[Group]:
         """Collect one group per row, with shaped rewards.
@@ -77,7 +73,7 @@ class SyncTrainer(Trainer):
         config = self.runtime.config
         collector = self.runtime.collector
         sampling = training_sampling(config)
-        groups = await self._gather(
+        groups = await self.gather(
             collector,
             rows,
             group_size=config.rollout.group_size,
@@ -89,7 +85,7 @@ class SyncTrainer(Trainer):
         if config.algorithm.adv_estimator != "remax":
             return [shaped(group, config) for group in groups]
 
-        greedy_groups = await self._gather(
+        greedy_groups = await self.gather(
             collector,
             rows,
             group_size=1,

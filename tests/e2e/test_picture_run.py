@@ -138,8 +138,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def collected(runtime: RunComponents, step: int, rows: Sequence[dict] = ROWS) -> list[Group]:
-    stream = runtime.collector.collect(rows, group_size=4, sampling=SAMPLING, step=step)
-    return [group async for group in stream]
+    return await runtime.collector.collect(rows, group_size=4, sampling=SAMPLING, step=step)
 
 
 def assert_said_by(reference: VisionReference, groups: Sequence[Group]) -> None:

@@ -115,10 +115,10 @@ async def run(faults, script, *, count=4, timeout=60.0, **limits):
         return trajectory
 
     collector = RolloutCollector(context, score=unscored, max_in_flight=64, seed=0)
-    groups = collector.collect(
+    groups = await collector.collect(
         ROWS, group_size=count, sampling=SamplingParams(max_tokens=500), step=0
     )
-    trajectories = [t async for group in groups async for t in _members(group)]
+    trajectories = [t for group in groups for t in group.trajectories]
     assert collector.accounting.summary() == {
         "started": count,
         "trained": 0,
@@ -129,11 +129,6 @@ async def run(faults, script, *, count=4, timeout=60.0, **limits):
         "each goes on after the fault"
     )
     return trajectories
-
-
-async def _members(group):
-    for trajectory in group.trajectories:
-        yield trajectory
 
 
 @pytest.mark.parametrize(
@@ -239,8 +234,8 @@ async def test_while_one_tool_hangs_other_trajectories_finish(faults):
         return trajectory
 
     collector = RolloutCollector(context, score=unscored, max_in_flight=2, seed=0)
-    groups = collector.collect(ROWS, group_size=2, sampling=SamplingParams(max_tokens=500), step=0)
-    (group,) = [g async for g in groups]
+    sampling = SamplingParams(max_tokens=500)
+    (group,) = await collector.collect(ROWS, group_size=2, sampling=sampling, step=0)
     assert [t.tool_calls[0].observation for t in group.trajectories] == ["late", "fine 0"]
 
 

@@ -102,10 +102,9 @@ async def test_rewards_of_tools_reach_the_reward_function_and_the_trajectory(rew
         "extra_info": {"tools_kwargs": {"guess": KWARGS}},
     }
     collector = RolloutCollector(context, score=score, max_in_flight=4, seed=0)
-    collected = collector.collect(
+    (group,) = await collector.collect(
         [row], group_size=3, sampling=SamplingParams(max_tokens=200), step=0
     )
-    (group,) = [group async for group in collected]
     for trajectory in group.trajectories:
         assert [call.reward for call in trajectory.tool_calls] == [-0.5, 0.5]
         assert trajectory.tool_scores == {"guess": 20.0}

@@ -117,10 +117,9 @@ class Stage:
         return [request for backend in self.backends for request in backend.requests]
 
     async def collect(self, *rows, group_size: int = 6, step: int = 0):
-        stream = self.collector.collect(
+        return await self.collector.collect(
             list(rows) or [row()], group_size=group_size, sampling=SAMPLING, step=step
         )
-        return [group async for group in stream]
 
 
 async def no_score(trajectory):

@@ -3,7 +3,6 @@ counted.
 """
 
 import asyncio
-import contextlib
 import threading
 from dataclasses import replace
 
@@ -63,10 +62,9 @@ class Stage:
         self.books = self.collector.accounting
 
     async def collect(self, rows, *, group_size=3, step=0, label="train"):
-        groups = self.collector.collect(
+        return await self.collector.collect(
             rows, group_size=group_size, sampling=SAMPLING, step=step, label=label
         )
-        return [group async for group in groups]
 
 
 async def test_every_row_becomes_a_scored_group():
@@ -94,14 +92,24 @@ async def test_a_group_is_handed_over_while_others_still_run():
         return stage.codec.reply_ids(words)
 
     stage = Stage(script, max_response_length=300, max_in_flight=64)
-    groups = stage.collector.collect(
-        [row("slow"), row("quick")], group_size=2, sampling=SAMPLING, step=0
+    arrived: asyncio.Queue = asyncio.Queue()
+    collecting = asyncio.create_task(
+        stage.collector.collect(
+            [row("slow"), row("quick")],
+            group_size=2,
+            sampling=SAMPLING,
+            step=0,
+            arrived=arrived.put_nowait,
+        )
     )
-    async with contextlib.aclosing(groups):
-        first = await anext(groups)
-        assert first.group_id == "train-0-1"
-        assert len(stage.books.in_flight) == 4, "the slow ones are still running"
-    assert stage.books.dropped == {DropReason.CANCELLED: 2}, "only what was not handed over"
+    first = await arrived.get()
+    assert first.group_id == "train-0-1"
+    assert len(stage.books.in_flight) == 4, "the slow ones are still running"
+    stage.books.train(t.trajectory_id for t in first.trajectories)
+    collecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await collecting
+    assert stage.books.dropped == {DropReason.CANCELLED: 2}, "only what was not resolved"
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,7 @@ class Stage:
         self.books = self.collector.accounting
 
     async def group(self, row=ROW, size=3) -> Group:
-        (group,) = [
-            g
-            async for g in self.collector.collect([row], group_size=size, sampling=SAMPLING, step=0)
-        ]
+        (group,) = await self.collector.collect([row], group_size=size, sampling=SAMPLING, step=0)
         return group
 
 

@@ -82,10 +82,9 @@ async def test_a_fork_within_a_turn_reuses_all_before_it_and_keeps_the_log_probs
         collect,
     ):
         sampling = SamplingParams(max_tokens=20, ignore_eos=True)
-        stream = collect.collect(
+        (group,) = await collect.collect(
             [row("single_turn_agent")], group_size=10, sampling=sampling, step=0
         )
-        (group,) = [group async for group in stream]
         metrics = await backend.metrics()
     branches = [t for t in group.trajectories if t.fork]
     assert len(branches) == 8 and any(t.num_inherited for t in branches)
@@ -108,8 +107,9 @@ async def test_a_branch_at_a_turn_reuses_the_turns_and_tool_results_before_it():
     limits = {"max_assistant_turns": 3, "max_response_length": 40}
     sampling = SamplingParams(max_tokens=40, stop=tuple("abcdef"))  # so that turns end soon
     async with collector(TreeGrpo(TreeGrpoConfig(m=1, n=5, k=6)), **limits) as (_, collect):
-        stream = collect.collect([row("tool_agent")], group_size=6, sampling=sampling, step=0)
-        (group,) = [group async for group in stream]
+        (group,) = await collect.collect(
+            [row("tool_agent")], group_size=6, sampling=sampling, step=0
+        )
     branches = [t for t in group.trajectories if t.fork and t.fork.turns]
     assert branches
     for t in branches:

@@ -60,10 +60,9 @@ async def collect(traces, *, score=scored, agent="tool_agent", max_in_flight=8, 
         "agent_name": agent,
         "data_source": "sums",
     }
-    stream = collector.collect(
+    return await collector.collect(
         [row], group_size=group_size, sampling=SamplingParams(max_tokens=50), step=4
     )
-    return [group async for group in stream]
 
 
 async def test_a_trajectory_is_generations_tools_and_a_reward():

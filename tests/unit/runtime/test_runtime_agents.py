@@ -53,10 +53,10 @@ async def test_evaluations_run_with_the_val_settings():
         )
         turns = []
         for collector in (made.collector, made.evaluator):
-            stream = collector.collect(
+            groups = await collector.collect(
                 [ROW], group_size=1, sampling=SamplingParams(max_tokens=50), step=0
             )
-            turns += [t.num_turns async for group in stream for t in group.trajectories]
+            turns += [t.num_turns for group in groups for t in group.trajectories]
         await made.close()
     assert turns == [4, 2]
 
@@ -74,10 +74,9 @@ async def test_a_tool_server_that_is_gone_loses_trajectories_by_reason_and_not_t
             return JSONResponse({}, status_code=500)
 
         server.respond = broken
-        stream = made.collector.collect(
+        groups = await made.collector.collect(
             [ROW], group_size=3, sampling=SamplingParams(max_tokens=50), step=0
         )
-        groups = [group async for group in stream]
         await made.close()
     assert [group.dropped for group in groups] == [{"tool_server_error": 3}]
     made.collector.accounting.check()
