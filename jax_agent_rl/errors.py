@@ -18,6 +18,8 @@ The exceptions are one tree; what follows an arrow mends the failure::
     │   │   └── EnvironmentTimeoutError  it ran past its limit
     │   ├── AbortedError            one of its generations was aborted for good
     │   ├── AgentTimeoutError       the user's agent ran past its limit
+    │   ├── TrajectoryTimeoutError  the trajectory ran past rollout.trajectory_timeout
+    │   ├── StragglerError          enough others of its group had ended
     │   ├── HistoryEditedError      an agent edited its history, which the config forbids
     │   ├── ReplayError             a branch's tools cannot replay its parent's calls
     │   └── BackendError            the engine failed this request

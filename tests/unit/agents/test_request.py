@@ -1,11 +1,11 @@
-"""What a branch takes over, and places that are none."""
+"""What an agent is asked to play: roles of a request, what a branch takes over."""
 
 from dataclasses import replace
 
 import pytest
 
-from jax_agent_rl.agents.request import Prefix
-from jax_agent_rl.types import Fork, StopReason
+from jax_agent_rl.agents import EpisodeRequest, Prefix
+from jax_agent_rl.types import Fork, SamplingParams, StopReason
 from tests.trajectories import trajectory
 
 SAID = (
@@ -65,3 +65,30 @@ def test_a_trajectory_that_left_contexts_behind_has_no_single_beginning():
     edited = replace(PARENT, segments=(trajectory([3], [5]),))
     with pytest.raises(ValueError, match="no place"):
         Prefix.of(edited, fork(1))
+
+
+def request(**fields) -> EpisodeRequest:
+    sampling = SamplingParams(max_tokens=9, seed=4)
+    ids = {"trajectory_id": "train-3-0-1", "group_id": "train-3-0"}
+    return EpisodeRequest(row={"prompt": []}, sampling=sampling, **ids, **fields)
+
+
+def test_roles_of_a_request_have_ids_and_seeds_of_their_own():
+    solver = request().as_role("solver")
+    checker = request().as_role("checker")
+    assert (solver.role, solver.trajectory_id) == ("solver", "train-3-0-1/solver")
+    assert (checker.role, checker.trajectory_id) == ("checker", "train-3-0-1/checker")
+    assert solver.group_id == checker.group_id == "train-3-0"
+    assert len({request().sampling.seed, solver.sampling.seed, checker.sampling.seed}) == 3
+    assert solver == request().as_role("solver"), "a run can be repeated"
+
+
+def test_a_role_without_a_seed_gets_none():
+    unseeded = replace(request(), sampling=SamplingParams(max_tokens=9))
+    assert unseeded.as_role("solver").sampling.seed is None
+
+
+def test_a_role_does_not_go_on_from_the_middle_of_a_trajectory():
+    continued = request(prefix=Prefix.of(PARENT, fork(1)))
+    with pytest.raises(ValueError, match="role 'solver'"):
+        continued.as_role("solver")
