@@ -64,8 +64,8 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
 from jax_agent_rl.learner.learner import UpdateResult
-from jax_agent_rl.learner.metrics import UNCHECKED, AgreementCheck
 from jax_agent_rl.models import stored
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir, read_records

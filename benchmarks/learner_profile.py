@@ -183,9 +183,9 @@ def profile(learner: Learner, group: Group, repeats: int) -> dict[str, Any]:
     )
     show("rematerialisation", sum(rematerialised.values()) - sum(plain.values()))
 
-    mini_batches, prepared = learner._prepare([group])
+    (mini_batch,), experience = learner._prepare([group])
     show("packing", best_seconds(lambda: learner._prepare([group]), repeats))
-    policy_batch, _ = learner._with_terms(mini_batches[0], prepared)
+    _, policy_batch = learner._batches(mini_batch, experience.updates[0])[-1]
     show("optimizer", optimizer_seconds(learner, policy_batch, repeats))
 
     step = best_seconds(lambda: learner.update([group]), repeats)

@@ -49,7 +49,7 @@ from jax_agent_rl.agreement.search import (
     order_families,
 )
 from jax_agent_rl.agreement.subject import Context, DiagnosisSubject
-from jax_agent_rl.learner.metrics import Comparison
+from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 

@@ -19,7 +19,7 @@ import jax
 from jax_agent_rl.agreement.subject import Context
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError
-from jax_agent_rl.learner.metrics import Comparison
+from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.models.tensors import TensorSample
 from jax_agent_rl.observe.run_dir import DISAGREEMENT
 from jax_agent_rl.utils.bounded_json import read_json_object

@@ -26,7 +26,7 @@ from jax_agent_rl.agreement.logits import Tokens
 from jax_agent_rl.agreement.readings import SAMPLE_SIZE, readings
 from jax_agent_rl.agreement.report import Cause, HypothesisResult, Tolerance
 from jax_agent_rl.agreement.subject import ROWS, Context, DiagnosisSubject, Scores
-from jax_agent_rl.learner.metrics import Comparison
+from jax_agent_rl.learner.comparison import Comparison
 
 T = TypeVar("T")
 SECONDS = 45.0

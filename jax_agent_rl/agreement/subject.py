@@ -13,8 +13,8 @@ import numpy as np
 from jax_agent_rl.agreement import forward
 from jax_agent_rl.agreement.logits import Tokens
 from jax_agent_rl.config import Config
+from jax_agent_rl.learner.comparison import Comparison, comparable
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.metrics import Comparison, comparable
 from jax_agent_rl.learner.parameterization import compute_params
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_hf

@@ -3,15 +3,15 @@
 ::
 
     groups ─► token rewards ─► minus KL ─► advantages ─► minus KL ─┐
-    old, rollout log-probs ─► importance, rejections ──────────────┼─► Experience ─► terms of each
-    masked trajectories ─► active tokens ──────────────────────────┘                 mini-batch
+    old, rollout log-probs ─► importance, rejections ──────────────┼─► terms of each mini-batch
+    masked trajectories ─► active tokens ──────────────────────────┘
 
 A *term* is one token that a trajectory sampled, as it enters the loss: see :mod:`.batch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +20,11 @@ import numpy as np
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.learner.advantages.registry import compute_advantages
 from jax_agent_rl.learner.advantages.scored_batch import scored_batch
-from jax_agent_rl.learner.batch import segment_lengths
+from jax_agent_rl.learner.comparison import Comparison, comparable, compare
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch
 from jax_agent_rl.learner.losses.aggregation import term_weights
 from jax_agent_rl.learner.losses.kl import kl_forward
-from jax_agent_rl.learner.metrics import Comparison, UpdateRecord, comparable, compare
+from jax_agent_rl.learner.packing import segment_lengths
 from jax_agent_rl.types import Group, Trajectory
 
 PerTerm = list[np.ndarray]
@@ -54,79 +54,47 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experience:
-    """A step, ready to be cut into mini-batches. Arrays are per trajectory and sampled token, [S].
+class UpdateTerms:
+    """What the tokens of one mini-batch contribute to the losses, per trajectory.
 
     Attributes:
-        active: bool, tokens to train on.
-        segments: for each trajectory, the number of tokens of each of its sequences.
-        terms: arrays by the name under which the losses read them.
-        value_terms: the same for the critic; empty without one.
+        active: bool [S], tokens to train on.
+        policy: arrays by the name under which the policy's loss reads them.
+        critic: the same for the critic's; empty without one.
         candidates: the reference's likeliest ids; None unless the KL is over them.
+    """
+
+    active: list[np.ndarray]
+    policy: dict[str, PerTerm]
+    critic: dict[str, PerTerm]
+    candidates: Candidates | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """A step, ready to be trained on. Arrays are per trajectory and sampled token, [S].
+
+    Attributes:
+        trajectory_ids: of the step, in order.
+        active: bool, tokens to train on.
+        advantages: of each token.
+        old_logprobs: under the policy before the update; None if nothing computed them.
+        updates: the terms of each mini-batch.
+        comparison: engine and learner on every comparable token; None if the learner's log-probs
+            are not known yet.
         kl: mean distance to the reference over trajectories with a sampled token, nats per token.
             NaN without such a trajectory, or over candidates.
         metrics: named floats for the log.
     """
 
+    trajectory_ids: list[str]
     active: list[np.ndarray]
-    segments: list[list[int]]
-    terms: dict[str, PerTerm]
-    value_terms: dict[str, PerTerm]
-    candidates: Candidates | None = None
+    advantages: PerTerm
+    old_logprobs: PerTerm | None
+    updates: list[UpdateTerms]
+    comparison: Comparison | None
     kl: float
     metrics: dict[str, float]
-
-    def comparison(self, bypass: bool) -> Comparison | None:
-        """Compare engine and learner on every comparable token.
-
-        Args:
-            bypass: the old log-probs are the rollout's.
-        """
-        if bypass or "old_logprob" not in self.terms:
-            return None
-        is_comparable = [mask > 0 for mask in self.terms["comparable"]]
-        return compare(self.terms["old_logprob"], self.terms["rollout_logprob"], is_comparable)
-
-    def inactive(self, groups: Sequence[Group]) -> frozenset[str]:
-        """Return the ids of trajectories without an active token."""
-        inactive_ids = set()
-        for trajectory, mask in zip(_trajectories(groups), self.active, strict=True):
-            if not mask.any():
-                inactive_ids.add(trajectory.trajectory_id)
-        return frozenset(inactive_ids)
-
-    def unapplied(self, groups: Sequence[Group], updates: Sequence[UpdateRecord]) -> frozenset[str]:
-        """Return the ids of active trajectories without an applied update of their mini-batch.
-
-        Args:
-            updates: of the model that the trajectories were to train.
-        """
-        applied: set[int] = set()  # numbers of trajectories in the step
-        for update in updates:
-            if update.finite:
-                applied.update(range(len(self.active))[update.members])
-
-        unapplied_ids = set()
-        for number, trajectory in enumerate(_trajectories(groups)):
-            if self.active[number].any() and number not in applied:
-                unapplied_ids.add(trajectory.trajectory_id)
-        return frozenset(unapplied_ids)
-
-    def by_trajectory(self, groups: Sequence[Group]) -> dict[str, dict[str, np.ndarray]]:
-        """Return the numbers per token of each active trajectory; see ``UpdateResult.tokens``."""
-        values_of: dict[str, dict[str, np.ndarray]] = {}
-        for number, trajectory in enumerate(_trajectories(groups)):
-            if not self.active[number].any():
-                continue
-            values = {"advantages": self.terms["advantage"][number]}
-            if "old_logprob" in self.terms:
-                values["old_logprobs"] = self.terms["old_logprob"][number]
-            values_of[trajectory.trajectory_id] = values
-        return values_of
-
-
-def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
-    return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def build_experience(
@@ -137,16 +105,18 @@ def build_experience(
     kl_coef: float,
     masked: Collection[str],
     since: int = 0,
+    mini_batches: Sequence[slice] = (slice(None),),
 ) -> Experience:
     """Compute what the losses need, as far as it does not depend on the current parameters.
 
     Args:
-        config: estimator, corrections and KL.
-        kl_coef: the controller's current coefficient, for KL in the reward and the advantage.
+        config: estimator, corrections, KL and loss aggregation.
+        kl_coef: the controller's current coefficient.
         masked: ids of trajectories whose rewards count in baselines, but whose tokens are not
             trained on.
         since: first policy version of the parameters that score; tokens of older ones cannot be
             compared.
+        mini_batches: the trajectories of each optimizer update of an epoch.
     """
     samples = scored_batch(groups, turn_reward=config.turn_reward)
     trajectories = samples.trajectories
@@ -183,16 +153,19 @@ def build_experience(
     for trajectory, indices in zip(trajectories, sampled, strict=True):
         active.append(np.full(len(indices), trajectory.trajectory_id not in masked))
     metrics = _advantage_metrics(advantage, active)
+    is_comparable = [comparable(trajectory, since) for trajectory in trajectories]
     terms = {
         "advantage": advantage,
         "rollout_logprob": rollout_logprobs,
-        "comparable": [comparable(t, since).astype(np.float64) for t in trajectories],
+        "comparable": [mask.astype(np.float64) for mask in is_comparable],
     }
+    comparison = None
     if old_logprobs is not None:
         terms["old_logprob"] = old_logprobs
         if is_bypassed:
             metrics |= mismatch(old_logprobs, rollout_logprobs, active)
         else:
+            comparison = compare(old_logprobs, rollout_logprobs, is_comparable)
             correction = correct(config.rollout_correction, old_logprobs, rollout_logprobs, active)
             active = correction.accepted
             metrics |= correction.metrics
@@ -210,41 +183,39 @@ def build_experience(
         value_terms["returns"] = _select(estimated.returns, sampled)
         value_terms["old_value"] = _select(old_values, sampled)
 
+    # --- terms of each mini-batch ---
+    segments = [segment_lengths(trajectory) for trajectory in trajectories]
+    updates = []
+    for members in mini_batches:
+        policy = {name: values[members] for name, values in terms.items()}
+        policy["weight"] = _weights(config, active[members], segments[members])
+        if "ref_logprob" in terms or candidates is not None:
+            policy["kl_weight"] = [kl_coef * weight for weight in policy["weight"]]
+
+        critic = {name: values[members] for name, values in value_terms.items()}
+        if critic:
+            critic["weight"] = term_weights("token-mean", active[members])
+
+        update = UpdateTerms(
+            active=active[members],
+            policy=policy,
+            critic=critic,
+            candidates=None if candidates is None else candidates[members],
+        )
+        updates.append(update)
+
     # A trajectory may have no sampled token: a grammar may decide every one.
     mean_distances = [distance.mean() for distance in distances if len(distance)]
     return Experience(
+        trajectory_ids=[trajectory.trajectory_id for trajectory in trajectories],
         active=active,
-        segments=[segment_lengths(trajectory) for trajectory in trajectories],
-        terms=terms,
-        value_terms=value_terms,
-        candidates=candidates,
+        advantages=advantage,
+        old_logprobs=old_logprobs,
+        updates=updates,
+        comparison=comparison,
         kl=float(np.mean(mean_distances)) if mean_distances else float("nan"),
         metrics=metrics,
     )
-
-
-def score_contexts(
-    groups: Sequence[Group],
-    score: Callable[[Sequence[Sequence[int]]], list[np.ndarray]],
-) -> PerTerm:
-    """Return the log-probs of every trajectory's trained tokens.
-
-    Args:
-        groups: their trajectories are scored in this order.
-        score: takes contexts, and returns the log-prob of every id of a context but the first.
-    """
-    trajectories = _trajectories(groups)
-    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-    scores = iter(score([s.prompt_ids + s.response_ids for s in sequences]))
-
-    logprobs = []
-    for trajectory in trajectories:
-        parts = []
-        for sequence in trajectory.sequences:
-            response_logprobs = next(scores)[len(sequence.prompt_ids) - 1 :]
-            parts.append(response_logprobs[np.asarray(sequence.loss_mask, bool)])
-        logprobs.append(np.concatenate(parts).astype(np.float64))
-    return logprobs
 
 
 def _rollout_logprobs(
@@ -268,34 +239,6 @@ def _rollout_logprobs(
         unsampled = np.nan if old is None else old[number]
         rollout.append(np.where(is_sampled, np.concatenate(reported)[indices], unsampled))
     return rollout
-
-
-def mini_batch_terms(
-    experience: Experience,
-    members: slice,
-    config: AlgorithmConfig,
-    *,
-    kl_coef: float,
-) -> tuple[dict[str, PerTerm], dict[str, PerTerm]]:
-    """Return the terms of one optimizer update, for the policy's loss and for the critic's.
-
-    Args:
-        members: the trajectories of the update, among those of the step.
-        config: its loss aggregation weighs the terms.
-        kl_coef: the controller's current coefficient, for KL in the loss.
-    """
-    active = experience.active[members]
-    weights = _weights(config, active, experience.segments[members])
-
-    policy = {name: values[members] for name, values in experience.terms.items()}
-    policy["weight"] = weights
-    if "ref_logprob" in policy or experience.candidates is not None:
-        policy["kl_weight"] = [kl_coef * weight for weight in weights]
-
-    critic = {name: values[members] for name, values in experience.value_terms.items()}
-    if critic:
-        critic["weight"] = term_weights("token-mean", active)
-    return policy, critic
 
 
 def _weights(

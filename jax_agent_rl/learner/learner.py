@@ -2,69 +2,65 @@
 
 ::
 
-    groups ─► pack ────► mini-batches of packed rows, whole prompts each       scoring, packing
-           ─► score ───► old and reference log-probs, values; what is read     scoring
-           ─► build ───► Experience: advantages, corrections, active tokens    experience
+    groups ─► pack ───────► mini-batches of packed rows, whole prompts each    packing, batch
+           ─► score ──────► old and reference log-probs, values; what is read  scoring
+           ─► experience ─► advantages, corrections, terms of each mini-batch  experience
            ─► for each epoch and mini-batch, the critic first, then the policy:
-                terms ─────► Batch: what each token contributes to the loss    experience
-                gradients ─► sums over micro-batches of fixed shape            optimized_params
-                apply ─────► clip, update; non-finite ones change nothing      optimizer
+                gradients ► sums over micro-batches of fixed shape             optimized_params
+                apply ────► clip, update; non-finite ones change nothing       optimizer
            ─► end of the step: each model counts its non-finite steps          optimized_params
            ─► UpdateResult: also whose updates were applied                    metrics
 
 ``programs`` compiles what the stages run: the losses of ``objective`` and the scoring passes.
 Micro-batches have a fixed shape, so another number of trajectories compiles nothing.
+
+Around the updates of a step are, and the stages know nothing of them: the comparison with the
+engine before the first (``comparison``), the lock of a step that may be cancelled
+(``cancellation``), and the undo of all if one fails (``undo``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.learner.batch import Batch
 from jax_agent_rl.learner.cancellation import StepCancellation
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, Comparison
 from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.experience import (
     Experience,
     PerTerm,
     Scores,
+    UpdateTerms,
     build_experience,
-    mini_batch_terms,
-    score_contexts,
 )
 from jax_agent_rl.learner.image_packing import image_packing
 from jax_agent_rl.learner.losses.kl import adapt_kl_coef
 from jax_agent_rl.learner.losses.policy import SELECTORS, select_terms
-from jax_agent_rl.learner.metrics import (
-    UNCHECKED,
-    AgreementCheck,
-    Comparison,
-    UpdateRecord,
-    UpdateResult,
-    replay_metrics,
-    step_metrics,
-)
+from jax_agent_rl.learner.metrics import UpdateRecord, UpdateResult, step_metrics, step_result
 from jax_agent_rl.learner.optimized_params import (
-    HostState,
+    Arrays,
     LearnerState,
     OptimizedParams,
-    all_or_nothing,
+    Statistics,
 )
 from jax_agent_rl.learner.optimizer import learning_rate, undo_update
+from jax_agent_rl.learner.packing import MiniBatch, Packer
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
-from jax_agent_rl.learner.scoring import MiniBatch, ScoreContexts, Scorer
+from jax_agent_rl.learner.scoring import ScoreContexts, Scorer, score_contexts
 from jax_agent_rl.learner.teachers import Teacher, score_by_teachers
+from jax_agent_rl.learner.undo import HostState, all_or_nothing
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, place, replicated
@@ -72,6 +68,23 @@ from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.types import Group
 
 logger = logging.getLogger(__name__)
+
+
+class GradientUpdate(NamedTuple):
+    """One optimizer update that is to be applied.
+
+    Attributes:
+        model: the policy or the critic.
+        statistics: summed over its mini-batch.
+        members: the trajectories of its mini-batch, among those of the step.
+        step: finished training steps on the model's schedule.
+    """
+
+    model: OptimizedParams
+    gradients: Params
+    statistics: Statistics
+    members: slice
+    step: int
 
 
 class Learner:
@@ -118,8 +131,6 @@ class Learner:
         self._steps = 0
         self._score_by = score_by
         self.state_before: HostState | None = None
-        # Takes the statistics of the next policy update, if no pass before it compares the engine.
-        self._inspect_next_update: Callable[[Comparison], None] | None = None
 
         has_critic = algorithm.adv_estimator == "gae"
         self._warmup_steps = self._critic_config.critic_warmup if has_critic else 0
@@ -139,6 +150,7 @@ class Learner:
             scored=score_by is not None,
         )
         self._objective = self._programs.objective
+        self._packer = Packer(config, images, vocab_size=model.vocab_size)
         self._scorer = Scorer(self._programs, images)
         self._policy = OptimizedParams(
             policy.params,
@@ -277,7 +289,7 @@ class Learner:
             trained: parameters in place of :attr:`trained`.
         """
         trajectories = [t for group in groups for t in group.trajectories]
-        batch = self._scorer.pack_one(trajectories)
+        batch = self._packer.pack(trajectories)
         weights = self._policy.weights
         if trained is not None:
             weights = (trained, self._policy.frozen)
@@ -333,42 +345,44 @@ class Learner:
         began = time.perf_counter()
         cancellation = cancellation or StepCancellation()
         minis, experience = self._prepare(groups, masked=masked, since=check.since)
-
-        # Without old log-probs, the first update's own forward pass is what can be compared.
-        self._inspect_next_update = None
-        comparison = experience.comparison(self._objective.bypass)
-        if comparison is None:
-            self._inspect_next_update = check.inspect
-        else:
+        comparison = experience.comparison
+        if comparison is not None:
             check.inspect(comparison)
 
-        # A single update changes everything or nothing by itself.
-        is_single_update = len(minis) * self._config.ppo_epochs == 1 and self._critic is None
-        undo = contextlib.nullcontext() if is_single_update else all_or_nothing(self, cancellation)
-        with undo:
-            policy_updates, critic_updates = self._optimize(minis, experience, tick, cancellation)
+        models = 1 if self._critic is None else 2
+        num_updates = len(minis) * self._config.ppo_epochs * models
+        progress = self._progress(minis, tick, cancellation)
+        policy_updates: list[UpdateRecord] = []
+        critic_updates: list[UpdateRecord] = []
+        with all_or_nothing(self, cancellation, updates=num_updates):
+            for update in self._updates(minis, experience, progress):
+                if comparison is None and update.model is self._policy:
+                    # Without old log-probs, the policy's first pass is what can be compared: only
+                    # this one is of the parameters that the engine has.
+                    comparison = Comparison.from_statistics(update.statistics)
+                    check.inspect(comparison)
+
+                record = _apply(update, cancellation)
+                if update.model is self._policy:
+                    policy_updates.append(record)
+                else:
+                    critic_updates.append(record)
+                del update  # its gradients make room for the next ones
             self._end_step(policy_updates, critic_updates)
+
         # During the critic's warm-up, trajectories are trained on if they train the critic.
         counted_updates = critic_updates if self._is_warming_up else policy_updates
         self._steps += 1
-
-        batches = [mini.batch for mini in minis]
-        seconds = time.perf_counter() - began
-        metrics = step_metrics(policy_updates, critic_updates, batches, seconds=seconds)
-        if self._programs.model.experts is not None:
-            metrics |= replay_metrics(batches)
-        metrics |= experience.metrics
-        is_policy_updated = any(update.finite for update in policy_updates)
-        metrics |= self._control_kl(experience, is_policy_updated)
-
-        is_any_finite = any(update.finite for update in counted_updates)
-        return UpdateResult(
-            metrics=metrics,
-            skipped=bool(counted_updates) and not is_any_finite,
-            rejected=experience.inactive(groups).difference(masked),
-            unapplied=experience.unapplied(groups, counted_updates),
-            tokens=experience.by_trajectory(groups),
+        metrics = step_metrics(
+            policy_updates,
+            critic_updates,
+            [mini.batch for mini in minis],
+            seconds=time.perf_counter() - began,
+            has_experts=self.model.experts is not None,
         )
+        metrics |= experience.metrics
+        metrics |= self._control_kl(experience, policy_updates)
+        return step_result(experience, counted_updates, metrics, masked=masked)
 
     @property
     def _is_warming_up(self) -> bool:
@@ -385,7 +399,7 @@ class Learner:
         since: int = 0,
     ) -> tuple[list[MiniBatch], Experience]:
         """Pack mini-batches, score them, and compute what the losses need of the step."""
-        minis = self._scorer.pack(groups)
+        minis = self._packer.mini_batches(groups)
         scores = self._score(minis, groups)
         experience = build_experience(
             groups,
@@ -394,6 +408,7 @@ class Learner:
             kl_coef=self._kl_coef,
             masked=masked,
             since=since,
+            mini_batches=[mini.members for mini in minis],
         )
         return minis, experience
 
@@ -423,106 +438,99 @@ class Learner:
                 values += self._scorer.values(self._critic.weights, mini.batch)
         return Scores(old=old_logprobs, ref=ref, values=values)
 
-    # --- terms, gradients, apply ------------------------------------------------------------------
+    # --- gradients --------------------------------------------------------------------------------
 
-    def _optimize(
+    def _progress(
+        self,
+        minis: Sequence[MiniBatch],
+        tick: Callable[[int, int], None],
+        cancellation: StepCancellation,
+    ) -> Callable[[Iterable[Arrays]], Iterator[Arrays]]:
+        """Return what to wrap micro-batches in: it counts them, and ends a cancelled step."""
+        micro_batches = sum(math.ceil(m.batch.num_rows / self._scorer.rows) for m in minis)
+        trains_policy = not self._is_warming_up
+        models = [trains_policy, self._critic is not None].count(True)
+        total = micro_batches * self._config.ppo_epochs * models
+        completed = 0
+
+        def counted(micro_batches: Iterable[Arrays]) -> Iterator[Arrays]:
+            nonlocal completed
+            for arrays in micro_batches:
+                yield arrays
+                cancellation.check()
+                completed += 1
+                tick(completed, total)
+
+        return counted
+
+    def _updates(
         self,
         minis: Sequence[MiniBatch],
         experience: Experience,
-        tick: Callable[[int, int], None],
-        cancellation: StepCancellation,
-    ) -> tuple[list[UpdateRecord], list[UpdateRecord]]:
-        """Run all epochs and mini-batches.
+        progress: Callable[[Iterable[Arrays]], Iterator[Arrays]],
+    ) -> Iterator[GradientUpdate]:
+        """Yield every update of the step, each computed once the one before it was applied."""
+        for _ in range(self._config.ppo_epochs):
+            for mini, terms in zip(minis, experience.updates, strict=True):
+                for model, batch in self._batches(mini, terms):
+                    if not batch.terms["weight"].any():
+                        # The optimizer's momentum would still move the parameters.
+                        logger.warning(
+                            "every token of an update was masked or rejected: it was skipped"
+                        )
+                        continue
 
-        Returns:
-            records of the policy's updates, and of the critic's.
-        """
-        trains_policy = not self._is_warming_up
-        epochs = self._config.ppo_epochs
-        micro_batches = sum(math.ceil(m.batch.num_rows / self._scorer.rows) for m in minis)
-        models = [trains_policy, self._critic is not None].count(True)
-        total = micro_batches * epochs * models
-        completed = 0
-
-        def count_micro_batch() -> None:
-            nonlocal completed
-            cancellation.check()
-            completed += 1
-            tick(completed, total)
-
-        policy_updates: list[UpdateRecord] = []
-        critic_updates: list[UpdateRecord] = []
-        for _ in range(epochs):
-            for mini in minis:
-                policy_batch, critic_batch = self._with_terms(mini, experience)
-                if self._critic is not None:
-                    critic_updates += self._train(
-                        self._critic, critic_batch, mini.members, count_micro_batch, cancellation
+                    step = self._steps
+                    if model is self._policy:
+                        step -= self._warmup_steps  # its schedule begins after the warm-up
+                    # No name here holds the gradients: they are freed once they are applied.
+                    yield GradientUpdate(
+                        model,
+                        *self._gradients(model, batch, progress),
+                        members=mini.members,
+                        step=step,
                     )
-                if trains_policy:
-                    policy_updates += self._train(
-                        self._policy, policy_batch, mini.members, count_micro_batch, cancellation
-                    )
-        return policy_updates, critic_updates
 
-    def _with_terms(self, mini: MiniBatch, experience: Experience) -> tuple[Batch, Batch]:
-        """Return the mini-batch with the terms of the policy's loss, and with the critic's."""
-        policy_terms, critic_terms = mini_batch_terms(
-            experience,
-            mini.members,
-            self._algorithm,
-            kl_coef=self._kl_coef,
-        )
+    def _batches(self, mini: MiniBatch, terms: UpdateTerms) -> list[tuple[OptimizedParams, Batch]]:
+        """Return each model that is trained, the critic first, and its batch of a mini-batch."""
+        batches = []
+        if self._critic is not None:
+            batches.append((self._critic, mini.batch.with_terms(**terms.critic)))
+        if self._is_warming_up:
+            return batches
+
+        policy_terms = dict(terms.policy)
         if self._algorithm.policy_loss.loss_mode in SELECTORS:
             policy_terms["chosen"] = select_terms(
                 self._scorer.logprobs(self._policy.weights, mini.batch),
                 policy_terms,
-                experience.active[mini.members],
+                terms.active,
                 self._objective.loss,
                 seed=int(self._policy.state.updates),
             )
-
         policy_batch = mini.batch.with_terms(**policy_terms)
-        if experience.candidates is not None:
-            ids, logprobs = zip(*experience.candidates[mini.members], strict=True)
+        if terms.candidates is not None:
+            ids, logprobs = zip(*terms.candidates, strict=True)
             policy_batch = policy_batch.with_candidates(ids, logprobs)
-        return policy_batch, mini.batch.with_terms(**critic_terms)
+        batches.append((self._policy, policy_batch))
+        return batches
 
-    def _train(
+    def _gradients(
         self,
         model: OptimizedParams,
         batch: Batch,
-        members: slice,
-        tick: Callable[[], None],
-        cancellation: StepCancellation,
-    ) -> list[UpdateRecord]:
-        """Run one update of a model; return its record.
-
-        Without any token to train on there is no update: the optimizer's momentum would still move
-        the parameters.
-        """
-        if not batch.terms["weight"].any():
-            logger.warning("every token of an update was masked or rejected: it was skipped")
-            return []
-
-        is_policy = model is self._policy
-        balance = self._scorer.router_balance(model.weights, batch) if is_policy else {}
+        progress: Callable[[Iterable[Arrays]], Iterator[Arrays]],
+    ) -> tuple[Params, Statistics]:
+        """Return the gradient and the statistics of a model's batch."""
+        balance = {}
+        if model is self._policy:
+            balance = self._scorer.router_balance(model.weights, batch)
         for arrays in self._scorer.blanks(batch, model):  # compile what later steps may need
             model.gradients([arrays | balance])
         micro_batches = (arrays | balance for arrays in self._scorer.micro_batches(batch))
-        gradients, statistics = model.gradients(micro_batches, tick)
+        return model.gradients(progress(micro_batches))
 
-        # Only the first update is of the parameters that the engine has.
-        inspect = self._inspect_next_update
-        if is_policy and inspect is not None:
-            self._inspect_next_update = None
-            inspect(Comparison.from_statistics(statistics))
-
-        step = self._steps
-        if is_policy:
-            step -= self._warmup_steps  # its schedule begins after the critic's warm-up
-        applied = model.apply(gradients, step, cancellation)
-        return [UpdateRecord(statistics=statistics, members=members, **vars(applied))]
+    # --- end of the step --------------------------------------------------------------------------
 
     def _end_step(
         self,
@@ -544,7 +552,9 @@ class Learner:
 
     # --- KL to the reference ----------------------------------------------------------------------
 
-    def _control_kl(self, experience: Experience, is_policy_updated: bool) -> dict[str, float]:
+    def _control_kl(
+        self, experience: Experience, policy_updates: Sequence[UpdateRecord]
+    ) -> dict[str, float]:
         """Adapt the coefficient to the KL of the step, if the policy was updated.
 
         Returns:
@@ -554,6 +564,7 @@ class Learner:
         if kl.where == "none":
             return {}
 
+        is_policy_updated = any(update.finite for update in policy_updates)
         is_measured = bool(np.isfinite(experience.kl))
         if kl.controller == "adaptive" and is_policy_updated and is_measured:
             coef = adapt_kl_coef(
@@ -571,3 +582,14 @@ class Learner:
             metrics["kl_reference"] = experience.kl
         metrics["kl_coef"] = self._kl_coef
         return metrics
+
+
+def _apply(update: GradientUpdate, cancellation: StepCancellation) -> UpdateRecord:
+    """Apply an update unless the step was cancelled; return its record."""
+    model = update.model
+    model.compile_apply(update.gradients)  # the lock of the step must never wait for a compiler
+    with cancellation.update():
+        applied = model.apply(update.gradients, update.step)
+        if not applied.finite:
+            cancellation.unchanged()
+    return UpdateRecord(statistics=update.statistics, members=update.members, **vars(applied))

@@ -1,26 +1,15 @@
-"""The result of a learner step: metrics of its updates, and the gap to the engine's log-probs.
-
-The log-probs of engine and learner are *comparable* at a token if the learner scores it with the
-very weights it was sampled from. So the parameters of its policy version have to be the learner's
-current ones, and so have those of all tokens before it in its turn: a generation that went on
-through a weight update may have kept keys and values of the old weights. All other tokens are
-off-policy: a gap there is the policy's progress and says nothing about the programs.
-"""
+"""The result of a learner step, and the metrics of its updates."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from jax_agent_rl.errors import JaxAgentRLError
 from jax_agent_rl.learner.batch import UNKNOWN_EXPERT, Batch
-from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
+from jax_agent_rl.learner.experience import Experience
 from jax_agent_rl.learner.optimized_params import Applied
-from jax_agent_rl.types import Trajectory, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,21 +48,69 @@ class UpdateRecord(Applied):
     members: slice
 
 
+def step_result(
+    experience: Experience,
+    updates: Sequence[UpdateRecord],
+    metrics: dict[str, float],
+    *,
+    masked: Collection[str],
+) -> UpdateResult:
+    """Return the result of a step.
+
+    Args:
+        updates: of the model that the trajectories were to train.
+        metrics: of the step.
+        masked: ids of trajectories that count in baselines only.
+    """
+    trained: set[int] = set()  # numbers of trajectories in the step
+    for update in updates:
+        if update.finite:
+            trained.update(range(len(experience.active))[update.members])
+
+    rejected = set()
+    unapplied = set()
+    tokens: dict[str, dict[str, np.ndarray]] = {}
+    for number, trajectory_id in enumerate(experience.trajectory_ids):
+        if not experience.active[number].any():
+            if trajectory_id not in masked:
+                rejected.add(trajectory_id)
+            continue
+        if number not in trained:
+            unapplied.add(trajectory_id)
+        tokens[trajectory_id] = {"advantages": experience.advantages[number]}
+        if experience.old_logprobs is not None:
+            tokens[trajectory_id]["old_logprobs"] = experience.old_logprobs[number]
+
+    is_any_finite = any(update.finite for update in updates)
+    return UpdateResult(
+        metrics=metrics,
+        skipped=bool(updates) and not is_any_finite,
+        rejected=frozenset(rejected),
+        unapplied=frozenset(unapplied),
+        tokens=tokens,
+    )
+
+
 def step_metrics(
     policy: Sequence[UpdateRecord],
     critic: Sequence[UpdateRecord],
     batches: Sequence[Batch],
     *,
     seconds: float,
+    has_experts: bool,
 ) -> dict[str, float]:
     """Return one flat record over the updates of a step.
 
     A model that was not trained has no metrics. Means are over the updates that were applied; if
     none was, over all of them.
+
+    Args:
+        seconds: the time that the step took.
+        has_experts: the model is a mixture of experts.
     """
     tokens = sum(batch.num_tokens for batch in batches)
     computed_tokens = sum(batch.num_nodes for batch in batches)
-    return {
+    metrics = {
         **_policy_metrics(policy),
         **_critic_metrics(critic),
         "batch_tokens": float(tokens),
@@ -84,16 +121,19 @@ def step_metrics(
         "learner_tokens_per_second": tokens / seconds,
         "computed_tokens_per_second": computed_tokens / seconds,
     }
+    if has_experts:
+        metrics["router_replay_share"] = _replayed_tokens(batches) / computed_tokens
+    return metrics
 
 
-def replay_metrics(batches: Sequence[Batch]) -> dict[str, float]:
-    """Return ``router_replay_share``: the share of tokens that took the engine's experts."""
+def _replayed_tokens(batches: Sequence[Batch]) -> int:
+    """Count the tokens that took the engine's experts."""
     replayed = 0
     for batch in batches:
         if batch.routed_experts is not None:
             is_known = batch.routed_experts[..., 0, 0] != UNKNOWN_EXPERT
             replayed += int(is_known.sum())
-    return {"router_replay_share": replayed / sum(batch.num_nodes for batch in batches)}
+    return replayed
 
 
 def _policy_metrics(updates: Sequence[UpdateRecord]) -> dict[str, float]:
@@ -165,139 +205,3 @@ def _sums(records: Sequence[UpdateRecord]) -> tuple[dict[str, float], float]:
     for name in records[0].statistics["sum"]:
         sums[name] = float(sum(record.statistics["sum"][name] for record in records))
     return sums, max(sums["terms"], 1.0)
-
-
-INFINITE = 1e4
-"""Nats that stand for an infinite gap, in sums that have to stay finite."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """|engine's log-prob - learner's| over the tokens that can be compared.
-
-    Attributes:
-        tokens: how many there are.
-        mean: nats; 0 without tokens.
-        largest: nats, of a single token.
-    """
-
-    tokens: int
-    mean: float
-    largest: float
-
-    @classmethod
-    def of(cls, gaps: np.ndarray) -> Comparison:
-        """Return the comparison of signed differences.
-
-        NaN is left out: the update itself deals with it.
-        """
-        sizes = np.minimum(np.abs(gaps[~np.isnan(gaps)]), INFINITE)
-        if not len(sizes):
-            return cls(tokens=0, mean=0.0, largest=0.0)
-        return cls(tokens=len(sizes), mean=float(sizes.mean()), largest=float(sizes.max()))
-
-    @classmethod
-    def from_statistics(cls, statistics: Mapping[str, Mapping[str, Any]]) -> Comparison:
-        """Return the comparison of a policy update's own pass, see ``objective.policy_loss``."""
-        tokens = float(statistics["sum"]["compared"])
-        total_gap = float(statistics["sum"]["compared_gap"])
-        return cls(
-            tokens=round(tokens),
-            mean=total_gap / tokens if tokens else 0.0,
-            largest=float(statistics["max"]["compared_gap"]),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgreementCheck:
-    """A check of the agreement before a step's first optimizer update.
-
-    Attributes:
-        since: the first policy version whose parameters are those that the update begins with.
-        inspect: takes the comparison, made by the scoring pass or, without one, by the first
-            update. What it raises ends the step before anything has changed.
-    """
-
-    since: int
-    inspect: Callable[[Comparison], None]
-
-
-UNCHECKED = AgreementCheck(since=0, inspect=lambda comparison: None)
-
-
-def comparable(trajectory: Trajectory, since: int, before: int | None = None) -> np.ndarray:
-    """Return, for each token with loss, whether it can be compared (see the module), bool [S].
-
-    Args:
-        trajectory: of S tokens with loss.
-        since: the first policy version of the parameters compared with.
-        before: the first policy version of later parameters; None: there are none.
-    """
-    selections = []
-    for sequence in trajectory.sequences:
-        for turn in sequence.turns:
-            selections += _turn_selection(turn, since, before)
-    return np.array(selections, bool)
-
-
-def compare(
-    old: Iterable[np.ndarray],
-    rollout: Iterable[np.ndarray],
-    is_compared: Iterable[np.ndarray],
-) -> Comparison:
-    """Compare log-probs [S] per trajectory, of the learner and of the engine.
-
-    Args:
-        old: the learner's.
-        rollout: the engine's.
-        is_compared: bool [S] per trajectory, the tokens to compare.
-    """
-    gaps = [np.zeros(0)]
-    for old_logprobs, rollout_logprobs, mask in zip(old, rollout, is_compared, strict=True):
-        gaps.append((old_logprobs - rollout_logprobs)[mask])
-    return Comparison.of(np.concatenate(gaps))
-
-
-def _turn_selection(turn: Turn, since: int, before: int | None) -> list[bool]:
-    """Return for each token of a turn with loss whether it can be compared."""
-    versions = np.asarray(turn.output.policy_versions, np.int64)
-    loss_mask = np.asarray(turn.output.loss_mask, bool)
-    selection = np.zeros(len(versions), bool)
-    if len(versions):
-        first = versions[0]
-        is_current = first >= since and (before is None or first < before)
-        if is_current:
-            # The tokens up to the first weight update within the turn.
-            selection = np.logical_and.accumulate(versions == first)
-
-    selected = selection[loss_mask].tolist()
-    if turn.learn_appended:
-        selected += [False] * len(turn.appended_ids)  # observations: the engine did not sample them
-    return selected
-
-
-@contextlib.contextmanager
-def cancel_on_breach(
-    check: AgreementCheck,
-    cancellation: StepCancellation,
-) -> Iterator[AgreementCheck]:
-    """Yield a check that cancels the step instead of raising.
-
-    The error is raised once the learner has given up the step. This is for processes that update
-    together: the others would wait for a process that raises by itself.
-    """
-    refusals: list[JaxAgentRLError] = []
-
-    def inspect(comparison: Comparison) -> None:
-        try:
-            check.inspect(comparison)
-        except JaxAgentRLError as error:
-            refusals.append(error)
-            cancellation.cancel()
-
-    try:
-        yield replace(check, inspect=inspect)
-    except StepCancelled:
-        if refusals:
-            raise refusals[0] from None
-        raise

@@ -14,7 +14,6 @@ adapters or none.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -25,9 +24,11 @@ import numpy as np
 
 from jax_agent_rl.config import LoraConfig
 from jax_agent_rl.learner.cancellation import StepCancellation
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.metrics import UNCHECKED, AgreementCheck, UpdateResult
-from jax_agent_rl.learner.optimized_params import HostState, LearnerState, all_or_nothing
+from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.learner.optimized_params import LearnerState
+from jax_agent_rl.learner.undo import HostState, all_or_nothing
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.lora import PeftAdapter, scaled_adapter
@@ -122,11 +123,9 @@ class MultiAdapterLearner:
         groups_of = by_adapter(groups)
         cancellation = cancellation or StepCancellation()
 
-        # The update of a single adapter is undone by its learner.
-        is_single = len(groups_of) == 1
-        undo = contextlib.nullcontext() if is_single else all_or_nothing(self, cancellation)
         results = {}
-        with undo:
+        # The update of a single adapter is undone by its learner.
+        with all_or_nothing(self, cancellation, updates=len(groups_of)):
             for name, adapter_groups in groups_of.items():
                 trajectories = [t for group in adapter_groups for t in group.trajectories]
                 adapter_ids = {trajectory.trajectory_id for trajectory in trajectories}

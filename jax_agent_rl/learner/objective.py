@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.learner.comparison import INFINITE
 from jax_agent_rl.learner.image_packing import encode_images
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs, linear_top_k
 from jax_agent_rl.learner.losses.kl import kl_penalty, top_k_kl
 from jax_agent_rl.learner.losses.policy import LossConfig, Terms, find_policy_loss
-from jax_agent_rl.learner.metrics import INFINITE
 from jax_agent_rl.learner.optimized_params import Arrays, Statistics
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.moe import load_balancing_loss

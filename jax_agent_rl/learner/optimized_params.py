@@ -8,12 +8,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from jax.sharding import NamedSharding
 
 from jax_agent_rl.config.learner import OptimizerSection
 from jax_agent_rl.errors import NonFiniteError
-from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.optimizer import TrainState, check_patterns, make_optimizer
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import place
@@ -212,16 +210,11 @@ class OptimizedParams:
         for_shorter_rows = max(0, len(programs.widths) - 1)
         return count - for_shorter_rows
 
-    def gradients(
-        self,
-        micro_batches: Iterable[Arrays],
-        tick: Callable[[], None] = lambda: None,
-    ) -> tuple[Params, Statistics]:
+    def gradients(self, micro_batches: Iterable[Arrays]) -> tuple[Params, Statistics]:
         """Accumulate a mini-batch's gradient and statistics.
 
         Args:
-            micro_batches: at least one.
-            tick: called after each micro-batch.
+            micro_batches: at least one; the next is asked for when the one before is computed.
         """
         gradients = self._programs.zeros(self.state.params)
         statistics: Statistics | None = None
@@ -238,40 +231,32 @@ class OptimizedParams:
             else:
                 statistics = _merge(statistics, micro_statistics)
             jax.block_until_ready(micro_statistics)
-            tick()
 
         assert statistics is not None  # a batch has at least one row
         return gradients, jax.device_get(statistics)
 
-    def apply(
-        self,
-        gradients: Params,
-        step: int,
-        cancellation: StepCancellation | None = None,
-    ) -> Applied:
+    def compile_apply(self, gradients: Params) -> jax.stages.Compiled:
+        """Return the compiled program of :meth:`apply`.
+
+        Args:
+            gradients: like those that will be applied.
+        """
+        if self._programs.compiled_apply is None:
+            step = place(np.int32(0), self._programs.everywhere)
+            lowered = self._programs.apply.lower(self.state, gradients, step)
+            self._programs.compiled_apply = lowered.compile()
+        return self._programs.compiled_apply
+
+    def apply(self, gradients: Params, step: int) -> Applied:
         """Run one optimizer update. A gradient that is not finite changes nothing.
 
         Args:
             gradients: of the whole mini-batch.
             step: training steps that are finished, for the learning rate.
-            cancellation: of the step; None if nothing cancels it.
-
-        Raises:
-            StepCancelled: the state's buffers are intact.
         """
-        arguments = (gradients, place(np.int32(step), self._programs.everywhere))
-        apply = self._programs.compiled_apply
-        if apply is None:
-            # Compiled before the lock is taken, which must never wait for a compiler.
-            apply = self._programs.apply.lower(self.state, *arguments).compile()
-            self._programs.compiled_apply = apply
-
-        cancellation = cancellation or StepCancellation()
-        with cancellation.update():
-            self.state, norm, finite, rate = apply(self.state, *arguments)
-            if not finite:
-                cancellation.unchanged()
-
+        compiled = self.compile_apply(gradients)
+        placed_step = place(np.int32(step), self._programs.everywhere)
+        self.state, norm, finite, rate = compiled(self.state, gradients, placed_step)
         if finite:
             self.applied_rate = float(rate)
         return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
@@ -416,73 +401,3 @@ class LearnerState:
     steps: jax.Array
     nonfinite: jax.Array
     critic_nonfinite: jax.Array | None = None
-
-
-Bounds = tuple[tuple[int | None, int | None], ...]
-"""The part of an array that a shard holds: begin and end along each axis."""
-
-
-class HostState:
-    """A copy of a learner's state in host memory, for rollback.
-
-    It holds the shards that are on devices of this process.
-
-    Args:
-        state: may be donated afterwards.
-    """
-
-    def __init__(self, state: Any) -> None:
-        leaves, self._tree = jax.tree.flatten(state)
-        self._arrays = [_HostArray(leaf) for leaf in leaves]
-
-    def on_device(self) -> Any:
-        """Place the state on its devices again."""
-        return jax.tree.unflatten(self._tree, [array.on_device() for array in self._arrays])
-
-
-class _HostArray:
-    """A copy of one array of a state."""
-
-    def __init__(self, array: jax.Array) -> None:
-        self._shape = array.shape
-        self._sharding = array.sharding
-        self._shards: dict[Bounds, np.ndarray] = {}
-        for shard in array.addressable_shards:
-            self._shards[_bounds(shard.index)] = np.array(shard.data)
-
-    def on_device(self) -> jax.Array:
-        return jax.make_array_from_callback(
-            self._shape,
-            self._sharding,
-            lambda index: self._shards[_bounds(index)],
-        )
-
-
-def _bounds(index: tuple[slice, ...] | None) -> Bounds:
-    return tuple((part.start, part.stop) for part in index or ())
-
-
-class Undoable(Protocol):
-    """A learner whose updates can be undone.
-
-    Attributes:
-        state_before: the state before the updates that may be undone; None at other times.
-    """
-
-    state: Any
-    state_before: HostState | None
-
-
-@contextlib.contextmanager
-def all_or_nothing(learner: Undoable, cancellation: StepCancellation) -> Iterator[None]:
-    """Undo the updates made within if one fails; host memory keeps the state before them."""
-    state_before = HostState(learner.state)
-    learner.state_before = state_before
-    try:
-        with cancellation.revocable():
-            yield
-    except BaseException:
-        learner.state = state_before.on_device()
-        raise
-    finally:
-        learner.state_before = None

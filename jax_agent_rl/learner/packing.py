@@ -1,5 +1,7 @@
 """Trajectories to packed rows (:class:`~jax_agent_rl.learner.batch.Batch`).
 
+The groups of a step are first cut into mini-batches, one for each optimizer update of an epoch.
+
 ::
 
     sequences ─► assign_rows: each joins those that share its longest prefix ─► nodes
@@ -9,14 +11,111 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.learner.batch import TERMS_PER_TOKEN, UNKNOWN_EXPERT, Batch, Place, empty_rows
 from jax_agent_rl.learner.image_packing import ImagePacker, ImagePacking
-from jax_agent_rl.types import Support, Trajectory
+from jax_agent_rl.types import Group, Support, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatch:
+    """The packed trajectories of one optimizer update.
+
+    Attributes:
+        members: their indices in the step.
+    """
+
+    batch: Batch
+    members: slice
+
+
+class Packer:
+    """Packs trajectories as a learner's configuration says.
+
+    Args:
+        images: how rows hold images; None for a text model.
+        vocab_size: of the model.
+    """
+
+    def __init__(
+        self, config: LearnerConfig, images: ImagePacking | None, *, vocab_size: int
+    ) -> None:
+        self._config = config
+        self._images = images
+        self._vocab_size = vocab_size
+
+    def pack(
+        self, trajectories: Sequence[Trajectory], *, targets: Sequence[np.ndarray] | None = None
+    ) -> Batch:
+        """Pack trajectories; for the arguments see :func:`pack`."""
+        return pack(
+            trajectories,
+            pack_length=self._config.pack_length,
+            share_prefixes=self._config.share_prefixes,
+            image_packing=self._images,
+            vocab_size=self._vocab_size,
+            targets=targets,
+        )
+
+    def mini_batches(self, groups: Sequence[Group]) -> list[MiniBatch]:
+        """Pack the trajectories of each optimizer update: whole prompts, in equal shares."""
+        packed = []
+        begin = 0
+        for mini_groups in mini_batches(groups, self._config.num_minibatches):
+            trajectories = [t for group in mini_groups for t in group.trajectories]
+            end = begin + len(trajectories)
+            packed.append(MiniBatch(batch=self.pack(trajectories), members=slice(begin, end)))
+            begin = end
+        return packed
+
+
+def mini_batches(groups: Sequence[Group], num_minibatches: int) -> list[list[Group]]:
+    """Split groups into optimizer updates.
+
+    The numbers of groups, and so of prompts, differ by at most one; no update is empty.
+    """
+    num_updates = min(num_minibatches, len(groups))
+    shares = np.array_split(np.arange(len(groups)), num_updates)
+    return [[groups[number] for number in share] for share in shares]
+
+
+def trained_lengths(
+    groups: Sequence[Group],
+    num_minibatches: int,
+    *,
+    masked: Collection[str],
+    segment_weight: str,
+) -> list[list[int]]:
+    """Count, for each optimizer update, the trained tokens of each of its sequences.
+
+    Args:
+        num_minibatches: optimizer updates of an epoch.
+        masked: ids of trajectories that are not trained on.
+        segment_weight: ``algorithm.segment_weight``: a sequence is a whole ``session`` or one
+            ``segment``.
+    """
+    updates = []
+    for mini_groups in mini_batches(groups, num_minibatches):
+        lengths = []
+        for trajectory in (t for group in mini_groups for t in group.trajectories):
+            if trajectory.trajectory_id in masked:
+                continue
+            if segment_weight == "session":
+                lengths.append(sum(segment_lengths(trajectory)))
+            else:
+                lengths += segment_lengths(trajectory)
+        updates.append(lengths)
+    return updates
+
+
+def segment_lengths(trajectory: Trajectory) -> list[int]:
+    """Count the trained tokens of each sequence of a trajectory."""
+    return [sum(sequence.loss_mask) for sequence in trajectory.sequences]
 
 
 def pack(

@@ -1,21 +1,19 @@
-"""The stages before any gradient: pack groups into mini-batches, and score these for the losses."""
+"""Scores of packed trajectories, which the losses read: passes without a gradient."""
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_agent_rl.learner.batch import Batch, mini_batches
+from jax_agent_rl.learner.batch import Batch
 from jax_agent_rl.learner.experience import PerTerm, RefScores
 from jax_agent_rl.learner.image_packing import ImagePacking, blanks
 from jax_agent_rl.learner.optimized_params import Arrays
-from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import place, replicated, row_sharding, row_shards
@@ -32,20 +30,8 @@ MIN_CUT_LENGTH = 512
 compiling another program takes longer than it saves."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MiniBatch:
-    """The packed trajectories of one optimizer update.
-
-    Attributes:
-        members: their indices in the step.
-    """
-
-    batch: Batch
-    members: slice
-
-
 class Scorer:
-    """Packs trajectories and runs forward passes over them, in micro-batches of fixed shape.
+    """Runs forward passes over packed trajectories, in micro-batches of fixed shape.
 
     Args:
         programs: compiled functions of the learner.
@@ -55,7 +41,6 @@ class Scorer:
 
     Attributes:
         rows: rows of a micro-batch.
-        pack_one: :func:`~jax_agent_rl.learner.packing.pack` for trajectories.
     """
 
     def __init__(
@@ -78,25 +63,6 @@ class Scorer:
             is_cpu and config.pack_length >= MIN_CUT_LENGTH and config.pack_length % lengths == 0
         )
         self._lengths = lengths if is_cut else 1
-
-        self.pack_one = functools.partial(
-            pack,
-            pack_length=config.pack_length,
-            share_prefixes=config.share_prefixes,
-            image_packing=images,
-            vocab_size=programs.vocab_size,
-        )
-
-    def pack(self, groups: Sequence[Group]) -> list[MiniBatch]:
-        """Pack the trajectories of each optimizer update: whole prompts, in equal shares."""
-        minis = []
-        begin = 0
-        for mini_groups in mini_batches(groups, self._programs.config.num_minibatches):
-            trajectories = [t for group in mini_groups for t in group.trajectories]
-            end = begin + len(trajectories)
-            minis.append(MiniBatch(batch=self.pack_one(trajectories), members=slice(begin, end)))
-            begin = end
-        return minis
 
     def micro_batches(self, batch: Batch) -> Iterator[Arrays]:
         """Yield the batch's micro-batches, placed on the mesh."""
@@ -227,3 +193,27 @@ def stack(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
         widths[1] = (0, length - part.shape[1])
         padded.append(np.pad(part, widths))
     return np.concatenate(padded)[:rows]
+
+
+def score_contexts(
+    groups: Sequence[Group],
+    score: Callable[[Sequence[Sequence[int]]], list[np.ndarray]],
+) -> PerTerm:
+    """Return the log-probs of every trajectory's trained tokens.
+
+    Args:
+        groups: their trajectories are scored in this order.
+        score: takes contexts, and returns the log-prob of every id of a context but the first.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    scores = iter(score([s.prompt_ids + s.response_ids for s in sequences]))
+
+    logprobs = []
+    for trajectory in trajectories:
+        parts = []
+        for sequence in trajectory.sequences:
+            response_logprobs = next(scores)[len(sequence.prompt_ids) - 1 :]
+            parts.append(response_logprobs[np.asarray(sequence.loss_mask, bool)])
+        logprobs.append(np.concatenate(parts).astype(np.float64))
+    return logprobs

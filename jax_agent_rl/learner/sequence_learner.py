@@ -28,7 +28,7 @@ import optax
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.config.algorithm import PolicyLossConfig
-from jax_agent_rl.learner.batch import Batch, TrainingSequence, sequence_terms
+from jax_agent_rl.learner.batch import Batch
 from jax_agent_rl.learner.losses.policy import POLICY_LOSSES, LossConfig, Terms
 from jax_agent_rl.learner.objective import ObjectiveConfig, router_balance, scored_sequences
 from jax_agent_rl.learner.optimized_params import (
@@ -40,9 +40,11 @@ from jax_agent_rl.learner.optimized_params import (
     apply_update,
     bind,
 )
+from jax_agent_rl.learner.packing import Packer
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.scoring import Scorer, stack
+from jax_agent_rl.learner.sequences import TrainingSequence, sequence_terms
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.sharding import make_mesh, place, replicated
@@ -125,6 +127,7 @@ class SequenceLearner:
             rate=optax.constant_schedule(0.0),
             loss=sequence_loss,
         )
+        self._packer = Packer(config, None, vocab_size=model.vocab_size)
         self._scorer = Scorer(self._programs, None, lengths=lengths)
         self._policy = OptimizedParams(
             policy.params, frozen=policy.frozen, programs=self._programs.policy
@@ -354,8 +357,8 @@ class SequenceLearner:
 
         trajectories = [sequence.trajectory(number) for number, sequence in enumerate(data)]
         if all(sequence.targets is None for sequence in data):
-            return self._scorer.pack_one(trajectories)
-        return self._scorer.pack_one(trajectories, targets=[_targets(s) for s in data])
+            return self._packer.pack(trajectories)
+        return self._packer.pack(trajectories, targets=[_targets(s) for s in data])
 
 
 def _targets(sequence: TrainingSequence) -> np.ndarray:

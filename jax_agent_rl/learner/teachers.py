@@ -21,6 +21,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.config.kl import first_teacher
 from jax_agent_rl.learner.experience import RefScores
 from jax_agent_rl.learner.image_packing import image_packing
+from jax_agent_rl.learner.packing import Packer
 from jax_agent_rl.learner.parameterization import Parameterization, compute_params
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.scoring import Scorer
@@ -67,7 +68,9 @@ class Teacher:
         )
         placed = jax.tree.map(jax.device_put, parameters.params, parameters.shardings)
         self._weights = (placed, parameters.frozen)
-        self._scorer = Scorer(programs, image_packing(vision_processor, config))
+        images = image_packing(vision_processor, config)
+        self._packer = Packer(config, images, vocab_size=vocab_size)
+        self._scorer = Scorer(programs, images)
 
     @property
     def programs_compiled(self) -> int:
@@ -76,7 +79,7 @@ class Teacher:
 
     def score(self, trajectories: Sequence[Trajectory]) -> RefScores:
         """Return what the KL reads of the reference, see :meth:`Scorer.reference`."""
-        batch = self._scorer.pack_one(trajectories)
+        batch = self._packer.pack(trajectories)
         # The policy's experts are not the teacher's.
         return self._scorer.reference(self._weights, replace(batch, routed_experts=None))
 

@@ -18,8 +18,8 @@ from jax_agent_rl.config.learner import MeshConfig
 from jax_agent_rl.errors import CheckpointError, ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer, read_notes
 from jax_agent_rl.learner.checkpoint_steps import complete_steps
+from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.metrics import Comparison
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.observe.run_dir import Record, read_trajectories, restore_trajectory
 from jax_agent_rl.runtime.build import make_learner

@@ -43,8 +43,9 @@ from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.learner.checkpoint import Checkpointer, located
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, cancel_on_breach
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.metrics import UNCHECKED, AgreementCheck, UpdateResult, cancel_on_breach
+from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.optimized_params import LearnerState
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params

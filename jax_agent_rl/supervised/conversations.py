@@ -35,7 +35,7 @@ from jax_agent_rl.data.dataset import find_files
 from jax_agent_rl.data.reader import Row, located, read_row_file
 from jax_agent_rl.data.rows import describe_columns
 from jax_agent_rl.errors import DataError, TemplateError
-from jax_agent_rl.learner.batch import TrainingSequence
+from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.observe.run_dir import restore_trajectory
 
 Example = tuple[TrainingSequence, ...]

@@ -24,11 +24,11 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.checkpoint_steps import complete_steps
 from jax_agent_rl.learner.optimizer import learning_rate
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
+from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.observe.report.charts import loss_plot

@@ -18,9 +18,9 @@ import numpy as np
 
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.config.commands import TinkerServerSettings
-from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.learner.parameterization import new_adapters
 from jax_agent_rl.learner.sequence_learner import AdamParams, ForwardBackward, SequenceLearner
+from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.lora import PeftAdapter, scaled_adapter
 from jax_agent_rl.tinker_server.database import Database, Request

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
-from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.learner.sequence_learner import LOSSES, ForwardBackward
+from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 
 INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages", "sequence_ratio_mask")

@@ -28,8 +28,8 @@ from jax_agent_rl.agreement.diagnosis import EngineView, diagnose
 from jax_agent_rl.agreement.report import Diagnosis, Evidence, Tolerance, breach_line, run_tolerance
 from jax_agent_rl.agreement.subject import MAX_CONTEXTS, Context, collect_contexts, make_subject
 from jax_agent_rl.errors import BackendError, DisagreementError
+from jax_agent_rl.learner.comparison import AgreementCheck, Comparison, comparable, compare
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.metrics import AgreementCheck, Comparison, comparable, compare
 from jax_agent_rl.models.tensors import Inspectable
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.trainer.components import RunComponents

@@ -12,7 +12,8 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.cancellation import StepCancellation
-from jax_agent_rl.learner.metrics import UNCHECKED, AgreementCheck, UpdateResult
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
+from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import BackendMetrics, WeightUpdate

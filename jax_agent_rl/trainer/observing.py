@@ -27,9 +27,9 @@ import jax
 from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.run import report_idle_tools
-from jax_agent_rl.learner.batch import trained_lengths
 from jax_agent_rl.learner.losses.aggregation import depends_on_lengths, describe_batch
 from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.learner.packing import trained_lengths
 from jax_agent_rl.observe.progress import Progress, duration, role_rewards
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, open_sinks, serve_trainer

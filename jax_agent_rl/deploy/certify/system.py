@@ -26,7 +26,7 @@ from jax_agent_rl.deploy.plan.learner_programs import make_group
 from jax_agent_rl.deploy.plan.topology import place_devices
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
-from jax_agent_rl.learner.metrics import Comparison, comparable, compare
+from jax_agent_rl.learner.comparison import Comparison, comparable, compare
 from jax_agent_rl.models.sharding import MESH_AXES, place_mesh
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend
 from jax_agent_rl.runtime.build import follow_run

@@ -18,7 +18,7 @@ from jax_agent_rl.config import AlgorithmConfig, Config, LearnerConfig
 from jax_agent_rl.deploy.plan.compiled import Inventory, Program, Published
 from jax_agent_rl.deploy.plan.engine_programs import pass_flops
 from jax_agent_rl.learner.critic import critic_params
-from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
+from jax_agent_rl.learner.experience import Scores, build_experience
 from jax_agent_rl.learner.image_packing import blanks, image_packing
 from jax_agent_rl.learner.losses.policy import SELECTORS
 from jax_agent_rl.learner.optimized_params import UpdatePrograms
@@ -323,16 +323,17 @@ def micro_batches(
         kl_coef=0.0,
         masked=(),
     )
-    policy, critic = mini_batch_terms(experience, slice(None), algorithm, kl_coef=0.0)
+    (terms,) = experience.updates
+    policy_terms = dict(terms.policy)
     if algorithm.policy_loss.loss_mode in SELECTORS:
-        policy["chosen"] = [np.zeros(len(_SAMPLED_IDS)) for _ in group.trajectories]
+        policy_terms["chosen"] = [np.zeros(len(_SAMPLED_IDS)) for _ in group.trajectories]
 
-    policy_batch = batch.with_terms(**policy)
-    if experience.candidates is not None:
-        policy_batch = policy_batch.with_candidates(*zip(*experience.candidates, strict=True))
+    policy_batch = batch.with_terms(**policy_terms)
+    if terms.candidates is not None:
+        policy_batch = policy_batch.with_candidates(*zip(*terms.candidates, strict=True))
     packed = {"policy": policy_batch, "layout": batch.with_terms()}
     if has_critic:
-        packed["critic"] = batch.with_terms(**critic)
+        packed["critic"] = batch.with_terms(**terms.critic)
 
     largest: dict[str, dict[str, np.ndarray]] = {}
     for name, packed_batch in packed.items():

@@ -15,8 +15,8 @@ from jax_agent_rl.chat.grammar import GrammarCompiler
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.shapes import EngineShapes
+from jax_agent_rl.learner.comparison import AgreementCheck, Comparison
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.metrics import AgreementCheck, Comparison
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import FinishReason, Group, SamplingParams, TokenOutput, Trajectory, Turn
 from jax_agent_rl.types.supports import decode_supports

@@ -7,7 +7,7 @@ import pytest
 from jax_agent_rl.agreement.report import JAX_ENGINE, OTHER_ENGINE, Cause, Tolerance, tolerance
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.metrics import Comparison
+from jax_agent_rl.learner.comparison import Comparison
 
 PAGE = (Path(__file__).parents[3] / "docs" / "agreement.md").read_text()
 

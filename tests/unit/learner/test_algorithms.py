@@ -39,12 +39,12 @@ def noise(terms: list[np.ndarray]) -> list[np.ndarray]:
 def gradients(made: Learner, groups) -> list[np.ndarray]:
     """Gradients of the policy and the critic, if any; off-policy enough for clipping to matter."""
     (mini,), experience = made._prepare(groups, masked={groups[0].trajectories[0].trajectory_id})
-    experience.terms["old_logprob"] = noise(experience.terms["old_logprob"])
-    batch = made._with_terms(mini, experience)
-    result, _ = made._policy.gradients(made._scorer.micro_batches(batch[0]))
-    leaves = jax.tree.leaves(result)
-    if made._critic is not None:
-        leaves += jax.tree.leaves(made._critic.gradients(made._scorer.micro_batches(batch[1]))[0])
+    (terms,) = experience.updates
+    terms.policy["old_logprob"] = noise(terms.policy["old_logprob"])
+    leaves = []
+    for model, batch in reversed(made._batches(mini, terms)):  # the policy first
+        found, _ = made._gradients(model, batch, iter)
+        leaves += jax.tree.leaves(found)
     return [np.asarray(leaf) for leaf in leaves]
 
 
@@ -175,7 +175,7 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
         returns.append(rewards[::-1].cumsum()[::-1])
     flat = np.concatenate(returns)
     expected = (flat - flat.mean()) / flat.std(ddof=1)
-    np.testing.assert_allclose(np.concatenate(experience.terms["advantage"]), expected, atol=1e-3)
+    np.testing.assert_allclose(np.concatenate(experience.advantages), expected, atol=1e-3)
 
 
 def test_the_adaptive_kl_coefficient_falls_and_survives_a_checkpoint():
@@ -204,7 +204,7 @@ def test_a_masked_trajectory_counts_in_the_baseline_and_has_no_gradient():
     made = learner()
     _, plain = made._prepare(groups)
     _, masked = made._prepare(groups, masked={groups[0].trajectories[1].trajectory_id})
-    np.testing.assert_array_equal(plain.terms["advantage"][1], masked.terms["advantage"][1])
+    np.testing.assert_array_equal(plain.advantages[1], masked.advantages[1])
     assert [mask.any() for mask in masked.active] == [True, False, True, True]
 
 
@@ -264,8 +264,9 @@ def test_decoupled_ppo_reads_all_three_policies():
 def test_bypass_takes_the_rollouts_logprobs_as_old_and_saves_the_scoring_pass():
     made = learner({"rollout_correction": {"bypass_mode": True}})
     _, experience = made._prepare(random_groups(9))
+    (terms,) = experience.updates
     for old, rollout in zip(
-        experience.terms["old_logprob"], experience.terms["rollout_logprob"], strict=True
+        terms.policy["old_logprob"], terms.policy["rollout_logprob"], strict=True
     ):
         np.testing.assert_array_equal(old, rollout)
     assert made._programs.score._cache_size() == 0

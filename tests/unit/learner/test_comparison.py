@@ -9,8 +9,8 @@ import pytest
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import DisagreementError
 from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
+from jax_agent_rl.learner.comparison import AgreementCheck, Comparison, cancel_on_breach, comparable
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.metrics import AgreementCheck, Comparison, cancel_on_breach, comparable
 from jax_agent_rl.types import Group, Trajectory
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups, trajectory

@@ -22,6 +22,7 @@ from jax_agent_rl.learner.teachers import Teacher
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.types import Group, Trajectory
+from tests.gradients import policy_gradient
 from tests.simulated import run_on_devices
 from tests.tiny import TINY, full_logits, tiny_params
 from tests.trajectories import random_groups, trajectory, with_supports
@@ -63,10 +64,7 @@ def distilling(
 
 
 def gradient(made: Learner, groups: Sequence[Group]) -> list[np.ndarray]:
-    (mini,), experience = made._prepare(groups)
-    grads, _ = made._policy.gradients(
-        made._scorer.micro_batches(made._with_terms(mini, experience)[0])
-    )
+    grads, _ = policy_gradient(made, groups)
     return [np.asarray(g) for g in jax.tree.leaves(grads)]
 
 
@@ -90,7 +88,7 @@ def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
 def test_a_tokens_advantage_is_the_teachers_logprob_minus_the_policys():
     groups = random_groups(0)
     _, experience = distilling(ADVANTAGE | {"coef": 0.5})._prepare(groups)
-    for found, t in zip(experience.terms["advantage"], trajectories_of(groups), strict=True):
+    for found, t in zip(experience.advantages, trajectories_of(groups), strict=True):
         student, teacher = (
             np.take_along_axis(distributions(t, seed), sampled_ids(t)[:, None], 1)[:, 0]
             for seed in (0, 7)
@@ -101,7 +99,7 @@ def test_a_tokens_advantage_is_the_teachers_logprob_minus_the_policys():
 def test_the_task_reward_and_the_teacher_add_up():
     groups = random_groups(0)
     both, teacher, reward = (
-        distilling(kl, algorithm={"adv_estimator": name})._prepare(groups)[1].terms["advantage"]
+        distilling(kl, algorithm={"adv_estimator": name})._prepare(groups)[1].advantages
         for kl, name in ((ADVANTAGE, "grpo"), (ADVANTAGE, "none"), ({"where": "loss"}, "grpo"))
     )
     assert any(np.abs(x).max() > 0 for x in reward)
@@ -214,7 +212,7 @@ def test_each_trajectory_is_scored_by_the_first_teacher_of_its_data_source():
     ]
     learner = distilling(ADVANTAGE, teachers=[(TINY, 7, "math*"), (WIDER, 8, "*")])
     _, experience = learner._prepare(groups)
-    for found, t in zip(experience.terms["advantage"], trajectories_of(groups), strict=True):
+    for found, t in zip(experience.advantages, trajectories_of(groups), strict=True):
         teacher = (
             distributions(t, 7)
             if t.row["data_source"] == "math/hard"
@@ -231,8 +229,9 @@ def test_candidates_are_ids_of_the_policy_even_if_the_teacher_has_more():
     _, experience = distilling({"where": "loss", "top_k": V}, teachers=[(WIDER, 8, "*")])._prepare(
         groups
     )
-    assert experience.candidates is not None
-    for ids, _ in experience.candidates:
+    (terms,) = experience.updates
+    assert terms.candidates is not None
+    for ids, _ in terms.candidates:
         np.testing.assert_array_equal(
             np.sort(ids, axis=-1), np.broadcast_to(np.arange(V), ids.shape)
         )

@@ -18,6 +18,7 @@ from jax_agent_rl.learner.image_packing import ImagePacking, image_packing
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.types import Group, Trajectory
+from tests.gradients import policy_gradient
 from tests.tiny import TINY, tiny_params
 from tests.tiny_vision import (
     IMAGE,
@@ -198,17 +199,15 @@ def group() -> list[Group]:
 
 
 def gradient(made: Learner) -> dict:
-    (mini,), experience = made._prepare(group())
-    gradients, _ = made._policy.gradients(
-        made._scorer.micro_batches(made._with_terms(mini, experience)[0])
-    )
+    gradients, _ = policy_gradient(made, group())
     return gradients
 
 
 def test_log_probs_are_those_of_plain_full_passes():
     made = learner(num_minibatches=2)  # which scores before it updates
     _, experience = made._prepare(group())
-    for t, got in zip(group()[0].trajectories, experience.terms["old_logprob"], strict=True):
+    assert experience.old_logprobs is not None
+    for t, got in zip(group()[0].trajectories, experience.old_logprobs, strict=True):
         ids = t.prompt_ids + t.response_ids
         scores = seen_logprobs(
             tiny_params(config=TINY_VL),

@@ -14,6 +14,7 @@ from jax_agent_rl.errors import ConfigError, NonFiniteError
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
 from jax_agent_rl.types import Group
+from tests.gradients import policy_gradient
 from tests.simulated import run_on_devices
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups, trajectory, with_supports
@@ -27,10 +28,7 @@ def learner(**changes) -> Learner:
 
 def gradient(made: Learner, groups) -> list[np.ndarray]:
     """The accumulated gradient of one update, before the optimizer."""
-    (mini,), experience = made._prepare(groups)
-    grads, _ = made._policy.gradients(
-        made._scorer.micro_batches(made._with_terms(mini, experience)[0])
-    )
+    grads, _ = policy_gradient(made, groups)
     return [np.asarray(g) for g in jax.tree.leaves(grads)]
 
 
@@ -99,7 +97,8 @@ def test_old_logprobs_are_those_of_plain_full_passes():
     groups = random_groups(1)
     made = learner(num_minibatches=2)
     _, experience = made._prepare(groups)
-    got = sorted(np.concatenate(experience.terms["old_logprob"]).tolist())
+    assert experience.old_logprobs is not None
+    got = sorted(np.concatenate(experience.old_logprobs).tolist())
     params = tiny_params()
     expected = []
     for t in (t for g in groups for t in g.trajectories):

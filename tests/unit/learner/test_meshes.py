@@ -16,6 +16,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.models.sharding import place
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import Experts, Rope
+from tests.gradients import policy_batch, policy_gradient
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups, with_routed_experts, with_supports
 
@@ -51,15 +52,10 @@ def results(mesh, **changes):
             return place(0.1 * drawn.standard_normal(x.shape).astype(np.float32), x.sharding)
         moved = jax.tree.map(draw, made._policy.state.params)
         made._policy.state = replace(made._policy.state, params=moved)
-    (mini,), experience = made._prepare(groups)
-    batch = made._with_terms(mini, experience)[0]
-    balance = made._scorer.router_balance(made._policy.weights, batch)
-    gradients, statistics = made._policy.gradients(
-        arrays | balance for arrays in made._scorer.micro_batches(batch)
-    )
+    gradients, statistics = policy_gradient(made, groups)
     read = [gradients, made.params] if settings.lora else [gradients]
     loss = float(statistics["sum"]["loss"])
-    return mini.batch.num_rows, loss, [np.asarray(x) for x in jax.tree.leaves(read)]
+    return policy_batch(made, groups).num_rows, loss, [np.asarray(x) for x in jax.tree.leaves(read)]
 
 always = json.loads(sys.argv[3])
 rows, loss, expected = results({}, **always)

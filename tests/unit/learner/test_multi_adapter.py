@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig, LoraConfig
+from jax_agent_rl.learner.comparison import AgreementCheck
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.metrics import AgreementCheck, UpdateResult
+from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner, by_adapter, combined
 from jax_agent_rl.types import Group
 from tests.tiny import TINY, tiny_params

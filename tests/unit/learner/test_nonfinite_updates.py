@@ -14,11 +14,11 @@ from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig, LoraConfig
 from jax_agent_rl.errors import NonFiniteError
-from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
+from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.trainer.record import account
 from jax_agent_rl.types import DropReason, Group
 from tests.tiny import TINY, tiny_params

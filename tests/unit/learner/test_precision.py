@@ -17,6 +17,7 @@ from jax_agent_rl.learner.parameterization import compute_params
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.sharding import make_mesh, replicated
+from tests.gradients import policy_gradient
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups
 
@@ -29,10 +30,7 @@ def learner(dtype: str, **algorithm) -> Learner:
 
 
 def gradient(made: Learner) -> Params:
-    (mini,), experience = made._prepare(random_groups(0))
-    return made._policy.gradients(
-        made._scorer.micro_batches(made._with_terms(mini, experience)[0])
-    )[0]
+    return policy_gradient(made, random_groups(0))[0]
 
 
 def test_bfloat16_gradients_are_near_those_of_float32_and_are_summed_in_float32():

@@ -12,6 +12,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import Experts
+from tests.gradients import policy_gradient
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 
@@ -38,12 +39,7 @@ def learner(coef: float, **changes) -> Learner:
 
 def gradient(made: Learner) -> tuple[float, list[np.ndarray]]:
     """The balancing loss of one update, and its accumulated gradient before the optimizer."""
-    (mini,), experience = made._prepare(random_groups(0))
-    batch = made._with_terms(mini, experience)[0]
-    balance = made._scorer.router_balance(made._policy.weights, batch)
-    gradients, statistics = made._policy.gradients(
-        arrays | balance for arrays in made._scorer.micro_batches(batch)
-    )
+    gradients, statistics = policy_gradient(made, random_groups(0))
     return float(statistics["sum"].get("router_aux", 0.0)), [
         np.asarray(g) for g in jax.tree.leaves(gradients)
     ]

@@ -30,6 +30,7 @@ from jax_agent_rl.types import (
     Trajectory,
     Turn,
 )
+from tests.gradients import policy_gradient
 from tests.tiny import EXPERTS, tiny_params
 from tests.trajectories import random_groups, trajectory, with_routed_experts
 
@@ -101,7 +102,7 @@ def group(dtype: str, *, replay: bool) -> Group:
 def gaps(own: Group) -> np.ndarray:
     """Differences between the learner's log-probs and the engine's."""
     made = learner(weights(SEED))
-    (mini,) = made._scorer.pack([own])
+    (mini,) = made._packer.mini_batches([own])
     scored = made._scorer.logprobs(made._policy.weights, mini.batch)
     wanted = (trajectory.rollout_logprobs for trajectory in own.trajectories)
     return np.concatenate([np.abs(a - b) for a, b in zip(scored, wanted, strict=True)])
@@ -147,12 +148,7 @@ def test_given_experts_are_weighted_by_the_own_scores_in_float64_numpy():
 
 def gradient(groups: list[Group], **changes) -> dict[str, np.ndarray]:
     made = learner(tiny_params(config=EXPERTS), **changes)
-    (mini,), experience = made._prepare(groups)
-    batch = made._with_terms(mini, experience)[0]
-    balance = made._scorer.router_balance(made._policy.weights, batch)
-    found, _ = made._policy.gradients(
-        arrays | balance for arrays in made._scorer.micro_batches(batch)
-    )
+    found, _ = policy_gradient(made, groups)
     return {
         jax.tree_util.keystr(path): np.asarray(g)
         for path, g in jax.tree_util.tree_leaves_with_path(found)

@@ -14,6 +14,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.types import DropReason, Group, Trajectory
+from tests.gradients import policy_batch
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import trajectory
 
@@ -34,8 +35,8 @@ def test_segments_share_the_advantage_and_the_weight_of_their_trajectory(mode: s
         config=LearnerConfig(pack_length=32),
         temperature=1.0,
     )
-    (mini,), made = learner._prepare([Group(group_id="g", trajectories=(in_two_pieces(), two))])
-    terms = learner._with_terms(mini, made)[0].terms
+    groups = [Group(group_id="g", trajectories=(in_two_pieces(), two))]
+    terms = policy_batch(learner, groups).terms
     used = terms["weight"] > 0
     assert sorted(terms["advantage"][used].tolist()) == [-0.5] * 4 + [0.5] * 5
     expected = {"token-mean": 1 / 9, "seq-mean-token-mean": 1 / 10, "seq-mean-token-sum": 1 / 2}[
@@ -67,7 +68,7 @@ def test_the_reward_of_two_contexts_comes_after_the_last():
         temperature=1.0,
     )
     _, made = learner._prepare([Group(group_id="g", trajectories=(in_two_pieces(),))])
-    (advantage,) = made.terms["advantage"]
+    (advantage,) = made.advantages
     assert np.all(np.diff(advantage) > 0)
 
 

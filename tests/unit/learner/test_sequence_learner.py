@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import LearnerConfig, LoraConfig
-from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.learner.sequence_learner import LOSSES, AdamParams, SequenceLearner
+from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.models.hf import save_hf
 from tests.tiny import TINY, tiny_params
 

@@ -16,8 +16,8 @@ from jax_agent_rl.config.algorithm import ADV_ESTIMATORS, LossAggMode
 from jax_agent_rl.learner.advantages import ScoredBatch
 from jax_agent_rl.learner.advantages.registry import compute_advantages
 from jax_agent_rl.learner.advantages.scored_batch import scored_batch
-from jax_agent_rl.learner.batch import trained_lengths
-from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
+from jax_agent_rl.learner.experience import Scores, build_experience
+from jax_agent_rl.learner.packing import trained_lengths
 from jax_agent_rl.types import Group, Trajectory
 from tests.trajectories import call, numbered, trajectory
 
@@ -94,7 +94,7 @@ def test_what_a_token_weighs(mode: str, weight: str):
         loss_scale_factor=10,
     )
     experience = build_experience([of(SPLIT)], config, Scores(), kl_coef=0.0, masked=())
-    terms, _ = mini_batch_terms(experience, slice(0, 3), config, kl_coef=0.0)
+    terms = experience.updates[0].policy
     count = {"session": 3, "segment": 4}[weight]
     expected = {
         "token-mean": [1 / 9] * 9,
@@ -116,12 +116,9 @@ def test_what_a_token_weighs(mode: str, weight: str):
 def test_a_session_weighs_the_same_in_one_context_or_in_two(mode: str):
     config = AlgorithmConfig(loss_agg_mode=mode, loss_scale_factor=10)  # type: ignore[arg-type]
     one, two = (
-        mini_batch_terms(
-            build_experience([of(t)], config, Scores(), kl_coef=0.0, masked=()),
-            slice(0, 3),
-            config,
-            kl_coef=0.0,
-        )[0]["weight"]
+        build_experience([of(t)], config, Scores(), kl_coef=0.0, masked=())
+        .updates[0]
+        .policy["weight"]
         for t in (WHOLE, SPLIT)
     )
     for a, b in zip(one, two, strict=True):

@@ -23,6 +23,7 @@ from jax_agent_rl.learner.learner import Learner  # noqa: E402
 from jax_agent_rl.models.hf import save_hf  # noqa: E402
 from jax_agent_rl.trajectory_graph import session_graph  # noqa: E402
 from jax_agent_rl.types import Group, Trajectory  # noqa: E402
+from tests.gradients import policy_batch, policy_gradient  # noqa: E402
 from tests.tiny_chat import CONFIG, Watched, assert_exact, params, tiny_context  # noqa: E402
 from tests.unit.agents.test_openai_loop import client_of, trajectory_of  # noqa: E402
 
@@ -138,11 +139,10 @@ async def test_a_compacted_session_with_sub_agents_has_the_gradient_of_its_singl
     algorithm = AlgorithmConfig(adv_estimator="rloo", loss_agg_mode="seq-mean-token-mean")
     config = LearnerConfig(pack_length=1024, remat="none")
     learner = Learner(CONFIG, params(), algorithm=algorithm, config=config, temperature=1.0)
-    (mini,), experience = learner._prepare([group])
+    batch = policy_batch(learner, [group])
     # a prefix that several contexts share is computed once
-    assert (mini.batch.num_nodes, mini.batch.num_tokens) == (len(prefixes), sum(map(len, whole)))
-    batch, _ = learner._with_terms(mini, experience)
-    gradients, _ = learner._policy.gradients(learner._scorer.micro_batches(batch))
+    assert (batch.num_nodes, batch.num_tokens) == (len(prefixes), sum(map(len, whole)))
+    gradients, _ = policy_gradient(learner, [group])
     for name, got in gradient_of(jax.device_get(gradients)).items():
         # of two sessions with rewards 0 and 1: advantages -1 and 1, however many calls they made
         expected = sums[0][name] / (2 * lengths[0]) - sums[1][name] / (2 * lengths[1])

@@ -9,6 +9,7 @@ import pytest
 
 from jax_agent_rl.config import AlgorithmConfig
 from jax_agent_rl.learner.experience import Scores, build_experience
+from jax_agent_rl.learner.metrics import step_result
 from jax_agent_rl.observe.run_dir import trajectory_record
 from jax_agent_rl.types import Group, Trajectory
 from tests.trajectories import trajectory
@@ -20,9 +21,8 @@ def made_of(*members: Trajectory, masked: tuple[str, ...] = ()):
     """The log of a group whose learner finds every token at -2 nats."""
     group = Group(group_id="g", trajectories=members)
     old = [np.full(sum(sum(s.loss_mask) for s in t.sequences), -2.0) for t in members]
-    return build_experience(
-        [group], CONFIG, Scores(old=old), kl_coef=0.0, masked=masked
-    ).by_trajectory([group])
+    experience = build_experience([group], CONFIG, Scores(old=old), kl_coef=0.0, masked=masked)
+    return step_result(experience, [], {}, masked=masked).tokens
 
 
 def test_every_trained_token_has_its_advantage_and_the_learners_log_prob():

@@ -21,8 +21,8 @@ from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.config.loading import build_tree
 from jax_agent_rl.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
-from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
+from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.observe.run_dir import read_metrics
 from jax_agent_rl.runtime.choice import PolicyChoice

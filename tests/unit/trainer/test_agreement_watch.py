@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.errors import DisagreementError
-from jax_agent_rl.learner.metrics import Comparison, UpdateResult
+from jax_agent_rl.learner.comparison import Comparison
+from jax_agent_rl.learner.metrics import UpdateResult
 from tests.fake_training import IdleLearner, finish, make_trainer, steps_of
 
 CLOSE, FAR = (

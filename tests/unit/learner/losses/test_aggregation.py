@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.config import build
 from jax_agent_rl.config.algorithm import LossAggMode
-from jax_agent_rl.learner.batch import mini_batches, trained_lengths
 from jax_agent_rl.learner.losses.aggregation import (
     AGGREGATION_FORMULAS,
     describe_aggregation,
@@ -22,6 +21,7 @@ from jax_agent_rl.learner.losses.aggregation import (
     term_weights,
     weight_ratios,
 )
+from jax_agent_rl.learner.packing import mini_batches, trained_lengths
 from tests.trajectories import random_groups
 
 UPDATES = ((2, 6), (4, 8, 4))  # 8 and 16 tokens, of 24
