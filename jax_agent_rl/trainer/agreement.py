@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,8 +28,10 @@ from jax_agent_rl.agreement.diagnosis import EngineView, diagnose
 from jax_agent_rl.agreement.report import Diagnosis, Evidence, Tolerance, breach_line, run_tolerance
 from jax_agent_rl.agreement.subject import MAX_CONTEXTS, Context, collect_contexts, make_subject
 from jax_agent_rl.errors import BackendError, DisagreementError
+from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.comparison import AgreementCheck, Comparison, comparable, compare
 from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.models.tensors import Inspectable
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.trainer.components import RunComponents
@@ -97,29 +99,55 @@ class AgreementWatch:
         self._latest_age = 0
         self.programs = 0
 
-    def learned(self, version: int, *, updates: int = 1) -> None:
-        """Record that the parameters have changed: now only tokens of this version are comparable.
+    def update(
+        self,
+        groups: Sequence[Group],
+        *,
+        masked: Collection[str],
+        tick: Callable[[int, int], None],
+        cancellation: StepCancellation,
+        step: int,
+        version: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> UpdateResult:
+        """Run the learner's update, which compares engine and learner before it changes anything.
+
+        Call it in the learner's thread. For the other arguments see :meth:`Learner.update`.
 
         Args:
-            version: policy version of the new parameters.
-            updates: number of optimizer updates that were applied; 0 if the step was skipped.
+            version: policy version of the parameters after it.
+            loop: on which the engines run.
+
+        Raises:
+            DisagreementError: a breach, if ``trainer.on_disagreement`` says so.
         """
-        if not updates:
-            return
-
-        self._previous_versions = None
-        if updates == 1:  # only a single update can be undone
-            self._previous_versions = ComparedVersions(since=self._versions.since, before=version)
-        self._versions = ComparedVersions(since=version)
-
-    def check(self, groups: Sequence[Group], step: int) -> AgreementCheck:
-        """Return the check for the learner's update; call it on the engines' event loop."""
-        loop = asyncio.get_running_loop()
 
         def inspect(comparison: Comparison) -> None:
             self._inspect(comparison, groups, step, loop)
 
-        return AgreementCheck(since=self._versions.since, inspect=inspect)
+        result = self._runtime.learner.update(
+            groups,
+            masked=masked,
+            tick=tick,
+            cancellation=cancellation,
+            check=AgreementCheck(since=self._versions.since, inspect=inspect),
+        )
+        is_policy_trained = "loss" in result.metrics  # not while only a critic learns
+        if is_policy_trained and not result.skipped:
+            self._advance(version)
+        return result
+
+    def _advance(self, version: int) -> None:
+        """Record that the parameters have changed: now only tokens of this version are comparable.
+
+        Args:
+            version: policy version of the new parameters.
+        """
+        learner = self._runtime.config.learner
+        self._previous_versions = None
+        if learner.ppo_epochs * learner.num_minibatches == 1:  # only a single update can be undone
+            self._previous_versions = ComparedVersions(since=self._versions.since, before=version)
+        self._versions = ComparedVersions(since=version)
 
     def take_metrics(self) -> dict[str, float]:
         """Return and reset the metrics of the latest comparison."""
@@ -139,8 +167,6 @@ class AgreementWatch:
         engines = [server.backend for server in self._runtime.client.pool.servers]
         precisions = [engine.capabilities.precision for engine in engines]
         return run_tolerance(self._runtime.config, precisions)
-
-    # --- in the learner's thread ------------------------------------------------------------------
 
     def _inspect(
         self,

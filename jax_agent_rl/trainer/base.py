@@ -284,7 +284,6 @@ class Trainer:
         if not selection.groups:
             return UpdateResult(metrics={}, skipped=False)
 
-        check = self.agreement.check(selection.groups, step.number)
         groups = selection.groups
         if self.runtime.teach is not None:
             self.progress.phase(f"step {step.number}: teachers")
@@ -295,28 +294,21 @@ class Trainer:
         async with self.runtime.room_for_learning():
             with self.phases.measure("learn"):
                 result = await asyncio.to_thread(
-                    self.runtime.learner.update,
+                    self.agreement.update,
                     groups,
                     masked=selection.masked,
                     tick=tick,
                     cancellation=step.cancellation,
-                    check=check,
+                    step=step.number,
+                    version=self._version(step.number),
+                    loop=asyncio.get_running_loop(),
                 )
 
         account(self.runtime.collector.accounting, selection, result)
-        if "loss" in result.metrics:  # not while only a critic learns
-            version = self._version(step.number)
-            self.agreement.learned(version, updates=self._count_updates(result))
-            if not self.record.learner_programs:
-                self.record.learner_programs = self._learner_programs()
+        is_policy_trained = "loss" in result.metrics  # not while only a critic learns
+        if is_policy_trained and not self.record.learner_programs:
+            self.record.learner_programs = self._learner_programs()
         return result
-
-    def _count_updates(self, result: UpdateResult) -> int:
-        """Return the number of optimizer updates of a step; 0 if none was applied."""
-        if result.skipped:
-            return 0
-        learner = self.runtime.config.learner
-        return learner.ppo_epochs * learner.num_minibatches
 
     async def push_weights(self, version: int, *, mode: PauseMode | None = None) -> float:
         """Send new weights to every engine; version and prefix cache change with them.
