@@ -113,7 +113,7 @@ def make_plan(case: Case, price: float, changes: dict[str, str]) -> dict[str, An
         def print_progress(text: str) -> None:
             print(f"  {text}", file=sys.stderr, flush=True)
 
-        return plan_in_subprocess(task, print_progress).made
+        return plan_in_subprocess(task, print_progress).json
 
 
 def advised_changes(plan: dict[str, Any]) -> dict[str, str]:

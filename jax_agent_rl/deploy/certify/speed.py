@@ -252,7 +252,7 @@ def _time_learner(machine: Machine) -> Timing:
         if program.phase != "learner":
             continue
         calls = program.calls
-        if program.of is not None:
+        if program.token_kind is not None:
             calls *= math.ceil(tokens / program.tokens)
         expected = _planned(machine, compiled)
         planned += calls * expected.planned

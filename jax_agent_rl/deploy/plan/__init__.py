@@ -2,7 +2,8 @@
 
 ``command`` the command, and the compiler's process · ``topology`` slices and layouts ·
 ``architectures`` well-known models · ``learner_programs, engine_programs`` what a run compiles ·
-``compiled`` programs, and memory, time and profile of each, by its text (``hlo``) and the
-``prediction`` · ``plan`` whether the run fits, and the time of a step · ``report`` tables and
-advice · ``search`` for other layouts.
+``compiled`` programs, and memory and time of each, by its text (``hlo``) and the ``prediction`` ·
+``profiles`` where the time of each goes · ``plan`` whether the run fits, and the time of a step ·
+``result`` what leaves the compiler's process · ``report`` tables and advice · ``estimate`` memory
+and time without compiling · ``search`` for other layouts.
 """

@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from jax_agent_rl.deploy.plan.result import PlanResult
 from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
 from jax_agent_rl.observe.progress import print_line
 from jax_agent_rl.utils.files import replacing
@@ -67,28 +68,6 @@ class PlanTask:
     profile: Any = None
     width: int
     colours: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanResult:
-    """A plan: the ``report`` for the screen, and the same as JSON (``report.as_json``)."""
-
-    report: str
-    made: dict[str, Any]
-
-    @property
-    def fits(self) -> bool:
-        return self.made["fits"]
-
-    @property
-    def memory(self) -> int:
-        """Bytes of a chip that the fullest program needs."""
-        return max(program["total"] for program in self.made["programs"])
-
-    @property
-    def seconds(self) -> float:
-        """Least seconds of a step."""
-        return self.made["step"]["seconds"]
 
 
 def run_command(
@@ -190,9 +169,9 @@ def print_plan(
     if picture is not None:
         print_line(console, f"drawing {picture}")
     if as_json:  # the last line
-        print(json.dumps({**planned.made, "searched": searched}), flush=True)
+        print(json.dumps({**planned.json, "searched": searched}), flush=True)
     if picture is not None:
-        _draw(planned.made, picture)
+        _draw(planned.json, picture)
 
 
 def check_image(file: Path) -> None:
@@ -275,8 +254,8 @@ def plan_in_subprocess(
             match json.loads(line):
                 case {"progress": str(progress)}:
                     on_progress(progress)
-                case {"report": report, "made": made}:
-                    planned = PlanResult(report=report, made=made)
+                case {"report": report, "plan": plan}:
+                    planned = PlanResult(report=report, json=plan)
                 case {"refused": "ConfigError", "problems": problems}:
                     raise ConfigError(problems)
                 case {"refused": "ModelError", "problems": problems}:
@@ -375,7 +354,7 @@ def main() -> None:
         except (ModelError, CompilerError) as error:
             answer(refused=type(error).__name__, problems=[str(error)])
         else:
-            answer(report=planned.report, made=planned.made)
+            answer(report=planned.report, plan=planned.json)
 
 
 def _exit_with_parent() -> None:
@@ -389,8 +368,8 @@ def _exit_with_parent() -> None:
 def _plan(task: PlanTask, on_progress: Callable[[str], None]) -> PlanResult:
     """Compile the programs of a task; imported here, as the parent need not load JAX."""
     from jax_agent_rl.config import load
-    from jax_agent_rl.deploy.plan.compiled import profiles_as_json, show_profiles
     from jax_agent_rl.deploy.plan.plan import check, compile_profiled, make_plan
+    from jax_agent_rl.deploy.plan.profiles import profiles_as_json, show_profiles
     from jax_agent_rl.deploy.plan.report import as_json, show
     from jax_agent_rl.deploy.plan.topology import Slice
 
@@ -405,11 +384,11 @@ def _plan(task: PlanTask, on_progress: Callable[[str], None]) -> PlanResult:
             config, model, slice, profile=task.profile, on_progress=on_progress
         )
         show_profiles(compiled, slice.chip, console)
-        return PlanResult(report=screen.getvalue(), made=profiles_as_json(compiled, slice.chip))
+        return PlanResult(report=screen.getvalue(), json=profiles_as_json(compiled, slice.chip))
 
     plan = make_plan(config, model, slice, utilization=task.utilization, on_progress=on_progress)
     show(plan, console, price=task.price)
-    return PlanResult(report=screen.getvalue(), made=as_json(plan, price=task.price))
+    return PlanResult(report=screen.getvalue(), json=as_json(plan, price=task.price))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Programs of a run and the arrays beside them, and what compiling says of them.
 
-That is memory, work, exchanges, time and a profile. Ideally a program takes as long as its slowest
+That is memory, work, exchanges and time. Ideally a program takes as long as its slowest
 part (products, memory, links): parts overlap perfectly, and everything else costs nothing. Where it
 is known what the model needs (:class:`EngineWork`), no recomputation counts; otherwise the traced
 products do, whose operands pass through memory once.
@@ -12,14 +12,12 @@ import functools
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import Mesh
-from rich.console import Console
-from rich.table import Table
 
 from jax_agent_rl.deploy.plan.hlo import RING, Collective, collectives, parse
 from jax_agent_rl.deploy.plan.prediction import Flops, Prediction, count_work, kernel_grids, predict
@@ -30,7 +28,7 @@ from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.observe.progress import duration
 
 Phase = Literal["learner", "weights", "rollout"]
-Tokens = Literal["prompts", "sampled", "trained"]
+TokenKind = Literal["prompts", "sampled", "trained"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +44,7 @@ class Program:
         donates: names of residents whose memory, or as much, its outputs take.
         loops: iterations of a loop whose end is found while it runs.
         tokens: tokens that a full call takes or gives.
-        of: which tokens of a step these are; None if the program does not process tokens.
+        token_kind: which tokens of a step these are; None if the program does not process tokens.
         calls: runs per step over all those tokens; 0 where its time does not count.
         copies: engines along the mesh's ``data``, each of which runs it on its own devices.
         model_flops: operations that the model itself needs for a call of one copy, nothing
@@ -64,7 +62,7 @@ class Program:
     donates: frozenset[str] = frozenset()
     loops: int = 1
     tokens: int = 0
-    of: Tokens | None = None
+    token_kind: TokenKind | None = None
     calls: int = 1
     copies: int = 1
     model_flops: float | None = None
@@ -155,7 +153,8 @@ class Compiled:
 
     Attributes:
         memory: None if the program does not fit a chip even alone.
-        needs: bytes of a chip that it takes alone; if it does not fit, as far as the compiler says.
+        required_bytes: bytes of a chip that it takes alone; if it does not fit, as far as the
+            compiler says.
         problem: the compiler's message if it does not fit.
         work: work of all devices together.
         exchanges: exchanges between the devices; empty where they are not known.
@@ -165,7 +164,7 @@ class Compiled:
 
     program: Program
     memory: Memory | None
-    needs: int
+    required_bytes: int
     problem: str | None = None
     work: Flops
     exchanges: tuple[Collective, ...] = ()
@@ -203,7 +202,7 @@ class Compiled:
         return of_one_copy * self.program.copies
 
     @property
-    def moved(self) -> float:
+    def bytes_accessed(self) -> float:
         """Least bytes that pass through all chips' memory in a call."""
         if self.program.model_bytes is not None:
             return self.program.model_bytes * self.program.copies
@@ -230,7 +229,7 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
         return Compiled(
             program=program,
             memory=None,
-            needs=needed(problem),
+            required_bytes=required_bytes(problem),
             problem=problem,
             work=work,
             seconds=time.perf_counter() - start_time,
@@ -261,7 +260,7 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
     return Compiled(
         program=program,
         memory=memory,
-        needs=memory.total,
+        required_bytes=memory.total,
         work=work,
         exchanges=tuple(exchanges),
         prediction=prediction,
@@ -269,12 +268,12 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
     )
 
 
-def needed(text: str) -> int:
+def required_bytes(text: str) -> int:
     """Return the bytes a program takes according to the compiler's refusal; 0 if it does not say.
 
-    >>> needed("… required for HLO temporaries (768.00G) exceeds available HBM (15.75G).") >> 30
+    >>> required_bytes("… for HLO temporaries (768.00G) exceeds available HBM (15.75G).") >> 30
     768
-    >>> needed("Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm.") / 2**30
+    >>> required_bytes("Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm.") / 2**30
     21.5
     """
     match = re.search(r"(?:Used|temporaries \(|required [^(]*\()\s*([\d.]+)([KMGT]?)", text)
@@ -314,7 +313,7 @@ def ideal_seconds(compiled: Compiled, chip: Chip) -> Seconds:
     chips = compiled.program.mesh.size
     return Seconds(
         products=compiled.flops / chips / chip.flops,
-        memory=compiled.moved / chips / chip.hbm_bandwidth,
+        memory=compiled.bytes_accessed / chips / chip.hbm_bandwidth,
         links=link_seconds,
     )
 
@@ -341,87 +340,3 @@ def unit_power(size: float) -> int:
         if size < 1000 * 1024**power:
             return power
     return largest
-
-
-# --- profiles -------------------------------------------------------------------------------------
-
-ROWS = 25
-"""Places that are shown; the others count together."""
-
-
-def show_profiles(compiled: Sequence[Compiled], chip: Chip, console: Console) -> None:
-    """Print the profile of each program."""
-    for result in compiled:
-        name = result.program.name
-        if result.prediction is None:
-            console.print(
-                f"{name} does not fit: {result.problem}",
-                "",
-                highlight=False,
-                soft_wrap=True,
-                markup=False,
-            )
-            continue
-
-        steps = result.program.loops
-        unit = "step" if steps > 1 else "call"
-        predicted = result.prediction.seconds
-        ideal = ideal_seconds(result, chip)
-        console.print(
-            f"[bold]{name}[/bold]: {format_seconds(predicted / steps)} a {unit},"
-            f" {ideal.total / predicted:.0%} of the ideal"
-            f" ({format_seconds(ideal.total / steps)}, bound by {ideal.bound})",
-            highlight=False,
-            soft_wrap=True,
-        )
-        console.print(profile_table(result), "")
-
-
-def profile_table(compiled: Compiled) -> Table:
-    """Return a table of the parts of a program that the compiler took, longest first."""
-    assert compiled.prediction is not None
-    total = compiled.prediction.seconds
-    steps = compiled.program.loops
-
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for heading in ("time", "share", "runs"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("what", "operation"):
-        table.add_column(heading, overflow="fold")
-    # Wide enough for a path and its line to stay on one line.
-    table.add_column("where, and from where", overflow="fold", min_width=30)
-
-    for part in compiled.prediction.parts[:ROWS]:
-        table.add_row(
-            format_seconds(part.seconds / steps),
-            f"{part.seconds / total:.1%}",
-            f"{part.runs / steps:.4g}",
-            part.what,
-            part.operation,
-            "\n".join(part.source[:2]) or "(the compiler)",
-        )
-    shorter = compiled.prediction.parts[ROWS:]
-    seconds = sum(part.seconds for part in shorter)
-    if seconds:
-        table.add_row(
-            format_seconds(seconds / steps), f"{seconds / total:.1%}", "", f"{len(shorter)} others"
-        )
-    return table
-
-
-def profiles_as_json(compiled: Sequence[Compiled], chip: Chip) -> dict[str, Any]:
-    """Return the profiles by program, in seconds of a call, and whether all programs fit."""
-    profiles = {}
-    for result in compiled:
-        if result.prediction is None:
-            continue
-        profiles[result.program.name] = {
-            "ideal": ideal_seconds(result, chip).total,
-            "predicted": result.prediction.seconds,
-            "steps": result.program.loops,
-            "parts": [part._asdict() for part in result.prediction.parts],
-        }
-    return {
-        "fits": all(result.memory is not None for result in compiled),
-        "profiles": profiles,
-    }

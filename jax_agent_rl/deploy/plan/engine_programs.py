@@ -144,7 +144,7 @@ def add_engine(
     for key, recorded in table.recorded.items():
         model_work = work.of(key)
         for program in _engine_programs(key, recorded, mesh, published, shapes.decode_steps):
-            if program.of == "sampled":
+            if program.token_kind == "sampled":
                 program = replace(program, tokens=max(1, round(program.tokens * share)))
             if model_work is not None:
                 flops, size = model_work
@@ -212,7 +212,7 @@ def _engine_programs(
                 donates=_CACHE,
                 loops=steps,
                 tokens=width * steps,
-                of="sampled",
+                token_kind="sampled",
             )
         case ("verify", *_):  # how often drafts are verified is found while a run samples
             donates = _CACHE if len(key) == 3 else frozenset()
@@ -222,7 +222,7 @@ def _engine_programs(
                 name=f"prefill {rows} x {size} after {span}",
                 holds=_BOTH,
                 tokens=rows * size,
-                of="prompts",
+                token_kind="prompts",
             )
         # The next four touch a few pages of the cache: they take memory, and hardly any time.
         case ("write", *_):

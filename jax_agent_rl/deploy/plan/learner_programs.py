@@ -162,7 +162,7 @@ class LearnerBuilder(NamedTuple):
             calls=epochs,
             model_flops=self.flops(passes),
             tokens=self.tokens,
-            of="trained",
+            token_kind="trained",
         )
 
         apply = programs.apply.trace(state, gradients, state.updates)
@@ -186,7 +186,7 @@ class LearnerBuilder(NamedTuple):
             traced,
             holds,
             tokens=self.tokens,
-            of="trained",
+            token_kind="trained",
             calls=calls,
             model_flops=self.flops(1),
         )

@@ -19,7 +19,7 @@ from jax_agent_rl.deploy.plan.compiled import (
     Program,
     Published,
     Resident,
-    Tokens,
+    TokenKind,
     compile_program,
     ideal_seconds,
 )
@@ -363,9 +363,9 @@ def _load(
             CODE: memory.code,
         }
     elif "temporaries (" in (compiled.problem or ""):  # the message says these alone
-        added = {TEMPORARIES: compiled.needs}
+        added = {TEMPORARIES: compiled.required_bytes}
     else:
-        added = {TEMPORARIES: max(0, compiled.needs - held)}
+        added = {TEMPORARIES: max(0, compiled.required_bytes - held)}
     return Load(
         program=program,
         parts=resident_bytes | added,
@@ -424,7 +424,7 @@ def sum_step(
     prompt = config.agent.max_prompt_length
     response = config.agent.max_response_length
     prompt_copies = 1 if config.learner.share_prefixes else members
-    tokens: dict[Tokens, int] = {
+    tokens: dict[TokenKind, int] = {
         "prompts": groups * prompt,
         "sampled": groups * members * response,
         "trained": groups * (prompt_copies * prompt + members * response),
@@ -435,8 +435,8 @@ def sum_step(
     for result in compiled:
         program = result.program
         calls = program.calls
-        if program.of is not None:
-            calls *= math.ceil(tokens[program.of] / program.tokens)
+        if program.token_kind is not None:
+            calls *= math.ceil(tokens[program.token_kind] / program.tokens)
         if result.prediction is None:
             seconds = ideal_seconds(result, chip).total / utilization
         else:

@@ -20,9 +20,9 @@ from jax_agent_rl.deploy.plan.compiled import (
     unit_power,
 )
 from jax_agent_rl.deploy.plan.engine_programs import CACHE, WEIGHTS
+from jax_agent_rl.deploy.plan.estimate import estimate
 from jax_agent_rl.deploy.plan.hlo import Collective
 from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load, ResourcePlan
-from jax_agent_rl.deploy.plan.search import estimate
 from jax_agent_rl.deploy.plan.topology import (
     Chip,
     Slice,
@@ -115,13 +115,13 @@ def programs_tables(plan: ResourcePlan) -> tuple[Table, Table]:
 
 
 def _size_cells(compiled: Compiled, load: Load) -> list[str]:
-    """Return chips, memory, operations, bytes moved and bytes sent of a program."""
+    """Return chips, memory, operations, bytes of memory accessed and bytes sent of a program."""
     memory = format_bytes(load.total)
     if not load.fits:
         memory += " !"
-    moved = "-"
-    if compiled.moved:
-        moved = format_bytes(compiled.moved)
+    accessed = "-"
+    if compiled.bytes_accessed:
+        accessed = format_bytes(compiled.bytes_accessed)
     sent = "-"
     if compiled.exchanges_known:
         sent = format_bytes(sum(exchange.bytes for exchange in compiled.exchanges))
@@ -129,7 +129,7 @@ def _size_cells(compiled: Compiled, load: Load) -> list[str]:
         str(compiled.program.mesh.size),
         memory,
         f"{compiled.flops / 1e12:.3g}",
-        moved,
+        accessed,
         sent,
     ]
 
@@ -377,7 +377,7 @@ def _program_as_json(plan: ResourcePlan, compiled: Compiled, load: Load) -> dict
         "problem": compiled.problem,
         "change": [] if load.fits else _adviser(plan).advice(load),
         "flops": compiled.flops,
-        "bytes": compiled.moved,
+        "bytes": compiled.bytes_accessed,
         "exchanged": exchanged,
         "seconds": vars(ideal_seconds(compiled, plan.slice.chip)),
         "predicted": predicted,

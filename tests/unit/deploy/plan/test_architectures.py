@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from jax_agent_rl import cli
 from jax_agent_rl.deploy.plan.architectures import ARCHITECTURES, architecture_folder
-from jax_agent_rl.deploy.plan.command import PlanResult
+from jax_agent_rl.deploy.plan.result import PlanResult
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config
 
@@ -55,7 +55,7 @@ def test_the_command_plans_it_in_place_of_the_configured_model(monkeypatch, tmp_
             if item.startswith("model.path=")
         ]
         planned.append(load_config(path))
-        return PlanResult(report="", made={"fits": True})
+        return PlanResult(report="", json={"fits": True})
 
     monkeypatch.setattr("jax_agent_rl.deploy.plan.command.run_command", run)
     arguments = ["plan", "quickstart", "--topology", "v5e:2x2", "--architecture", "Qwen3-30B-A3B"]

@@ -40,8 +40,8 @@ def test_progress_and_plan_come_from_the_process_that_is_given_the_task():
         """
 print(json.dumps({"progress": "tracing " + task["topology"]}))
 programs = [{"total": 3}, {"total": 5}]
-made = {"fits": True, "programs": programs, "step": {"seconds": 2.5}}
-print(json.dumps({"report": "fits", "made": made}))
+plan = {"fits": True, "programs": programs, "step": {"seconds": 2.5}}
+print(json.dumps({"report": "fits", "plan": plan}))
 """,
         said.append,
     )
@@ -59,9 +59,9 @@ def test_a_refusal_is_raised_as_what_it_was(kind, error):
 
 
 def test_warnings_are_shown(capsys):
-    made = '{"fits": true, "programs": [], "step": {"seconds": 1}}'
+    plan = '{"fits": true, "programs": [], "step": {"seconds": 1}}'
     answered(
-        f'print(\'mind the gap\', file=sys.stderr)\nprint(\'{{"report": "", "made": {made}}}\')'
+        f'print(\'mind the gap\', file=sys.stderr)\nprint(\'{{"report": "", "plan": {plan}}}\')'
     )
     assert capsys.readouterr().err == "mind the gap\n"
 

@@ -15,7 +15,7 @@ from jax_agent_rl.deploy.plan.compiled import (
     Phase,
     Program,
     ideal_seconds,
-    needed,
+    required_bytes,
 )
 from jax_agent_rl.deploy.plan.hlo import Collective
 from jax_agent_rl.deploy.plan.plan import BATCH, CODE, TEMPORARIES, loads, sum_step
@@ -49,7 +49,12 @@ def compiled(
     fields = dict.fromkeys(("arguments", "outputs", "aliased", "temporaries", "code"), 0) | memory
     made = Memory(**fields)
     return Compiled(
-        program=of, memory=made, needs=made.total, work=work, exchanges=exchanges, seconds=1.0
+        program=of,
+        memory=made,
+        required_bytes=made.total,
+        work=work,
+        exchanges=exchanges,
+        seconds=1.0,
     )
 
 
@@ -95,16 +100,18 @@ def test_a_refusal_of_the_compiler_is_counted_by_the_amount_it_names():
         "RESOURCE_EXHAUSTED: … memory required for HLO temporaries (768.00G) exceeds available HBM"
         " (15.75G)."
     )
-    assert needed(text) == 768 * GIB
+    assert required_bytes(text) == 768 * GIB
     assert (
-        needed("RESOURCE_EXHAUSTED: … Used 21.50G of 15.75G hbm. Exceeded hbm capacity by 5.75G")
+        required_bytes(
+            "RESOURCE_EXHAUSTED: … Used 21.50G of 15.75G hbm. Exceeded hbm capacity by 5.75G"
+        )
         == 21.5 * GIB
     )
-    assert needed("RESOURCE_EXHAUSTED") == 0
+    assert required_bytes("RESOURCE_EXHAUSTED") == 0
     refused = Compiled(
         program=program(holds=["weights"]),
         memory=None,
-        needs=1000,
+        required_bytes=1000,
         problem=text,
         work=Flops(),
         seconds=1,
@@ -112,7 +119,7 @@ def test_a_refusal_of_the_compiler_is_counted_by_the_amount_it_names():
     (load,) = loads(inventory(weights=100), [refused], capacity=999)
     # What it says is of the temporaries alone: the weights are there besides.
     assert load.total == 1400 and not load.fits
-    silent = dataclasses.replace(refused, needs=0, problem="RESOURCE_EXHAUSTED")
+    silent = dataclasses.replace(refused, required_bytes=0, problem="RESOURCE_EXHAUSTED")
     assert not loads(inventory(weights=100), [silent], capacity=999)[0].fits
 
 
@@ -134,10 +141,10 @@ def test_a_call_takes_as_long_as_its_slowest_part():
 
 def test_what_a_refused_program_exchanges_is_not_known_and_its_time_a_bound(tmp_path):
     known = compiled(
-        program("decode", "rollout", tokens=128, of="sampled"), work=Flops(flops=197e12)
+        program("decode", "rollout", tokens=128, token_kind="sampled"), work=Flops(flops=197e12)
     )
     refused = dataclasses.replace(
-        known, program=program("gradient", tokens=128, of="trained"), memory=None
+        known, program=program("gradient", tokens=128, token_kind="trained"), memory=None
     )
     config = load_recipe(tmp_path)
     assert refused.exchanges_known, "one chip has nobody to exchange with"
@@ -150,16 +157,16 @@ def test_what_a_refused_program_exchanges_is_not_known_and_its_time_a_bound(tmp_
 
 def test_bytes_are_counted_of_products_and_else_of_all_that_is_given():
     products = compiled(program(), work=Flops(flops=1.0, bytes=6.0), arguments=70, outputs=5)
-    assert products.moved == 6
-    assert compiled(program(), arguments=70, outputs=5).moved == 75
+    assert products.bytes_accessed == 6
+    assert compiled(program(), arguments=70, outputs=5).bytes_accessed == 75
 
 
 def test_a_step_counts_every_program_as_often_as_it_runs_and_says_who_waits(tmp_path):
     second = Flops(flops=197e12)
     programs = [
-        compiled(program("gradient", tokens=256, of="trained", calls=2), work=second),
-        compiled(program("decode", "rollout", tokens=128, of="sampled"), work=second),
-        compiled(program("prefill", "rollout", tokens=128, of="prompts"), work=second),
+        compiled(program("gradient", tokens=256, token_kind="trained", calls=2), work=second),
+        compiled(program("decode", "rollout", tokens=128, token_kind="sampled"), work=second),
+        compiled(program("prefill", "rollout", tokens=128, token_kind="prompts"), work=second),
         compiled(program("take", "weights"), work=second),
     ]
     config = load_recipe(tmp_path, ["trainer.mode=one_step_off"])

@@ -152,7 +152,7 @@ def test_a_small_cache_keeps_fewer_slots_running(cache, running, tmp_path):
         [] if cache is None else [f"rollout.jetstream.kv_cache_tokens={cache}"],
     )
     made = inventory(config, TINY, place_devices(config, jax.devices()[:1]), only="rollout")
-    (decode,) = [program for program in made.programs if program.of == "sampled"]
+    (decode,) = [program for program in made.programs if program.token_kind == "sampled"]
     assert decode.tokens == round(running * engine_shapes(config).decode_steps)
     # On another three hosts, engines have a quarter of the eight trajectories each.
     assert running_share(config, 4) == pytest.approx(min(8 / 4, running) / 8)

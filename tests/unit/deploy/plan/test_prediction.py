@@ -10,13 +10,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from jax_agent_rl.deploy.plan.compiled import (
-    Program,
-    compile_program,
-    ideal_seconds,
-    profiles_as_json,
-    show_profiles,
-)
+from jax_agent_rl.deploy.plan.compiled import Program, compile_program, ideal_seconds
 from jax_agent_rl.deploy.plan.hlo import parse
 from jax_agent_rl.deploy.plan.prediction import (
     GRID_STEP,
@@ -29,6 +23,7 @@ from jax_agent_rl.deploy.plan.prediction import (
     kernel_grids,
     predict,
 )
+from jax_agent_rl.deploy.plan.profiles import profiles_as_json, show_profiles
 from jax_agent_rl.deploy.plan.topology import CHIPS, Slice
 from jax_agent_rl.learner.optimized_params import exchange_options
 from tests.unit.deploy.plan.test_collectives import COUNTED, FOUND, mesh

@@ -9,9 +9,9 @@ import pytest
 
 from jax_agent_rl.config import load
 from jax_agent_rl.deploy.plan.engine_programs import CACHE, RecordingTable
+from jax_agent_rl.deploy.plan.estimate import estimate
 from jax_agent_rl.deploy.plan.plan import Replay, ResourcePlan, inventory, loads, sum_step
 from jax_agent_rl.deploy.plan.report import as_json
-from jax_agent_rl.deploy.plan.search import estimate
 from jax_agent_rl.deploy.plan.topology import CHIPS, GIB, DevicePlacement, place_devices
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.sharding import make_engine_mesh

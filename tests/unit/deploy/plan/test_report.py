@@ -9,10 +9,11 @@ from jax.sharding import AbstractMesh
 from rich.console import Console
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.plan.command import PlanResult, print_plan
+from jax_agent_rl.deploy.plan.command import print_plan
 from jax_agent_rl.deploy.plan.plan import ResourcePlan, loads, sum_step
 from jax_agent_rl.deploy.plan.prediction import Flops
 from jax_agent_rl.deploy.plan.report import as_json, show
+from jax_agent_rl.deploy.plan.result import PlanResult
 from jax_agent_rl.deploy.plan.topology import GIB, DevicePlacement, Slice
 from jax_agent_rl.errors import StorageError
 from jax_agent_rl.models.hf import load_config
@@ -24,7 +25,7 @@ ONE_CHIP = ["learner.mesh.fsdp=1", "learner.mesh.tensor=1", "rollout.jetstream.m
 
 def gradient(*, refused=False):
     one = compiled(
-        program("policy gradient", tokens=128, of="trained"),
+        program("policy gradient", tokens=128, token_kind="trained"),
         work=Flops(flops=1e12, bytes=3 * GIB),
         temporaries=int(1.5 * GIB),
     )
@@ -32,13 +33,15 @@ def gradient(*, refused=False):
         return one
     wide = dataclasses.replace(one.program, mesh=AbstractMesh((4,), ("data",)))
     return dataclasses.replace(
-        one, program=wide, memory=None, needs=40 * GIB, problem="RESOURCE_EXHAUSTED"
+        one, program=wide, memory=None, required_bytes=40 * GIB, problem="RESOURCE_EXHAUSTED"
     )
 
 
 def rollouts(count=1, **memory):
     return [
-        compiled(program(f"decode {n} lanes", "rollout", tokens=128, of="sampled"), **memory)
+        compiled(
+            program(f"decode {n} lanes", "rollout", tokens=128, token_kind="sampled"), **memory
+        )
         for n in range(count)
     ]
 
@@ -149,7 +152,7 @@ def test_programs_that_ask_for_the_same_change_are_named_together(plan):
 
 
 def test_what_a_plan_says_is_printed_even_if_its_picture_cannot_be_drawn(plan, tmp_path, capsys):
-    planned = PlanResult(report="it fits\n", made=as_json(plan([gradient(), *rollouts()])))
+    planned = PlanResult(report="it fits\n", json=as_json(plan([gradient(), *rollouts()])))
     with pytest.raises(StorageError, match="nowhere"):
         print_plan(
             planned, [], Console(), picture=tmp_path / "nowhere" / "memory.png", as_json=True

@@ -6,10 +6,10 @@ import pytest
 
 from jax_agent_rl.config import build
 from jax_agent_rl.config.loading import read_tree
-from jax_agent_rl.deploy.plan.command import PlanResult
+from jax_agent_rl.deploy.plan.estimate import PlanEstimate
+from jax_agent_rl.deploy.plan.result import PlanResult
 from jax_agent_rl.deploy.plan.search import (
     Candidate,
-    PlanEstimate,
     candidates,
     layout_table,
     search,
@@ -125,7 +125,7 @@ def planned(estimate: PlanEstimate, off: float, capacity: float = 10.0) -> PlanR
         "programs": [{"total": total}],
         "step": {"seconds": estimate.seconds},
     }
-    return PlanResult(report="", made=made)
+    return PlanResult(report="", json=made)
 
 
 @pytest.fixture
