@@ -69,6 +69,9 @@ from jax_agent_rl.types import Group
 
 logger = logging.getLogger(__name__)
 
+Progress = Callable[[Iterable[Arrays]], Iterator[Arrays]]
+"""Wraps micro-batches: reports each once it is computed, and ends a cancelled step between two."""
+
 
 class GradientUpdate(NamedTuple):
     """One optimizer update that is to be applied.
@@ -445,11 +448,14 @@ class Learner:
         minis: Sequence[MiniBatch],
         tick: Callable[[int, int], None],
         cancellation: StepCancellation,
-    ) -> Callable[[Iterable[Arrays]], Iterator[Arrays]]:
-        """Return what to wrap micro-batches in: it counts them, and ends a cancelled step."""
+    ) -> Progress:
+        """Return the progress of a whole step."""
+        models = 0
+        if self._critic is not None:
+            models += 1
+        if not self._is_warming_up:
+            models += 1
         micro_batches = sum(math.ceil(m.batch.num_rows / self._scorer.rows) for m in minis)
-        trains_policy = not self._is_warming_up
-        models = [trains_policy, self._critic is not None].count(True)
         total = micro_batches * self._config.ppo_epochs * models
         completed = 0
 
@@ -467,7 +473,7 @@ class Learner:
         self,
         minis: Sequence[MiniBatch],
         experience: Experience,
-        progress: Callable[[Iterable[Arrays]], Iterator[Arrays]],
+        progress: Progress,
     ) -> Iterator[GradientUpdate]:
         """Yield every update of the step, each computed once the one before it was applied."""
         for _ in range(self._config.ppo_epochs):
@@ -519,7 +525,7 @@ class Learner:
         self,
         model: OptimizedParams,
         batch: Batch,
-        progress: Callable[[Iterable[Arrays]], Iterator[Arrays]],
+        progress: Progress,
     ) -> tuple[Params, Statistics]:
         """Return the gradient and the statistics of a model's batch."""
         balance = {}
