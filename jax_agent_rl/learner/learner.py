@@ -55,7 +55,7 @@ from jax_agent_rl.learner.optimized_params import (
     Statistics,
 )
 from jax_agent_rl.learner.optimizer import learning_rate, undo_update
-from jax_agent_rl.learner.packing import MiniBatch, Packer
+from jax_agent_rl.learner.packing import BatchPacker, MiniBatch
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.scoring import ScoreContexts, Scorer, score_contexts
@@ -153,7 +153,7 @@ class Learner:
             scored=score_by is not None,
         )
         self._objective = self._programs.objective
-        self._packer = Packer(config, images, vocab_size=model.vocab_size)
+        self._packer = BatchPacker(config, images, vocab_size=model.vocab_size)
         self._scorer = Scorer(self._programs, images)
         self._policy = OptimizedParams(
             policy.params,

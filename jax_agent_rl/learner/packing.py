@@ -34,7 +34,7 @@ class MiniBatch:
     members: slice
 
 
-class Packer:
+class BatchPacker:
     """Packs trajectories as a learner's configuration says.
 
     Args:

@@ -40,7 +40,7 @@ from jax_agent_rl.learner.optimized_params import (
     apply_update,
     bind,
 )
-from jax_agent_rl.learner.packing import Packer
+from jax_agent_rl.learner.packing import BatchPacker
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.scoring import Scorer, stack
@@ -127,7 +127,7 @@ class SequenceLearner:
             rate=optax.constant_schedule(0.0),
             loss=sequence_loss,
         )
-        self._packer = Packer(config, None, vocab_size=model.vocab_size)
+        self._packer = BatchPacker(config, None, vocab_size=model.vocab_size)
         self._scorer = Scorer(self._programs, None, lengths=lengths)
         self._policy = OptimizedParams(
             policy.params, frozen=policy.frozen, programs=self._programs.policy

@@ -21,7 +21,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.config.kl import first_teacher
 from jax_agent_rl.learner.experience import RefScores
 from jax_agent_rl.learner.image_packing import image_packing
-from jax_agent_rl.learner.packing import Packer
+from jax_agent_rl.learner.packing import BatchPacker
 from jax_agent_rl.learner.parameterization import Parameterization, compute_params
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.scoring import Scorer
@@ -69,7 +69,7 @@ class Teacher:
         placed = jax.tree.map(jax.device_put, parameters.params, parameters.shardings)
         self._weights = (placed, parameters.frozen)
         images = image_packing(vision_processor, config)
-        self._packer = Packer(config, images, vocab_size=vocab_size)
+        self._packer = BatchPacker(config, images, vocab_size=vocab_size)
         self._scorer = Scorer(programs, images)
 
     @property
