@@ -70,13 +70,14 @@ from jax_agent_rl.models import stored
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.transport import WeightSource
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.runtime.train import TRAINERS
+from jax_agent_rl.runtime.transports import ArrayTransport
 from jax_agent_rl.testing.simulate.run import simulate
 from jax_agent_rl.testing.simulate.workload import load_assumptions
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.components import RunComponents, WeightSource
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import Group, Trajectory
 
@@ -201,7 +202,7 @@ def make_trainer(
         collector=make_collector(),
         evaluator=make_collector(),
         learner=learner,
-        publisher=ArrayPublisher(),
+        transport=ArrayTransport(),
         cursor=DataCursor([{"prompt": PROMPT, "agent_name": "server_tool_agent"}], seed=run.seed),
         heldout=[],
     )

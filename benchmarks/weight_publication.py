@@ -47,14 +47,14 @@ from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.config.learner import MeshConfig
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
-from jax_agent_rl.jetstream.weights import FILES, ServedWeights
+from jax_agent_rl.jetstream.weights import WEIGHT_PAYLOADS, ServedWeights
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health, WeightUpdate
-from jax_agent_rl.runtime.publishers import FilePublisher, WeightFiles
+from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import Group
 from jax_agent_rl.utils.weight_transfer import rounded
 
@@ -73,7 +73,7 @@ SendUpdate = Callable[[WeightUpdate], Awaitable[None]]
 class WeightReceiver:
     """The part of a backend that takes weights; no program that samples is compiled."""
 
-    capabilities = Capabilities(max_model_len=64, max_concurrent=2, weight_payloads=FILES)
+    capabilities = Capabilities(max_model_len=64, max_concurrent=2, weight_payloads=WEIGHT_PAYLOADS)
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
     shardings = parameter_shardings(make_mesh(MeshConfig(fsdp=3)), model.parameter_shapes())
     sharded_params = jax.tree.map(place, params, shardings)
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
-    files = WeightFiles(model, probe_ids=[list(range(3, 35))])
+    files = FileTransport(model, probe_ids=[list(range(3, 35))])
     root = tempfile.mkdtemp(
         prefix="jax_agent_rl-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     )
@@ -141,10 +141,7 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
         return WeightUpdate(version=version, kind="arrays", payload=sharded_params)
 
     def write_files(version: int) -> WeightUpdate:
-        paths = files.write(params, version, dtype=dtype)
-        return WeightUpdate(
-            version=version, kind="safetensors", payload=paths, digests=files.digests
-        )
+        return files.write(params, version, dtype=dtype)
 
     def write_shards(version: int) -> WeightUpdate:
         folder = stored.version_folder(root, version)
@@ -174,7 +171,7 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
 
     await remote.close()
     await server.close()
-    files.close()
+    files.release()
     stored.remove(stored.address(root))
 
     memcpy_seconds = min(all_seconds["memcpy"][1:])
@@ -224,10 +221,11 @@ async def measure_deltas(steps: int, learning_rate: float) -> dict[str, list[flo
             remote = RemoteBackend(server.url, shares_disk=False)
             await remote.start()
             stack.push_async_callback(remote.close)
-            files = WeightFiles(learner.model, probe_ids=[list(range(3, 35))])
-            stack.callback(files.close)
-            publisher = FilePublisher(files, lambda: "bfloat16", full_every=full_every)
-            routes[name] = (publisher, remote)
+            files = FileTransport(
+                learner.model, probe_ids=[list(range(3, 35))], full_every=full_every
+            )
+            stack.callback(files.release)
+            routes[name] = (files, remote)
             result |= {f"{name}_mb": [], f"{name}_make_seconds": [], f"{name}_send_seconds": []}
 
         for version in range(1, steps + 2):  # the first sends the weights before training
@@ -236,9 +234,9 @@ async def measure_deltas(steps: int, learning_rate: float) -> dict[str, list[flo
                 learner.update([group])
                 result["unchanged"].append(unchanged_share(previous_params, learner.params))
 
-            for name, (publisher, remote) in routes.items():
+            for name, (files, remote) in routes.items():
                 start = time.perf_counter()
-                update = publisher.make(learner, version)
+                update = files.write(learner.params, version, dtype="bfloat16")
                 make_seconds = time.perf_counter() - start
                 start = time.perf_counter()
                 await remote.update_weights(update)

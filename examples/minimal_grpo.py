@@ -53,7 +53,7 @@ async def train(config: Config) -> list[float]:
 
                 # 4. Publish: the engine serves the new weights, and every token it samples now
                 # carries this version.
-                update = await asyncio.to_thread(run.publisher.make, run.learner, step)
+                update = await asyncio.to_thread(run.transport.offer, run.learner, step)
                 await run.client.pool.update_weights(update)
 
             rewards = [reward for group in groups for reward in group.rewards]

@@ -2,7 +2,8 @@
 
 Reading order: ``backend`` (requests, pauses, updates) · ``settings`` and ``launch`` (starting vLLM)
 · ``requests`` (what goes in and comes out) · ``weight_updates``, ``weight_mapping`` and ``worker``
-(new weights, and how wrong ones are refused) · ``broadcast`` (weights for other hosts). Only a run
-with ``rollout.backend=vllm`` imports this package. vLLM and torch are imported inside functions,
-and in ``worker``, which only vLLM's own worker processes load.
+(new weights, and how wrong ones are refused) · ``cuda_ipc`` and ``broadcast`` (weights from the
+learner's device) · ``tpu_weights``. Only a run with ``rollout.backend=vllm`` imports this package.
+vLLM is imported inside functions, and in ``worker``, which only vLLM's own worker processes load;
+torch there, in ``cuda_ipc`` and in ``broadcast``, which are imported where they are used.
 """

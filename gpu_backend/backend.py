@@ -43,12 +43,14 @@ from gpu_backend.requests import (
     vllm_sampling,
 )
 from gpu_backend.settings import VllmSettings, check_installation
+from gpu_backend.tpu_weights import ask_workers
 from gpu_backend.weight_mapping import Checkpoint
-from gpu_backend.weight_updates import FILES, WeightUpdater, ask_workers
+from gpu_backend.weight_updates import WeightUpdater
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 from jax_agent_rl.rollout.protocol import (
     BROADCAST,
+    FILES,
     BackendMetrics,
     Capabilities,
     GenerateRequest,

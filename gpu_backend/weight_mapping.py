@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 
 from jax_agent_rl.errors import ConfigError, ModelError, WeightUpdateError
 from jax_agent_rl.models.tensors import HEAD, has_own_head
-from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -142,7 +141,7 @@ class Checkpoint:
         files = sorted(folder.glob("*.safetensors"))
         for file in files:
             try:
-                file_shapes, _ = read_header(file)
+                file_shapes = read_shapes(file)
             except WeightUpdateError as error:
                 raise ConfigError(str(error)) from error
             for name, shape in file_shapes.items():
@@ -306,8 +305,8 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
     return name
 
 
-def read_header(file: Path) -> tuple[Shapes, Mapping[str, str]]:
-    """Return the shapes and the metadata of a safetensors file, without reading its tensors.
+def read_shapes(file: Path) -> Shapes:
+    """Return the shapes of a safetensors file, without reading its tensors.
 
     Raises:
         WeightUpdateError: the file is missing, cut short, or not safetensors.
@@ -315,32 +314,24 @@ def read_header(file: Path) -> tuple[Shapes, Mapping[str, str]]:
     try:
         with safe_open(file, framework="numpy") as tensors:
             names = tensors.keys()  # safetensors' file is no mapping
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
-            return shapes, tensors.metadata() or {}
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
     except (OSError, SafetensorError) as error:
         raise WeightUpdateError(f"{file} is not a whole safetensors file: {error}") from error
 
 
-def read_update(paths: Sequence[str]) -> tuple[Shapes, LogprobProbe | None]:
-    """Return shapes and probe of an update's files.
+def update_shapes(paths: Sequence[str]) -> Shapes:
+    """Return the shapes of an update's files.
 
     Raises:
         WeightUpdateError: a file is damaged, or two files hold the same tensor.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    probe = None
     for path in paths:
-        file_shapes, metadata = read_header(Path(path))
+        file_shapes = read_shapes(Path(path))
         duplicates = sorted(shapes.keys() & file_shapes.keys())
         if duplicates:
             raise WeightUpdateError(
                 f"{duplicates[0]} stands in two files of the update, the second is {path}"
             )
         shapes |= file_shapes
-        if probe is not None:
-            continue
-        try:
-            probe = LogprobProbe.from_metadata(metadata)
-        except (ValueError, KeyError, TypeError) as error:
-            raise WeightUpdateError(f"the probe in {path} is damaged: {error}") from error
-    return shapes, probe
+    return shapes

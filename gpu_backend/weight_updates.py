@@ -8,33 +8,25 @@
       ─► probe: the learner's log-probs of a few sequences, reproduced by the engine
                                      wrong after loading: the engine must not serve
 
-vLLM's plugin for TPUs (tpu-inference 0.32) runs a model in one of two ways. In JAX, the parameters
-are an ``nnx.State`` that every step takes as its first argument, so that a new state is new
-weights; the model's own loader makes it from Hugging Face tensors. As vLLM's torch model, the
-parameters were fused and laid out when they were loaded, and cannot be replaced. vLLM's own
-interface for weight updates does nothing there (``TPUWorker.update_weights``): trainers are
-expected to write into the state.
-
-Imports no vLLM: workers import it, and so do tests without vLLM.
+Imports no vLLM, so that tests need none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from gpu_backend.settings import Platform, VllmSettings
-from gpu_backend.weight_mapping import Checkpoint, Shapes, read_update
+from gpu_backend.weight_mapping import Checkpoint, Shapes, update_shapes
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.tensors import TensorSample
-from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, WeightUpdate
-from jax_agent_rl.utils.weight_transfer import LogprobProbe, check_files
+from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, FILES, WeightUpdate
+from jax_agent_rl.utils.weight_transfer import LogprobProbe, check_files, read_probe
 
 logger = logging.getLogger(__name__)
-FILES = "safetensors"
 _KINDS: Mapping[Platform, frozenset[str]] = {
     "cpu": frozenset({FILES, BROADCAST}),
     "cuda": frozenset({FILES, BROADCAST, CUDA_IPC}),
@@ -127,7 +119,7 @@ class WeightUpdater:
     def _missing_probe(self) -> str:
         message = (
             "the update brings no log-prob probe, so a wrong load could not be noticed; write"
-            " it with jax_agent_rl.runtime.publishers.WeightFiles"
+            " it with jax_agent_rl.runtime.transports.FileTransport"
         )
         if self._settings.require_probe:
             message += ", or set rollout.vllm.require_probe=false"
@@ -146,13 +138,7 @@ class WeightUpdater:
         elif update.kind == BROADCAST:
             await self._transfer({"broadcast": asdict(update.payload)})
         else:
-            update_info, copies = await asyncio.to_thread(export_tensors, update.payload)
-            await self._transfer(update_info)
-            # Free the memory that was exported, and that neither side uses any more.
-            del copies
-            import torch
-
-            torch.cuda.ipc_collect()
+            await self._load_exported(update.payload)
 
         # Frozen requests lose their KV as well: it is recomputed under the new weights when they
         # continue.
@@ -181,6 +167,18 @@ class WeightUpdater:
                 f" {sorted(missing)[:3]}: its loader skipped them or stores them in a way"
                 " gpu_backend/weight_mapping.py does not describe"
             )
+
+    async def _load_exported(self, arrays: Mapping[str, Any]) -> None:
+        """Load arrays of this process on a GPU that the workers see."""
+        import torch
+
+        from gpu_backend import cuda_ipc
+
+        update_info, copies = await asyncio.to_thread(cuda_ipc.export, arrays)
+        await self._transfer(update_info)
+        # Free the memory that was exported, and that neither side uses any more.
+        del copies
+        torch.cuda.ipc_collect()
 
     async def _transfer(self, update_info: Mapping[str, Any]) -> None:
         """Run vLLM's calls of one update.
@@ -254,7 +252,7 @@ def _shapes_and_probe(update: WeightUpdate) -> tuple[Shapes, LogprobProbe | None
             )
         paths = [str(path) for path in update.payload]
         check_files(paths, update.digests)
-        return read_update(paths)
+        return update_shapes(paths), read_probe(paths)
     if update.kind == BROADCAST:
         return {name: shape for name, (_, shape) in update.payload.tensors.items()}, update.probe
     return {name: tuple(array.shape) for name, array in update.payload.items()}, update.probe
@@ -274,152 +272,3 @@ async def _run_transfer(engine: Any, update_info: Mapping[str, Any]) -> None:
     await engine.start_weight_update()
     await engine.update_weights(WeightTransferUpdateRequest(update_info=dict(update_info)))
     await engine.finish_weight_update()
-
-
-def export_tensors(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """Make arrays of this process readable by processes of the same machine.
-
-    Nothing is copied on the host. torch views the learner's jax arrays (DLPack) and copies them
-    into memory of its own: only that can be exported.
-
-    Args:
-        arrays: on one GPU, by name; any that support DLPack.
-
-    Returns:
-        What the receiver needs (``InPlaceUpdateInfo``), and the copies, which must live until it
-        has read them.
-    """
-    import torch
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    device = torch.cuda.current_device()
-    copies = {name: torch.from_dlpack(array).clone() for name, array in arrays.items()}
-    torch.cuda.synchronize(device)
-    handles = {}
-    for name, copy in copies.items():
-        _, rebuild_args = reduce_tensor(copy)
-        handles[name] = plain_handle(rebuild_args)
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return {"handles": handles, "device_uuid": uuid}, list(copies.values())
-
-
-def plain_handle(rebuild_args: Sequence[Any]) -> list[Any]:
-    """Return the arguments of ``rebuild_cuda_tensor`` as plain values.
-
-    They reach a worker without pickle.
-
-    Args:
-        rebuild_args: class, size, stride, offset, storage class, dtype, device, and the arguments
-            of the storage.
-    """
-    _, size, stride, offset, _, dtype, _, *storage = rebuild_args
-    return [list(size), list(stride), offset, str(dtype).removeprefix("torch."), *storage]
-
-
-# --- TPUs -----------------------------------------------------------------------------------------
-
-IN_JAX = "Qwen2ForCausalLM, Qwen3ForCausalLM and LlamaForCausalLM"
-"""Architectures of ``weight_mapping.FAMILIES`` that tpu-inference 0.32 has in JAX."""
-
-
-async def ask_workers(engine: Any) -> str | None:
-    """Return why this engine's (``AsyncLLM``) weights cannot be replaced; None if they can."""
-    for reason in await engine.collective_rpc("why_not_replaceable"):
-        if reason:
-            logger.warning("weights cannot be updated: %s", reason)
-            return reason
-    return None
-
-
-def why_not_replaceable(runner: Any) -> str | None:
-    """Return why this ``TPUModelRunner``'s weights cannot be replaced; None if they can."""
-    from flax import nnx
-
-    if isinstance(runner.state, nnx.State):
-        return None
-    return (
-        "on TPUs this model runs as vLLM's torch model, whose weights cannot be replaced; serve"
-        f" one that tpu-inference has in JAX ({IN_JAX}) with MODEL_IMPL_TYPE=auto, or use"
-        " rollout.backend=jetstream"
-    )
-
-
-def replace_weights(runner: Any, tensors: Iterator[tuple[str, Any]]) -> None:
-    """Replace the weights of a model that runs in JAX.
-
-    Args:
-        runner: the worker's ``TPUModelRunner``; nothing may be running.
-        tensors: Hugging Face names and torch tensors, all of the model.
-
-    Raises:
-        RuntimeError: some did not arrive, or have another shape or dtype, for which programs would
-            be recompiled. The model is unusable until a whole update succeeds.
-    """
-    import jax
-    from flax import nnx
-
-    reason = why_not_replaceable(runner)
-    if reason is not None:
-        raise RuntimeError(reason)
-    model = runner.model
-    old_structs = jax.tree.map(_as_struct, runner.state)
-
-    # Else every old array stays until the last new one is there.
-    runner.state = None
-    runner.state_leaves = None
-    try:
-        with jax.set_mesh(runner.mesh):
-            _load(runner, model, tensors)
-    finally:
-        _, runner.state = nnx.split(model)
-        runner.refresh_state_leaves()
-
-    old_forms = _forms(old_structs)
-    new_forms = _forms(runner.state)
-    changed = []
-    for name in sorted(old_forms.keys() | new_forms.keys()):
-        if old_forms.get(name) != new_forms.get(name):
-            changed.append(name)
-    if changed:
-        name = changed[0]
-        raise RuntimeError(
-            f"{len(changed)} parameters have another form, e.g. {name}: {new_forms.get(name)}, was"
-            f" {old_forms.get(name)}"
-        )
-
-    runner.state = jax.tree.map(
-        lambda array, struct: jax.device_put(array, struct.sharding), runner.state, old_structs
-    )
-    runner.refresh_state_leaves()
-
-
-def _load(runner: Any, model: Any, tensors: Iterator[tuple[str, Any]]) -> None:
-    """Call the model's loader; the plugin has two kinds of loaders."""
-    if any(cls.__name__ == "LoadableWithIterator" for cls in type(model).__mro__):
-        model.load_weights(tensors)
-        return
-
-    # The older kind reads the folder it was started with, unless a stream is put here, as Run:ai's
-    # streamer does.
-    config = runner.vllm_config.model_config
-    config.runai_model_weights_iterator = tensors
-    try:
-        model.load_weights(runner.rng_key)
-    finally:
-        del config.runai_model_weights_iterator
-
-
-def _as_struct(array: Any) -> Any:
-    import jax
-
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-
-
-def _forms(state: Any) -> dict[str, tuple[Any, ...]]:
-    """Return shape and dtype of every array, by its name."""
-    import jax
-
-    forms = {}
-    for path, array in jax.tree_util.tree_leaves_with_path(state):
-        forms[jax.tree_util.keystr(path)] = (array.shape, str(array.dtype))
-    return forms

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -29,7 +28,7 @@ from vllm.distributed.weight_transfer.factory import (
 )
 from vllm.platforms import current_platform
 
-from gpu_backend import broadcast, weight_updates
+from gpu_backend import broadcast, cuda_ipc, tpu_weights
 from gpu_backend.settings import TRANSFER
 from jax_agent_rl.models.tensors import TensorSample
 
@@ -46,7 +45,7 @@ class InPlaceUpdateInfo(WeightTransferUpdateInfo):
     Attributes:
         paths: safetensors files.
         handles: tensors in the memory of a GPU of this machine, by name; see
-            ``gpu_backend.weight_updates.plain_handle``.
+            ``gpu_backend.cuda_ipc``.
         device_uuid: the GPU of the handles.
         broadcast: fields of a :class:`~gpu_backend.broadcast.Announcement`.
     """
@@ -79,7 +78,7 @@ class InPlaceTransferEngine(WeightTransferEngine[InPlaceInitInfo, InPlaceUpdateI
         if update_info.broadcast:
             tensors = broadcast.receive(update_info.broadcast)
         elif update_info.handles:
-            tensors = _open_handles(update_info)
+            tensors = cuda_ipc.receive(update_info.handles, update_info.device_uuid)
         else:
             tensors = _read_files(update_info.paths)
         with torch.no_grad():
@@ -99,13 +98,13 @@ class WeightExtension:
         """Replace the parameters of a TPU worker, whose ``update_weights`` does nothing."""
         worker: Any = self
         with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
-            weight_updates.replace_weights(worker.model_runner, _read_files(paths))
+            tpu_weights.replace_weights(worker.model_runner, _read_files(paths))
         worker.synchronize_device()
 
     def why_not_replaceable(self) -> str | None:
         """Return why this TPU worker's weights cannot be replaced; None if they can."""
         worker: Any = self
-        return weight_updates.why_not_replaceable(worker.model_runner)
+        return tpu_weights.why_not_replaceable(worker.model_runner)
 
     def weights_not_landed(
         self, paths: Sequence[str], placements: Mapping[str, Sequence[Any]]
@@ -152,41 +151,6 @@ def _read_files(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 yield name, file.get_tensor(name)
-
-
-def _open_handles(update: InPlaceUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor, in the memory of the GPU that holds it; ``load_weights`` copies."""
-    uuids = []
-    for number in range(torch.cuda.device_count()):
-        uuids.append(str(torch.cuda.get_device_properties(number).uuid))
-    if update.device_uuid not in uuids:
-        raise ValueError(
-            f"this worker does not see the learner's GPU {update.device_uuid}, but {uuids}; let"
-            " CUDA_VISIBLE_DEVICES name it, too"
-        )
-    device = uuids.index(update.device_uuid)
-    for name, handle in update.handles.items():
-        yield name, rebuild_cuda_tensor(*rebuild_arguments(handle, device))
-
-
-def rebuild_arguments(handle: Sequence[Any], device: int) -> tuple[Any, ...]:
-    """Return the arguments of ``rebuild_cuda_tensor`` from ``weight_updates.plain_handle``.
-
-    Args:
-        handle: what ``plain_handle`` returned.
-        device: number of the tensor's GPU in this process.
-    """
-    size, stride, offset, dtype_name, *storage = handle
-    return (
-        torch.Tensor,
-        torch.Size(size),
-        tuple(stride),
-        offset,
-        torch.storage.TypedStorage,
-        getattr(torch, dtype_name),
-        device,
-        *storage,
-    )
 
 
 def _named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -19,8 +19,8 @@ from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.runtime.train import TRAINERS
+from jax_agent_rl.runtime.transports import ArrayTransport
 from jax_agent_rl.testing.fakes import FakeLearner, NoCheckpoints
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.trainer.base import Trainer
@@ -126,7 +126,7 @@ def make_trainer(
         config=settings,
         codec=codec,
         metrics=backend.metrics,
-        publisher=ArrayPublisher(),
+        transport=ArrayTransport(),
         client=client,
         collector=collectors[0],
         evaluator=collectors[1],

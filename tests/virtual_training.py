@@ -34,7 +34,7 @@ from jax_agent_rl.testing.simulate.workload import (
     EngineSpeed,
     LearnerAssumptions,
     SimulatedCodec,
-    SimulatedPublisher,
+    SimulatedTransport,
     VirtualLoop,
 )
 from jax_agent_rl.trainer.base import Trainer
@@ -213,7 +213,7 @@ def make_virtual(
         collector=collector,
         evaluator=RolloutCollector(context, score=_score, max_in_flight=1, seed=0),
         learner=Steps(),
-        publisher=SimulatedPublisher(LearnerAssumptions(publish_seconds=0.1)),
+        transport=SimulatedTransport(LearnerAssumptions(publish_seconds=0.1)),
         cursor=cursor,
         heldout=[],
     )

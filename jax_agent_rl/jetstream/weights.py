@@ -42,11 +42,11 @@ from jax_agent_rl.models.sharding import (
     shard_bounds,
 )
 from jax_agent_rl.models.stored import MANIFEST, StoredParams
-from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.protocol import ARRAYS, FILES, SHARDS, WeightUpdate
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, check_files, read_probe
 
-FILES = frozenset({"safetensors", "tensorstore"})
-WEIGHT_PAYLOADS = FILES | {"arrays"}
+_STORED = frozenset({FILES, SHARDS})
+WEIGHT_PAYLOADS = _STORED | {ARRAYS}
 Devices = tuple[Device, ...]
 
 
@@ -86,12 +86,12 @@ class ServedWeights:
         Raises:
             WeightUpdateError: they are damaged, of another model, or under wrong names.
         """
-        if update.kind not in FILES and update.probe is None:
+        if update.kind not in _STORED and update.probe is None:
             return update
         return await asyncio.to_thread(self._receive, update)
 
     def _receive(self, update: WeightUpdate) -> WeightUpdate:
-        if update.kind in FILES:
+        if update.kind in _STORED:
             update = self._read(update)
         if update.probe is None:
             return update
@@ -102,7 +102,7 @@ class ServedWeights:
 
     def _read(self, update: WeightUpdate) -> WeightUpdate:
         dtype = self._structure["embed"][1]
-        if update.kind == "tensorstore":
+        if update.kind == SHARDS:
             if not isinstance(update.payload, str):
                 kind = type(update.payload).__name__
                 raise WeightUpdateError(f"payload must be the address of a folder, got {kind}")
@@ -110,7 +110,7 @@ class ServedWeights:
             params = stored.read(
                 self._config.parameter_shapes(), dtype=dtype, shardings=self._shardings
             )
-            return replace(update, kind="arrays", payload=params)
+            return replace(update, kind=ARRAYS, payload=params)
         check_files(update.payload, update.digests)
         try:
             params = load_params(
@@ -118,7 +118,7 @@ class ServedWeights:
             )
         except ModelError as error:
             raise WeightUpdateError(f"the update does not fit the model served: {error}") from error
-        return replace(update, kind="arrays", payload=params, probe=read_probe(update.payload))
+        return replace(update, kind=ARRAYS, payload=params, probe=read_probe(update.payload))
 
     def check(self, update: WeightUpdate, version: int) -> None:
         """Check that an update can follow ``version``.
@@ -127,7 +127,7 @@ class ServedWeights:
             WeightUpdateError: it cannot.
         """
         of_adapters_alone = update.adapters and not update.payload
-        if update.kind != "arrays" or (update.partial and not of_adapters_alone):
+        if update.kind != ARRAYS or (update.partial and not of_adapters_alone):
             raise WeightUpdateError(
                 f"the jetstream backend takes whole updates of {sorted(WEIGHT_PAYLOADS)}, got"
                 f" kind={update.kind!r}, partial={update.partial}"

@@ -30,7 +30,8 @@ import tensorstore as ts
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import Bounds, local_bounds, shard_bounds
-from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, check_digest, digest, rounded
+from jax_agent_rl.utils.fingerprints import digest
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, check_digest, rounded
 
 MANIFEST = "manifest.json"
 # A version that a power cut destroys is published again: no need to wait for the disk.

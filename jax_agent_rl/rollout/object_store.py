@@ -1,9 +1,9 @@
-"""A policy's weights in Ray's object store: written once, read without copies, checked before use.
+"""Weights in Ray's object store: written once, read without copies, checked before use.
 
 ::
 
-    learner   store(tree) ──► put ──► StoredWeights (reference, checksum) in a WeightUpdate
-    engine    fetch(reference) ──► checksum ──► "arrays" or "safetensors", as the engine takes them
+    learner   offer: arrays, or files ──► reference and fingerprint in a WeightUpdate
+    engine    fetch ──► check ──► arrays, or files, as the engine loads them
 
 Tensors are stored as plain bytes with their type and shape: Ray returns those as views of shared
 memory, while it would copy arrays of types that NumPy itself does not know (bfloat16).
@@ -13,27 +13,37 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 by name)
 import numpy as np
-import xxhash
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.rollout.protocol import BROADCAST, RolloutBackend, WeightUpdate
-from jax_agent_rl.rollout.proxy import TransportBackend
+from jax_agent_rl.rollout.protocol import (
+    ARRAYS,
+    BROADCAST,
+    FILES,
+    OBJECT_STORE,
+    RolloutBackend,
+    WeightUpdate,
+)
+from jax_agent_rl.rollout.transport import (
+    Engines,
+    ScoreProbe,
+    WeightSource,
+    WeightTransport,
+    fetching,
+)
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
+from jax_agent_rl.utils.fingerprints import fingerprint
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
-KIND = "object_store"
-"""Kind of a :class:`WeightUpdate` whose payload is a :class:`StoredWeights`."""
-
-Form = Literal["arrays", "safetensors"]
-Fetch = Callable[[Any], Awaitable[Any]]
+GetObject = Callable[[Any], Awaitable[Any]]
+"""Returns a stored object by its reference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,17 +80,47 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeights:
-    """The payload of an update of kind :data:`KIND`.
+    """The payload of an update in the object store.
 
     Attributes:
-        form: form of the stored object: a nested dict of arrays, or safetensors files by name.
-        reference: reference of the stored object (``ray.ObjectRef``).
-        checksum: :func:`checksum` of the stored object.
+        form: kind of the update that was stored: a nested dict of arrays, or files by name.
+        reference: reference of the stored object (``ray.ObjectRef``), which lives as long as it.
+        fingerprint: of the stored object: names, types, shapes and bytes.
     """
 
-    form: Form
+    form: Literal["arrays", "safetensors"]
     reference: Any
-    checksum: str
+    fingerprint: str
+
+
+@dataclass
+class ObjectStoreTransport(WeightTransport):
+    """Offers another transport's weights in Ray's object store, to engines in Ray actors.
+
+    Args:
+        source: makes the update in the engines' form.
+        score_probe: None if the source adds a probe, and for a learner of several processes.
+    """
+
+    source: WeightTransport
+    engines: Engines
+    score_probe: ScoreProbe | None = None
+    _newest: WeightUpdate | None = None
+
+    def offer(self, learner: WeightSource, version: int) -> WeightUpdate:
+        """Store all parameters once; the previous version is freed when no engine reads it."""
+        import ray
+
+        dtype = self.engines.weight_dtype()
+        update = store(self.source.offer(learner, version), ray.put, dtype=dtype)
+        if self.score_probe is not None:
+            update = replace(update, probe=self.score_probe(learner.params, dtype=dtype))
+        self._newest = update
+        return update
+
+    def release(self) -> None:
+        self._newest = None
+        self.source.release()
 
 
 def store(
@@ -90,50 +130,38 @@ def store(
 
     Args:
         update: of kind ``arrays`` (nested dicts) or ``safetensors`` (paths).
-        put: writes an object to the store; returns its reference. The object lives as long as the
-            reference.
+        put: writes an object to the store; returns its reference.
         dtype: what arrays are rounded to; files are as their update says.
     """
-    form: Form
-    if update.kind == "safetensors":
-        form = "safetensors"
+    if update.kind == FILES:
+        form = FILES
         tree = {}
         for path in update.payload:
             tree[Path(path).name] = Tensor.of(np.memmap(path, np.uint8, mode="r"))
     else:
-        form = "arrays"
+        form = ARRAYS
         tree = _map(functools.partial(Tensor.of, dtype=dtype), update.payload)
         update = replace(update, dtype=dtype)
-    payload = StoredWeights(form=form, reference=put(tree), checksum=checksum(tree))
-    return replace(update, kind=KIND, payload=payload, lasting=True)
+    payload = StoredWeights(form=form, reference=put(tree), fingerprint=fingerprint(tree))
+    return replace(update, kind=OBJECT_STORE, payload=payload, lasting=True)
 
 
 async def await_reference(reference: Any) -> Any:
-    """Fetch an object from Ray's object store, whose references can be awaited."""
+    """Get an object from Ray's store, whose references can be awaited."""
     return await reference
 
 
-def from_object_store(backend: RolloutBackend, fetch: Fetch = await_reference) -> RolloutBackend:
-    """Return the backend with weights from the object store.
-
-    Args:
-        fetch: returns an object by its reference.
-    """
-    receive = functools.partial(fetched, fetch=fetch)
-    return cast(
-        RolloutBackend, TransportBackend(backend, KIND, receive, passes=frozenset({BROADCAST}))
-    )
-
-
 @asynccontextmanager
-async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpdate]:
-    """Yield the update as an engine takes it: views of the store, or files in shared memory.
+async def fetch(
+    update: WeightUpdate, *, get: GetObject = await_reference
+) -> AsyncIterator[WeightUpdate]:
+    """Yield the update as an engine loads it: views of the store, or files in shared memory.
 
     They are valid within the context.
 
     Args:
-        update: of kind :data:`KIND`.
-        fetch: returns an object by its reference.
+        update: from :func:`store`.
+        get: returns a stored object by its reference.
 
     Raises:
         WeightUpdateError: the payload is no :class:`StoredWeights`, or the store returns other
@@ -143,46 +171,31 @@ async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpd
     if not isinstance(stored, StoredWeights):
         raise WeightUpdateError(f"payload must be StoredWeights, got {type(stored).__name__}")
 
-    tree = await fetch(stored.reference)
-    fetched_checksum = await asyncio.to_thread(checksum, tree)
-    if fetched_checksum != stored.checksum:
+    tree = await get(stored.reference)
+    found = await asyncio.to_thread(fingerprint, tree)
+    if found != stored.fingerprint:
         raise WeightUpdateError(
-            f"the weights of version {update.version} were damaged on their way: their checksum is"
-            f" {fetched_checksum}, it was {stored.checksum} when they were written; publish them"
-            " again"
+            f"the weights of version {update.version} were damaged on their way: their fingerprint"
+            f" is {found}, it was {stored.fingerprint} when they were written; publish them again"
         )
 
-    if stored.form == "arrays":
-        yield replace(update, kind="arrays", payload=_map(Tensor.array, tree))
+    if stored.form == ARRAYS:
+        yield replace(update, kind=ARRAYS, payload=_map(Tensor.array, tree))
         return
 
     folder = make_temp_folder("jax_agent_rl-fetched-", in_memory=True)
     try:
-        files = await asyncio.to_thread(_write, tree, folder)
-        yield replace(update, kind="safetensors", payload=files)
+        paths = await asyncio.to_thread(_write_files, tree, folder)
+        yield replace(update, kind=FILES, payload=paths)
     finally:
         remove_temp_folder(folder)
 
 
-def checksum(tree: Mapping[str, Any]) -> str:
-    """Return the XXH3-128 digest of all tensors, in order of their names, in hexadecimal.
-
-    It covers names, types, shapes and bytes.
-    """
-    digest = xxhash.xxh3_128()
-    for name, tensor in _leaves(tree):
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        digest.update(tensor.data.data)
-    return digest.hexdigest()
-
-
-def _leaves(tree: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
-    for name in sorted(tree, key=str):
-        value = tree[name]
-        if isinstance(value, Tensor):
-            yield f"{path}/{name}", value
-        else:
-            yield from _leaves(value, f"{path}/{name}")
+def from_object_store(
+    backend: RolloutBackend, *, get: GetObject = await_reference
+) -> RolloutBackend:
+    """Return a backend whose weights come from the object store, or by broadcast."""
+    return fetching(backend, OBJECT_STORE, functools.partial(fetch, get=get), passes=BROADCAST)
 
 
 def _map(function: Callable[[Any], Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -195,7 +208,7 @@ def _map(function: Callable[[Any], Any], tree: Mapping[Any, Any]) -> dict[Any, A
     return mapped
 
 
-def _write(tree: Mapping[str, Tensor], folder: Path) -> list[str]:
+def _write_files(tree: Mapping[str, Tensor], folder: Path) -> list[str]:
     """Write files that were stored under their names; return their paths, in order of names."""
     paths = []
     for name in sorted(tree):

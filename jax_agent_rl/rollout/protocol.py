@@ -75,10 +75,7 @@ class Capabilities:
             from it.
         weight_dtype: dtype to which the engine rounds all weights as it takes them, one by one:
             sent in it, they are the same. ``float32`` sends them as they are.
-        weight_payloads: payload kinds ``update_weights`` takes: ``"arrays"`` (a pytree of device
-            arrays of the same process), ``"safetensors"`` (paths of files), ``"tensorstore"``
-            (address of a folder), ``"object_store"`` (a reference into Ray's store), ``"cuda_ipc"``
-            (tensors on a GPU of the machine), ``"mesh"`` (nothing: the engine's process has them).
+        weight_payloads: kinds of updates that ``update_weights`` takes, see ``WeightUpdate``.
     """
 
     max_model_len: int
@@ -192,10 +189,21 @@ class TokenChunk:
         return self.final.stop_reason if self.final else None
 
 
+# Kinds of weight updates, by what their payload is.
+ARRAYS = "arrays"
+"""The learner's parameter tree, device arrays of this process: the engine copies them."""
+MESH = "mesh"
+"""None: each process of the learner keeps a copy of this version for its engine."""
+FILES = "safetensors"
+"""A list of file paths."""
+SHARDS = "tensorstore"
+"""The address of a version's folder, as ``models.stored`` writes it."""
+OBJECT_STORE = "object_store"
+"""A :class:`~jax_agent_rl.rollout.object_store.StoredWeights`: a reference into Ray's store."""
 CUDA_IPC = "cuda_ipc"
-"""Kind of an update that stays in the memory of a GPU."""
+"""Arrays of this process on one GPU of the machine, by their Hugging Face names."""
 BROADCAST = "broadcast"
-"""Kind of an update that is sent from device to device, also between hosts."""
+"""Arrays on one device, by their Hugging Face names, sent while the engine takes the update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,14 +212,8 @@ class WeightUpdate:
 
     Attributes:
         version: policy version of these weights; must be greater than the one served.
-        kind: ``"arrays"``: ``payload`` is the learner's parameter pytree (device arrays of this
-            process; the engine copies on the device and keeps no reference). ``"safetensors"``:
-            ``payload`` is a list of file paths. ``"tensorstore"``: ``payload`` is the address of a
-            version's folder, as ``models.stored`` writes it. ``"object_store"``: a
-            :class:`~jax_agent_rl.rollout.object_store.StoredWeights`. ``"cuda_ipc"``: Hugging Face
-            names to arrays of this process on one GPU of the machine. ``"broadcast"``: the same on
-            one device, which are sent while the engine takes the update. ``"mesh"``: None; every
-            process of the learner keeps a copy of this version for its engine.
+        kind: what ``payload`` is: ``arrays``, ``mesh``, ``safetensors``, ``tensorstore``,
+            ``object_store``, ``cuda_ipc``, ``broadcast``, or a kind of a backend of your own.
         payload: opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.
         lasting: the payload stays valid until the next update is made, so a server that joins
@@ -219,9 +221,9 @@ class WeightUpdate:
             their memory.
         dtype: what the weights were rounded to, ``Capabilities.weight_dtype`` of the engines they
             are for; ``float32``: they are as the learner has them.
-        digests: digests of the payload's files by name (``utils.weight_transfer``), checked before
-            an engine takes anything; files without one are not checked.
-        deltas: delta files (``utils.weight_transfer``) that turn the previous version's files into
+        digests: fingerprints of the payload's files by name, checked before an engine takes
+            anything; without any, files are not checked.
+        deltas: delta files (``utils.weight_deltas``) that turn the previous version's files into
             ``payload``, and the digest of the file that each changes. Empty: this version is sent
             whole. None: the next version is sent whole as well, and a server need not keep these
             files.

@@ -1,18 +1,13 @@
-"""Backends in front of other backends.
-
-One stands for an engine in another process, the other changes how an engine's weights arrive.
-"""
+"""A backend that stands for an engine in another process."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
-from jax_agent_rl.errors import BackendError, WeightUpdateError
-from jax_agent_rl.rollout.protocol import Capabilities, RolloutBackend, WeightUpdate
+from jax_agent_rl.errors import BackendError
+from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.types import PauseMode, TokenScores
 
 
@@ -65,40 +60,3 @@ class ProxyBackend(ABC):
 
     async def wake(self) -> None:
         await self._call("wake")
-
-
-Receive = Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]]
-"""Yields an update in the form the engine takes, valid within the context."""
-
-
-@dataclass(eq=False)
-class TransportBackend:
-    """A backend that takes weights of one kind, in place of the kinds that its engine takes.
-
-    Args:
-        kind: kind of the updates it takes.
-        receive: the receiving end of the transport.
-        passes: further kinds, which go to the engine as they are.
-    """
-
-    backend: RolloutBackend
-    kind: str
-    receive: Receive
-    passes: frozenset[str] = frozenset()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(self.backend.capabilities, weight_payloads=frozenset({self.kind}))
-
-    async def update_weights(self, update: WeightUpdate) -> None:
-        if update.kind in self.passes:
-            return await self.backend.update_weights(update)
-        if update.kind != self.kind:
-            raise WeightUpdateError(
-                f"this engine takes weights of kind {self.kind!r}, got {update.kind!r}"
-            )
-        async with self.receive(update) as received:
-            await self.backend.update_weights(received)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.backend, name)

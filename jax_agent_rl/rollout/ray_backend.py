@@ -2,11 +2,7 @@
 
 ::
 
-    RayBackend ──Ray calls──► EngineHost ──► any RolloutBackend
-        │                        ▲
-        └─ update_weights ───────┤ a reference; Ray's object store holds the tensors once per node,
-           (StoredWeights)       │ where they are read without copies, checked, and given to the
-                                 └ engine
+    RayBackend ──Ray calls──► EngineHost ──► any RolloutBackend, made in the actor
 
 An actor that died, or that Ray cannot reach, is lost: its requests fail with ``EngineDiedError``,
 and :class:`~jax_agent_rl.rollout.client.LLMServerClient` sends them on. Ray would wrap an engine's
@@ -22,15 +18,12 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, JaxAgentRLError
 from jax_agent_rl.rollout.http import wire
-from jax_agent_rl.rollout.object_store import Fetch, await_reference, from_object_store
 from jax_agent_rl.rollout.protocol import (
-    BROADCAST,
     BackendMetrics,
     Capabilities,
     GenerateRequest,
@@ -70,14 +63,12 @@ class EngineHost:
 
     Args:
         make: builds the backend; may load files for minutes.
-        fetch: returns stored weights by their reference.
     """
 
-    def __init__(self, make: Callable[[], RolloutBackend], fetch: Fetch = await_reference) -> None:
+    def __init__(self, make: Callable[[], RolloutBackend]) -> None:
         # Ray limits its workers to one thread; the engine decides for itself.
         os.environ.pop("OMP_NUM_THREADS", None)
         self._make = make
-        self._fetch = fetch
         self._backend: RolloutBackend | None = None
 
     async def start(self) -> Answer:
@@ -98,7 +89,7 @@ class EngineHost:
             yield self._failed("stream", error)
 
     async def _start(self) -> Capabilities:
-        backend = from_object_store(await asyncio.to_thread(self._make), self._fetch)
+        backend = await asyncio.to_thread(self._make)
         await backend.start()
         self._backend = backend
         return backend.capabilities
@@ -133,8 +124,6 @@ class RayBackend(ProxyBackend):
         make: builds the backend, inside the actor; it is sent there.
         name: shown in messages.
         options: Ray options of the actor: resources, placement and environment.
-        send_weights: yields a ``broadcast`` update as it goes to the actor, and sends the weights;
-            None: the engine takes no broadcasts.
     """
 
     def __init__(
@@ -143,12 +132,8 @@ class RayBackend(ProxyBackend):
         *,
         name: str = "engine",
         options: Mapping[str, Any] | None = None,
-        send_weights: (
-            Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]] | None
-        ) = None,
     ) -> None:
         super().__init__(name)
-        self._send_weights = send_weights
         self._make = make
         self._options = {"num_cpus": 0, **(options or {})}
         self._actor: Any = None
@@ -206,13 +191,6 @@ class RayBackend(ProxyBackend):
         finally:
             ray.kill(self._actor, no_restart=True)
 
-    @property
-    def capabilities(self) -> Capabilities:
-        capabilities = super().capabilities
-        if self._send_weights is None:
-            return capabilities
-        return replace(capabilities, weight_payloads=capabilities.weight_payloads | {BROADCAST})
-
     # --- requests ---------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
@@ -236,15 +214,7 @@ class RayBackend(ProxyBackend):
     # --- weights and state ------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Send the update.
-
-        The actor reads the weights from its node's object store, or takes part in a broadcast.
-        """
-        if update.kind == BROADCAST and self._send_weights is not None:
-            async with self._send_weights(update) as sent_update:
-                await self._call("update_weights", update=sent_update)
-        else:
-            await self._call("update_weights", update=update)
+        await self._call("update_weights", update=update)
 
     async def health(self) -> Health:
         """Never raise: an engine that cannot be reached is not ok."""

@@ -3,7 +3,7 @@
 ``train`` a whole run · ``resume`` which run goes on, and what may change · ``identity`` what a run
 is of · ``build`` its components · ``rollouts`` and ``scoring`` the half without a learner ·
 ``teachers`` and ``served_teachers`` of distillation · ``engines`` and ``placement`` which engines
-sample, and where · ``ray_cluster`` · ``publishers`` how weights reach them · ``multihost`` and
+sample, and where · ``ray_cluster`` · ``transports`` how weights reach them · ``multihost`` and
 ``multihost_engines`` several processes · ``policy`` which weights a command uses · ``serve`` ·
 ``diagnosis`` · ``compilation_cache``.
 """

@@ -34,6 +34,7 @@ from jax_agent_rl.rollout.fleet_metrics import FleetMetrics
 from jax_agent_rl.rollout.http.membership import MembershipServer
 from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.transport import WeightTransport
 from jax_agent_rl.runtime.engine_devices import check_turns, engine_mesh, idle_device_warnings
 from jax_agent_rl.runtime.engines import backend_factories, one_program, parameter_dtype, read_model
 from jax_agent_rl.runtime.identity import RunIdentity, run_identity
@@ -44,10 +45,11 @@ from jax_agent_rl.runtime.multihost import (
     follow,
 )
 from jax_agent_rl.runtime.multihost_engines import (
+    HostTransport,
     host_engine,
     join_hosts,
     make_host_engine,
-    make_weight_buffer,
+    make_host_transport,
     on_every_host,
     publish_own_models,
     require_equal_models,
@@ -59,7 +61,6 @@ from jax_agent_rl.runtime.placement import (
     reserve_actors,
     room_for_learning,
 )
-from jax_agent_rl.runtime.publishers import make_publisher
 from jax_agent_rl.runtime.rollouts import (
     encode_text_of,
     open_agents,
@@ -69,6 +70,7 @@ from jax_agent_rl.runtime.rollouts import (
 )
 from jax_agent_rl.runtime.served_teachers import open_served_teachers
 from jax_agent_rl.runtime.teachers import check_teachers, make_teachers, require_teachers
+from jax_agent_rl.runtime.transports import make_transport
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
@@ -171,22 +173,18 @@ async def build(
             open_served_teachers(config, model, probe_ids=probe_ids, print_line=print_line)
         )
         learner = make_learner(config, model, score_by=score_by, channel=channel)
-        weight_buffer = make_weight_buffer(config) if on_every_host(config) else None
-        publisher = make_publisher(
-            config,
-            model,
-            probe_ids=probe_ids,
-            find_dtype=client.pool.weight_dtype,
-            find_payloads=client.pool.weight_payloads,
-            weight_buffer=weight_buffer,
-        )
-        stack.callback(publisher.close)
+        transport: WeightTransport
+        if on_every_host(config):
+            transport = make_host_transport(config)
+        else:
+            transport = make_transport(config, model, client.pool, probe_ids=probe_ids)
+        stack.callback(transport.release)
 
         # The engines: this process's, those of Ray actors, those of the learner's other hosts.
         local_engines: dict[str, BackendFactory]
-        if weight_buffer is not None:
+        if isinstance(transport, HostTransport):
             make_engine = functools.partial(
-                make_host_engine, config, weight_buffer, print_line=print_line
+                make_host_engine, config, transport, print_line=print_line
             )
             local_engines = {"host-0": make_engine}
         else:
@@ -206,7 +204,7 @@ async def build(
         client.pool.check_server = functools.partial(check_server, config, client)
         await client.pool.start(place_engines(config, actor_options, local_engines))
         colocated_names = list(local_engines)
-        if weight_buffer is not None:
+        if isinstance(transport, HostTransport):
             colocated_names += await join_hosts(client)
 
         membership = MembershipServer(
@@ -228,7 +226,7 @@ async def build(
             collector=agents.collector,
             evaluator=agents.evaluator,
             learner=learner,
-            publisher=publisher,
+            transport=transport,
             cursor=DataCursor(mixture, seed=config.seed, shuffle=config.data.shuffle),
             heldout=heldout_datasets[0] if heldout_datasets else [],
             training_rows=training_rows,
@@ -371,8 +369,8 @@ def follow_run(config: Config) -> None:
     publish_own_models(config)
     learner = make_learner(config, load_config(config.model.path, weights=True))
     assert isinstance(learner, Learner)
-    with host_engine(config) as weight_buffer:
-        follow(learner, weight_buffer)
+    with host_engine(config) as put_weights:
+        follow(learner, put_weights)
 
 
 def _load_critic(config: Config, policy: DecoderConfig) -> Params | None:

@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,9 +54,6 @@ from jax_agent_rl.rollout.http.wire import decode_media, encode_media
 from jax_agent_rl.types import Group, Trajectory, Turn
 from jax_agent_rl.types.routed_experts import routed_from_json, routed_to_json
 
-if TYPE_CHECKING:
-    from jax_agent_rl.runtime.multihost_engines import WeightBuffer
-
 logger = logging.getLogger(__name__)
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
@@ -77,6 +74,11 @@ COMMANDS = (
     "close",
     "stop",
 )
+
+
+PutWeights = Callable[[int, Params], None]
+"""Keeps a copy of a version's parameters for this process's engine; all processes call it together.
+"""
 
 
 def initialize(config: MultihostConfig) -> int:
@@ -227,16 +229,16 @@ class LeadingLearner:
             # One at a time: no other device ever holds more than one whole parameter.
             return jax.tree.map(lambda x: gathered(x).addressable_data(0), self._learner.params)
 
-    def fill_weight_buffers(self, version: int, weight_buffer: WeightBuffer) -> None:
-        """Put a copy of the parameters into every process's buffer, and wait for all.
+    def put_weights(self, version: int, put: PutWeights) -> None:
+        """Keep a copy of the parameters in every process, and wait for all.
 
         Args:
-            weight_buffer: the buffer of this process.
+            put: keeps it in this process.
         """
         with self._channel.command("weights", {"version": version, **self._source}):
             # Together: no engine may ask for what its process is still copying.
             with self._channel.together("weights"):
-                weight_buffer.put(version, self._learner.params)
+                put(version, self._learner.params)
 
     def store(self, folder: str, dtype: str) -> str:
         """See :meth:`Learner.store`: every process writes the shards of its own devices."""
@@ -343,13 +345,13 @@ def stopping_others_on_failure() -> Iterator[None]:
 # --- other processes ------------------------------------------------------------------------------
 
 
-def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
+def follow(learner: Learner, put_weights: PutWeights | None) -> None:
     """Execute the commands of process 0 until it sends ``stop``.
 
     Ctrl-C and SIGTERM are left to process 0, which saves with the help of all, then stops them.
 
     Args:
-        weight_buffer: receives the weights of this process's engine, if there is one.
+        put_weights: keeps weights for this process's engine; None without one.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -383,9 +385,9 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
                     for param in jax.tree.leaves(source.params):
                         gathered(param)
                 case "weights":
-                    assert weight_buffer is not None  # process 0 has one, too
+                    assert put_weights is not None  # process 0 has an engine, too
                     with channel.together("weights"):
-                        weight_buffer.put(payload["version"], source.params)
+                        put_weights(payload["version"], source.params)
                 case "store":
                     with channel.together("store"):  # process 0 notices what is missing
                         stored.write_part(**payload, params=source.params, part=jax.process_index())

@@ -2,14 +2,14 @@
 
 ::
 
-    process 0    agents ─► LLMServerClient ─┬─────────────────────► engine ◄─ WeightBuffer ◄─┐
-    process 1…                              └─ HTTP ─► server ────► engine ◄─ WeightBuffer ◄─┤
-                                                                                             │
-    all          learner's parameters ── gathered one by one, by all processes together ─────┘
+    process 0    agents ─► LLMServerClient ─┬──────────────────► engine ◄─ HostTransport ◄─┐
+    process 1…                              └─ HTTP ─► server ─► engine ◄─ HostTransport ◄─┤
+                                                                                           │
+    all          learner's parameters ── gathered one by one, by all processes together ───┘
 
-Requests and answers are those of any rollout server. Weights are not: all processes together copy a
-published version into the buffer of each (:class:`~jax_agent_rl.jetstream.weights.GatherParams`),
-before process 0 tells the engines to take it. Only its number is sent.
+Requests and answers are those of any rollout server. Weights are not: all processes together keep a
+copy of an offered version in each (:class:`~jax_agent_rl.jetstream.weights.GatherParams`), before
+process 0 tells the engines to fetch it. Only its number is sent.
 
 The other engines start while process 0 starts its own. They find each other by the key-value store
 of jax's coordination service, which holds the token and the addresses, and the fingerprints of the
@@ -28,7 +28,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -39,15 +39,15 @@ from jax_agent_rl.jetstream.weights import GatherParams
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
-from jax_agent_rl.rollout.proxy import TransportBackend
+from jax_agent_rl.rollout.protocol import ARRAYS, MESH, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.transport import WeightSource, WeightTransport, fetching
 from jax_agent_rl.runtime.engine_devices import engine_mesh
 from jax_agent_rl.runtime.engines import UNTRAINED, make_engine
 from jax_agent_rl.runtime.identity import named_content
+from jax_agent_rl.runtime.multihost import LeadingLearner, PutWeights
 
 logger = logging.getLogger(__name__)
 
-KIND = "mesh"
 _TOKEN = "jax_agent_rl/token/"
 _ENGINES = "jax_agent_rl/engines/"
 _MODELS = "jax_agent_rl/models/"
@@ -66,8 +66,8 @@ def on_every_host(config: Config) -> bool:
 # --- weights --------------------------------------------------------------------------------------
 
 
-class WeightBuffer:
-    """The learner's newest weights, for the engine of this process.
+class HostTransport(WeightTransport):
+    """Keeps a copy of the newest weights in each process, for the engine there.
 
     Args:
         gather: copies the parameters to the engine's devices.
@@ -75,54 +75,59 @@ class WeightBuffer:
 
     def __init__(self, gather: Callable[[Params], Params]) -> None:
         self._gather = gather
-        self._buffered: tuple[int, Params] | None = None
+        self._newest: tuple[int, Params] | None = None
+
+    def offer(self, learner: WeightSource, version: int) -> WeightUpdate:
+        """Process 0: keep a copy in every process, this one included."""
+        assert isinstance(learner, LeadingLearner)  # there are several processes
+        learner.put_weights(version, self.put)
+        return WeightUpdate(version=version, kind=MESH, payload=None)
 
     def put(self, version: int, params: Params) -> None:
-        """Replace the buffered version by a copy; all processes do it together."""
-        self._buffered = None  # its memory is needed for the copy
-        self._buffered = version, self._gather(params)
-
-    def take(self, version: int) -> Params:
-        """Remove and return this version.
-
-        Raises:
-            WeightUpdateError: the buffer holds another version, or none.
-        """
-        if self._buffered is None:
-            raise WeightUpdateError(
-                f"weights of version {version} are not in this process, which has none"
-            )
-        buffered_version, params = self._buffered
-        self._buffered = None
-        if buffered_version != version:
-            raise WeightUpdateError(
-                f"weights of version {version} are not in this process, which has version"
-                f" {buffered_version}"
-            )
-        return params
+        """Keep a copy in this process; all processes do it together."""
+        self._newest = None  # its memory is needed for the copy
+        self._newest = version, self._gather(params)
 
     @contextlib.asynccontextmanager
-    async def receive(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
-        """Yield the update with the buffered arrays."""
-        yield replace(update, kind="arrays", payload=self.take(update.version))
+    async def fetch(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
+        """Yield the arrays of this process, which are not kept any longer.
 
-    def serve(self, backend: RolloutBackend) -> RolloutBackend:
-        """Return the backend with weights from this buffer."""
-        return cast(RolloutBackend, TransportBackend(backend, KIND, self.receive))
+        Raises:
+            WeightUpdateError: it has another version, or none.
+        """
+        if self._newest is None:
+            raise WeightUpdateError(
+                f"weights of version {update.version} are not in this process, which has none"
+            )
+        version, params = self._newest
+        self._newest = None
+        if version != update.version:
+            raise WeightUpdateError(
+                f"weights of version {update.version} are not in this process, which has version"
+                f" {version}"
+            )
+        yield replace(update, kind=ARRAYS, payload=params)
+
+    def release(self) -> None:
+        self._newest = None
+
+    def into(self, backend: RolloutBackend) -> RolloutBackend:
+        """Return a backend of this process that fetches these weights."""
+        return fetching(backend, MESH, self.fetch)
 
 
-def make_weight_buffer(config: Config) -> WeightBuffer:
-    """Return the buffer for this process's engine, in the engine's precision."""
+def make_host_transport(config: Config) -> HostTransport:
+    """Return the transport to this process's engine, in the engine's precision."""
     gather = GatherParams(
         load_config(config.model.path, weights=True),
         engine_mesh(config),
         dtype=config.rollout.jetstream.dtype,
     )
-    return WeightBuffer(gather)
+    return HostTransport(gather)
 
 
 def make_host_engine(
-    config: Config, weight_buffer: WeightBuffer, *, print_line: Callable[[str], None] = logger.info
+    config: Config, transport: HostTransport, *, print_line: Callable[[str], None] = logger.info
 ) -> RolloutBackend:
     """Return this process's engine, with the model's files until weights are published."""
     engine = make_engine(
@@ -131,7 +136,7 @@ def make_host_engine(
         print_line=print_line,
         dtype=config.rollout.jetstream.dtype,
     )
-    return weight_buffer.serve(engine)
+    return transport.into(engine)
 
 
 # --- discovery ------------------------------------------------------------------------------------
@@ -382,19 +387,19 @@ class HostEngine:
 
 
 @contextlib.contextmanager
-def host_engine(config: Config) -> Iterator[WeightBuffer | None]:
-    """Run the engine of a process other than 0; yield its weight buffer.
+def host_engine(config: Config) -> Iterator[PutWeights | None]:
+    """Run the engine of a process other than 0; yield what keeps weights for it.
 
     Yields None where engines are not on the learner's devices.
     """
     if not on_every_host(config):
         yield None
         return
-    weight_buffer = make_weight_buffer(config)
-    make = functools.partial(make_host_engine, config, weight_buffer)
+    transport = make_host_transport(config)
+    make = functools.partial(make_host_engine, config, transport)
     host = own_address(config.learner.multihost.coordinator)
     engine = HostEngine(make, HostRegistry(), number=jax.process_index(), host=host)
     try:
-        yield weight_buffer
+        yield transport.put
     finally:
         engine.close()

@@ -24,14 +24,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
-from jax_agent_rl.config import Config
+from jax_agent_rl.config import Config, RolloutConfig
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.object_store import from_object_store
 from jax_agent_rl.rollout.pool import BackendFactory
-from jax_agent_rl.rollout.protocol import BROADCAST, RolloutBackend
+from jax_agent_rl.rollout.protocol import BROADCAST, OBJECT_STORE, RolloutBackend
 from jax_agent_rl.rollout.ray_backend import RayBackend
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.transport import fetching
 from jax_agent_rl.runtime.engines import UNTRAINED, connect, make_engine, send_weights
 from jax_agent_rl.runtime.multihost_engines import on_every_host
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
@@ -100,14 +101,15 @@ def place_engines(
         case "separate":
             return _actor_engines(config, actor_options)
         case "hybrid":
-            engines: dict[str, BackendFactory] = {}
+            engines = _actor_engines(config, actor_options)
             for name, factory in local_engines.items():
-                # The updates in the object store are for the actors; this engine reads them, too.
-                engines[name] = functools.partial(_with_object_store, factory)
-            return engines | _actor_engines(config, actor_options)
+                # All engines get the same updates, whose weights are in the object store.
+                engines[name] = functools.partial(_fetching, factory)
+            return engines
 
 
-def _with_object_store(factory: BackendFactory) -> RolloutBackend:
+def _fetching(factory: BackendFactory) -> RolloutBackend:
+    """Return an engine that fetches its weights from Ray's object store."""
     return from_object_store(factory())
 
 
@@ -180,10 +182,6 @@ def _actor_engines(
     on_cpu = not rollout.gpus_per_engine or rollout.backend == "vllm"
     env_vars = {"JAX_PLATFORMS": "cpu"} if on_cpu else {}
 
-    send = None
-    if rollout.weight_transport == BROADCAST:
-        send = functools.partial(send_weights, rollout)
-
     factories: dict[str, BackendFactory] = {}
     for number, options in enumerate(actor_options, first_number):
         name = f"ray-{number}"
@@ -195,14 +193,30 @@ def _actor_engines(
                 "run_dir": f"{config.run_dir}/{name}",
             }
         )
+        make = functools.partial(make_engine, engine_config, version=UNTRAINED)
         factories[name] = functools.partial(
-            RayBackend,
-            functools.partial(make_engine, engine_config, version=UNTRAINED),
+            _actor_engine,
+            rollout,
+            functools.partial(_fetching, make),
             name=name,
             options={**options, "runtime_env": {"env_vars": env_vars}},
-            send_weights=send,
         )
     return factories
+
+
+def _actor_engine(
+    rollout: RolloutConfig,
+    make: BackendFactory,
+    *,
+    name: str,
+    options: Mapping[str, Any],
+) -> RolloutBackend:
+    """Return an engine in an actor, to which this process sends weights if they are broadcast."""
+    engine = RayBackend(make, name=name, options=options)
+    if rollout.weight_transport != BROADCAST:
+        return engine
+    send = functools.partial(send_weights, rollout)
+    return fetching(engine, BROADCAST, send, passes=OBJECT_STORE)
 
 
 def room_for_learning(

@@ -50,7 +50,7 @@ from jax_agent_rl.types import (
 if TYPE_CHECKING:
     from jax_agent_rl.learner.comparison import AgreementCheck
     from jax_agent_rl.learner.metrics import UpdateResult
-    from jax_agent_rl.trainer.components import WeightSource
+    from jax_agent_rl.rollout.transport import WeightSource
 
 
 class FakeBackend(ABC):

@@ -27,8 +27,9 @@ from jax_agent_rl.collect.filters import Selection, select
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
+from jax_agent_rl.rollout.transport import WeightSource
 from jax_agent_rl.trainer.agreement import AgreementWatch
-from jax_agent_rl.trainer.components import Checkpoints, RunComponents, WeightSource
+from jax_agent_rl.trainer.components import Checkpoints, RunComponents
 from jax_agent_rl.trainer.observing import Phases, RunReporter
 from jax_agent_rl.trainer.record import RunRecord, account, step_record
 from jax_agent_rl.trainer.step import (
@@ -331,7 +332,7 @@ class Trainer:
         mode: PauseMode | None = None,
     ) -> None:
         with self.phases.measure("publish"):
-            update = await asyncio.to_thread(self.runtime.publisher.make, source, version)
+            update = await asyncio.to_thread(self.runtime.transport.offer, source, version)
             await self.runtime.client.pool.update_weights(update, mode=mode)
 
     def _version(self, step: int) -> int:

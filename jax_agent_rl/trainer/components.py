@@ -14,39 +14,10 @@ from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
 from jax_agent_rl.learner.metrics import UpdateResult
-from jax_agent_rl.models.config import Params
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.protocol import BackendMetrics, WeightUpdate
+from jax_agent_rl.rollout.protocol import BackendMetrics
+from jax_agent_rl.rollout.transport import WeightSource, WeightTransport
 from jax_agent_rl.types import Group
-
-
-class WeightSource(Protocol):
-    """The parameters of a learner, to be published."""
-
-    @property
-    def params(self) -> Params:
-        """All parameters, on device."""
-        ...
-
-    def store(self, folder: str, dtype: str) -> str:
-        """Write the parameters in the format of ``models.stored``; return the manifest's digest.
-
-        Each process writes its own shards.
-
-        Args:
-            folder: address of the version.
-            dtype: the parameters are rounded to it, see ``WeightUpdate.dtype``.
-        """
-        ...
-
-
-class Publisher(Protocol):
-    """Turns the learner's parameters into a :class:`WeightUpdate` that the run's engines take."""
-
-    def make(self, learner: WeightSource, version: int) -> WeightUpdate: ...
-
-    def close(self) -> None:
-        """Remove temporary files."""
 
 
 class TrainableLearner(WeightSource, Protocol):
@@ -103,6 +74,7 @@ class RunComponents:
         client: generation and weight updates over all engines.
         collector: training rollouts, with the run's accounting.
         evaluator: held-out rollouts, counted separately.
+        transport: brings the learner's weights to the engines.
         cursor: the order of the training rows.
         heldout: rows to evaluate on.
         training_rows: without what only agents read, such as prompts and images.
@@ -119,7 +91,7 @@ class RunComponents:
     collector: RolloutCollector
     evaluator: RolloutCollector
     learner: TrainableLearner
-    publisher: Publisher
+    transport: WeightTransport
     cursor: DataCursor
     heldout: Sequence[dict[str, Any]]
     training_rows: Collection[Mapping[str, Any]] = ()

@@ -3,7 +3,9 @@
 ::
 
     fingerprint(value)           JSON-like values, dataclasses, arrays
+    digest(data)                 bytes in memory
     file_fingerprint(file)       its bytes
+    read_fingerprint(file)       its bytes, read again each time: finds damage
     folder_fingerprint(folder)   the names and bytes of all files below it
     media_fingerprint(file)      size, beginning and end of an image or a video
     code_fingerprint(name)       a Python file, or a module by its name
@@ -138,7 +140,16 @@ def file_fingerprint(file: str | Path) -> str:
 @functools.lru_cache(4096)
 def _file_fingerprint(file: Path, stamp: Stamp) -> str:
     """Read a file once in a process; ``stamp`` changes whenever its content does."""
-    with file.open("rb") as stream:
+    return read_fingerprint(file)
+
+
+def read_fingerprint(file: str | Path) -> str:
+    """Return the fingerprint of a file's bytes, which are read each time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(file, "rb") as stream:
         return PREFIX + hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 

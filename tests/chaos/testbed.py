@@ -44,6 +44,7 @@ from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.rollout.fleet_metrics import FleetMetrics
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.transport import WeightTransport
 from jax_agent_rl.testing.fakes import FakeLearner, NoCheckpoints
 from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer
 from jax_agent_rl.trainer.components import RunComponents
@@ -96,7 +97,7 @@ class ProvingLearner(FakeLearner):
         return {}
 
 
-class PolicyPublisher:
+class PolicyTransport(WeightTransport):
     """Writes each version's weights as a file, after removing the file of the previous version.
 
     Args:
@@ -108,13 +109,13 @@ class PolicyPublisher:
         self._folder = folder
         self._seed = seed
 
-    def make(self, learner: Any, version: int) -> WeightUpdate:
-        self.close()
+    def offer(self, learner: Any, version: int) -> WeightUpdate:
+        self.release()
         file = self._folder / f"version-{version}.safetensors"
         hash_policy(self._seed, version).save(file)
         return WeightUpdate(version=version, kind="safetensors", payload=[str(file)], lasting=True)
 
-    def close(self) -> None:
+    def release(self) -> None:
         for file in self._folder.glob("*.safetensors"):
             with contextlib.suppress(FileNotFoundError):
                 file.unlink()
@@ -347,8 +348,8 @@ async def _trainer(
         accounting=WatchedAccounting(ledger),
     )
     stack.push_async_callback(collector.close)
-    publisher = PolicyPublisher(weights, settings.seed)
-    stack.callback(publisher.close)
+    transport = PolicyTransport(weights, settings.seed)
+    stack.callback(transport.release)
     runtime = RunComponents(
         config=settings,
         codec=chat_codec,
@@ -357,7 +358,7 @@ async def _trainer(
         collector=collector,
         evaluator=collector,
         learner=ProvingLearner(ledger, seconds=LEARNER_SECONDS),
-        publisher=publisher,
+        transport=transport,
         cursor=DataCursor(_ROWS, seed=settings.seed),
         heldout=[],
     )

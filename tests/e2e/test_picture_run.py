@@ -170,7 +170,7 @@ async def test_engine_learner_and_transformers_agree_before_and_after_an_update(
             for key in path:
                 old = old[key.key]
             assert not np.array_equal(old, new), path
-        await runtime.client.pool.update_weights(runtime.publisher.make(runtime.learner, 1))
+        await runtime.client.pool.update_weights(runtime.transport.offer(runtime.learner, 1))
         save_hf(tmp_path / "updated", load_config(config.model.path), runtime.learner.params)
         for file in (tmp_path / "model").glob("*processor_config.json"):
             (tmp_path / "updated" / file.name).write_text(file.read_text())

@@ -28,8 +28,8 @@ from jax_agent_rl.errors import (
 )
 from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.rollout.http.membership import ADDRESS_FILE, command_run
-from jax_agent_rl.rollout.object_store import store
-from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.rollout.object_store import from_object_store, store
+from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.ray_backend import EngineHost, RayBackend
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
 from jax_agent_rl.runtime.train import train
@@ -226,10 +226,13 @@ def test_a_run_goes_on_with_an_engine_that_was_added_when_the_first_one_is_remov
 
 
 def toy_actor(*, tick_seconds: float = 0.0, **options: Any) -> RayBackend:
-    make = functools.partial(
-        ToyBackend, tick_seconds=tick_seconds, weight_payloads=frozenset({"safetensors"})
-    )
+    make = functools.partial(fetching_toy, tick_seconds)
     return RayBackend(make, options=options)
+
+
+def fetching_toy(tick_seconds: float) -> RolloutBackend:
+    engine = ToyBackend(tick_seconds=tick_seconds, weight_payloads=frozenset({"safetensors"}))
+    return from_object_store(engine)
 
 
 def request(name: str, max_tokens: int = 5) -> GenerateRequest:
@@ -260,7 +263,7 @@ async def test_one_object_updates_all_engines_and_a_damaged_one_none(tmp_path: P
 
     update = store(files, counting)
     damaged = replace(
-        update, payload=replace(update.payload, checksum=update.payload.checksum[::-1])
+        update, payload=replace(update.payload, fingerprint=update.payload.fingerprint[::-1])
     )
     async with toys(2) as actors:
         before = [await actor.generate(request("before")) for actor in actors]

@@ -16,7 +16,7 @@ import pytest
 
 from jax_agent_rl.errors import StorageError, WeightUpdateError
 from jax_agent_rl.observe.run_dir import RunDir, read_records
-from jax_agent_rl.runtime.publishers import WeightFiles
+from jax_agent_rl.runtime.transports import FileTransport
 from tests.run_results import require_same
 from tests.tiny import TINY, tiny_params
 from tests.tiny_run import tiny_recipe
@@ -61,15 +61,15 @@ def test_a_summary_that_cannot_be_written_leaves_the_old_one_and_no_temporary_fi
 
 
 def test_weights_that_find_no_room_are_said_with_where_and_the_key_to_set(tmp_path: Path):
-    files = WeightFiles(TINY, probe_ids=[[3, 4, 5]], folder=tmp_path)
+    files = FileTransport(TINY, probe_ids=[[3, 4, 5]], folder=tmp_path)
     with (
         largest_file(20_000),
         pytest.raises(WeightUpdateError, match=r"version 4 .*v4-00000.*rollout\.weight_dir"),
     ):
         files.write(tiny_params(), 4)
-    (path,) = files.write(tiny_params(), 5)
+    (path,) = files.write(tiny_params(), 5).payload
     assert Path(path).stat().st_size > 20_000
-    files.close()
+    files.release()
     assert not list(tmp_path.iterdir())
 
 

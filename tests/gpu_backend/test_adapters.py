@@ -11,13 +11,11 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from gpu_backend.weight_updates import FILES
 from jax_agent_rl.errors import BackendError
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.publishers import WeightFiles
+from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import SamplingParams, TokenOutput
 from tests.gpu_backend.conftest import PROBE, SMALL, Reference, prompt_of, running, small_params
 
@@ -92,10 +90,8 @@ async def test_an_adapter_is_named_per_request_and_stays_over_new_weights(
         plain, math, prose = await asyncio.gather(
             *(ask(adapter) for adapter in (None, "math", "prose"))
         )
-        files = WeightFiles(SMALL, probe_ids=PROBE, folder=tmp_path)
-        await client.pool.update_weights(
-            WeightUpdate(version=2, kind=FILES, payload=files.write(small_params(1), 2))
-        )
+        files = FileTransport(SMALL, probe_ids=PROBE, folder=tmp_path)
+        await client.pool.update_weights(files.write(small_params(1), 2))
         new_plain, new_math = await asyncio.gather(ask(None), ask("math"))
         with pytest.raises(
             BackendError, match=r"no LoRA adapter 'law'; there are \['math', 'prose'\]"

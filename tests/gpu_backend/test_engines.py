@@ -8,13 +8,12 @@ import psutil
 import pytest
 
 from gpu_backend.settings import argument_names
-from gpu_backend.weight_updates import FILES
 from jax_agent_rl.errors import BackendClosedError, ConfigError, EngineDiedError
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.protocol import FILES, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.publishers import WeightFiles
+from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import PauseMode, SamplingParams
 from tests.gpu_backend.conftest import PROBE, SMALL, Reference, prompt_of, request, running
 
@@ -27,11 +26,10 @@ async def test_two_tensor_parallel_ranks_serve_and_take_weights(tmp_path: Path):
     params = [tiny(config, seed) for seed in (0, 1)]
     for folder, each in zip(("old", "new"), params, strict=True):
         save_hf(tmp_path / folder, config, each)
-    files = WeightFiles(config, probe_ids=PROBE, folder=tmp_path)
+    files = FileTransport(config, probe_ids=PROBE, folder=tmp_path)
     async with running(tmp_path / "old", tensor_parallel_size=2) as backend:
         first = await backend.generate(request("a", PROMPT))
-        update = WeightUpdate(version=2, kind=FILES, payload=files.write(params[1], 2))
-        await backend.update_weights(update)
+        await backend.update_weights(files.write(params[1], 2))
         second = await backend.generate(request("b", PROMPT))
     assert list(first.token_ids) == Reference(tmp_path / "old").greedy(PROMPT, 8)
     assert list(second.token_ids) == Reference(tmp_path / "new").greedy(PROMPT, 8)

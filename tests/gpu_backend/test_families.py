@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from gpu_backend.weight_updates import FILES
 from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.runtime.publishers import WeightFiles
+from jax_agent_rl.rollout.protocol import FILES, WeightUpdate
+from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.utils.weight_transfer import LogprobProbe
 from tests.gpu_backend.conftest import Reference, prompt_of, request, running
 
@@ -129,13 +129,13 @@ async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(
     make(tmp_path / "old", family, 0)
     make(tmp_path / "new", family, 1)
     config, params = load_hf(tmp_path / "new")
-    files = WeightFiles(config, probe_ids=[IDS], folder=tmp_path)
+    files = FileTransport(config, probe_ids=[IDS], folder=tmp_path)
     async with running(tmp_path / "old") as backend:
         good = files.write(params, 2)
-        await backend.update_weights(WeightUpdate(version=2, kind=FILES, payload=good))
+        await backend.update_weights(good)
         largest, _ = backend._updater.last_difference
         output = await backend.generate(request("a", PROMPT))
-        tensors, probe = load_file(good[0]), files.probe(params)
+        tensors, probe = load_file(good.payload[0]), score_probe(config, params, [IDS])
         first, second = exchangeable(tensors)
         tensors[first], tensors[second] = tensors[second], tensors[first]
         save_file(tensors, tmp_path / "wrong.safetensors", metadata=probe.to_metadata())

@@ -57,8 +57,8 @@ async def put(engine: Engine, params: Params) -> None:
     """Straight into vLLM's model, past the probe that would notice, and past everything that is
     emptied with it.
     """
-    paths = [str(path) for path in engine.files.write(params, engine.backend.policy_version)]
-    await engine.backend._updater._transfer({"paths": paths})
+    update = engine.files.write(params, engine.backend.policy_version)
+    await engine.backend._updater._transfer({"paths": update.payload})
 
 
 async def diagnosed(

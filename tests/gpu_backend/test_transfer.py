@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_backend import broadcast, weight_updates
+from gpu_backend import broadcast, cuda_ipc
 from gpu_backend.settings import TRANSFER
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import BROADCAST, WeightUpdate
@@ -37,7 +37,7 @@ class Memory:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
         self._patch, self._seen = monkeypatch, seen
         monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", self._reduce)
-        monkeypatch.setattr(worker, "rebuild_cuda_tensor", self._rebuild)
+        monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", self._rebuild)
 
     def of(self, *uuids: str) -> None:
         """Be a process that sees these GPUs."""
@@ -91,7 +91,7 @@ def test_tensors_arrive_bit_by_bit_and_without_pickle(monkeypatch: pytest.Monkey
     arrays = {"a": jnp.asarray(numbers, jnp.bfloat16), "b": jnp.asarray(numbers[0])}
     memory = Memory(monkeypatch, seen=("GPU-0", UUID))
     memory.of(UUID)
-    info, copies = weight_updates.export_tensors(arrays)
+    info, copies = cuda_ipc.export(arrays)
     assert len(copies) == 2 and all(not tensor.requires_grad for tensor in copies)
     json.dumps(info, default=bytes.hex)  # plain values and bytes, as vLLM's own messages have
     memory.of("GPU-0", UUID)  # the worker's numbers are others
@@ -110,7 +110,7 @@ def test_tensors_arrive_bit_by_bit_and_without_pickle(monkeypatch: pytest.Monkey
 def test_a_worker_that_does_not_see_the_learners_gpu_says_so(monkeypatch: pytest.MonkeyPatch):
     memory = Memory(monkeypatch, seen=("GPU-7",))
     memory.of(UUID)
-    info, _ = weight_updates.export_tensors({"a": jnp.ones(3)})
+    info, _ = cuda_ipc.export({"a": jnp.ones(3)})
     memory.of("GPU-7")
     engine = receiver(Model())
     with pytest.raises(

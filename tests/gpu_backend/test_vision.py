@@ -13,7 +13,6 @@ import pytest_asyncio
 from safetensors.numpy import load_file, save_file
 
 from gpu_backend.backend import VllmBackend
-from gpu_backend.weight_updates import FILES
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.agents.tool_agent import ToolAgent
 from jax_agent_rl.chat.codec import ChatCodec
@@ -23,7 +22,7 @@ from jax_agent_rl.errors import BackendError, ConfigError, TokenDriftError, Weig
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.protocol import FILES, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools.base import BaseTool, ToolResponse
 from jax_agent_rl.tools.registry import ToolRegistry

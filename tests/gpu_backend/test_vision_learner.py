@@ -11,8 +11,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.models.vision_context import VisionProcessor
-from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.runtime.publishers import WeightFiles
+from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import FinishReason, Group, Trajectory, Turn
 from tests.gpu_backend.conftest import request, running
 from tests.gpu_backend.vision import VisionReference, picture, write_model
@@ -78,14 +77,11 @@ async def test_an_update_of_tower_and_decoder_reaches_vllm(tmp_path: Path):
         before = np.asarray(params["vision"]["merger_out"])
         assert np.abs(np.asarray(learner.params["vision"]["merger_out"]) - before).max() > 1e-3
 
-        files = WeightFiles(config, probe_ids=[list(range(40, 70))])
+        files = FileTransport(config, probe_ids=[list(range(40, 70))])
         try:
-            payload = files.write(learner.params, 2)
-            await backend.update_weights(
-                WeightUpdate(version=2, kind="safetensors", payload=payload)
-            )
+            await backend.update_weights(files.write(learner.params, 2))
         finally:
-            files.close()
+            files.release()
         output = await backend.generate(request("after", multimodal, multi_modal=media))
     save_hf(tmp_path / "updated", config, learner.params, tokenizer_from=folder)
     expected, values = VisionReference(tmp_path / "updated").greedy(multimodal, media, 8)

@@ -1,11 +1,12 @@
 """New weights for a real vLLM engine: each way to get them wrong without an error has a test."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from gpu_backend import broadcast
@@ -15,7 +16,7 @@ from jax_agent_rl.models.hf import device_tensors, save_hf
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BROADCAST, WeightUpdate
-from jax_agent_rl.runtime.publishers import FilePublisher, WeightFiles
+from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import PauseMode
 from tests.gpu_backend.conftest import (
     PROBE,
@@ -45,10 +46,9 @@ async def assert_serves(engine: Engine, seed: int, name: str = "check") -> None:
 
 def rewrite(update: WeightUpdate, change) -> WeightUpdate:
     """The same update with its (only) file's tensors and metadata changed."""
-    from gpu_backend.weight_mapping import read_header
-
     path = Path(update.payload[0])
-    metadata = dict(read_header(path)[1])
+    with safe_open(path, framework="numpy") as file:
+        metadata = dict(file.metadata())
     tensors, metadata = change(load_file(path), metadata)
     save_file(tensors, path, metadata=metadata)
     return update
@@ -131,12 +131,8 @@ async def test_a_partial_update_changes_what_it_names_and_nothing_else(engine: E
     mixed = small_params(0)
     mixed["layers"]["k"] = small_params(4)["layers"]["k"]  # one part of a fused matrix
     mixed["embed"] = small_params(4)["embed"]  # tied
-    update = WeightUpdate(
-        version=engine.backend.policy_version + 1,
-        kind="safetensors",
-        payload=engine.files.write(mixed, engine.backend.policy_version + 1),
-        partial=True,
-    )
+    whole = engine.files.write(mixed, engine.backend.policy_version + 1)
+    update = replace(whole, digests={}, partial=True)
 
     def keep(tensors, metadata):
         return {n: t for n, t in tensors.items() if "k_proj" in n or "embed" in n}, metadata
@@ -275,7 +271,7 @@ async def test_the_probe_notices_what_vllms_own_reload_spoils(engine: Engine):
     )
     await engine.backend.reset_prefix_cache()
     with pytest.raises(WeightUpdateError, match="not the learner's"):
-        await engine.backend._updater.verify(engine.files.probe(small_params(0)), "probe")
+        await engine.backend._updater.verify(score_probe(SMALL, small_params(0), PROBE), "probe")
     await engine.serve(0)
     await assert_serves(engine, 0)
 
@@ -302,8 +298,7 @@ async def test_changes_sent_to_a_server_become_the_files_that_the_engine_loads(
     engine: Engine, tmp_path: Path
 ):
     await engine.serve(1)
-    files = WeightFiles(SMALL, probe_ids=PROBE, folder=tmp_path)
-    publisher = FilePublisher(files, lambda: "float32", full_every=100)
+    files = FileTransport(SMALL, probe_ids=PROBE, folder=tmp_path, full_every=100)
     server = RolloutServer(engine.backend, upload_folder=tmp_path)
     await server.start()
     remote = RemoteBackend(server.url, shares_disk=False)
@@ -312,7 +307,7 @@ async def test_changes_sent_to_a_server_become_the_files_that_the_engine_loads(
         base, target = small_params(3), small_params(4)
         for params in (base, base | {"final_norm": target["final_norm"]}):
             version = engine.backend.policy_version + 1
-            update = publisher.make(SimpleNamespace(params=params), version)
+            update = files.write(params, version)
             await remote.update_weights(update)
         assert update.deltas, "the second brought what changed"
         largest, _ = engine.backend._updater.last_difference
@@ -320,5 +315,5 @@ async def test_changes_sent_to_a_server_become_the_files_that_the_engine_loads(
     finally:
         await remote.close()
         await server.close()
-        publisher.close()
+        files.release()
     await engine.serve(0)

@@ -50,11 +50,11 @@ ALLOWED = {
     ),
     "observe/run_dir.py end_last_line open": "appends the end of a line",
     "runtime/policy.py resolve_model rename": "the whole export takes its place",
-    "runtime/publishers.py WeightFiles.write rename": (
+    "runtime/transports.py FileTransport.write rename": (
         "a temporary folder in memory, of weights for engines"
     ),
-    "runtime/publishers.py WeightFiles._write_delta unlink": "likewise",
-    "runtime/publishers.py WeightFiles._remove_files unlink": "likewise",
+    "runtime/transports.py FileTransport._write_delta unlink": "likewise",
+    "runtime/transports.py FileTransport._remove_files unlink": "likewise",
     "tinker_server/retention.py Retention._remove_unknown_files unlink": (
         "no client was ever told of them"
     ),

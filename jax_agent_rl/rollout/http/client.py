@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
@@ -29,6 +28,8 @@ from jax_agent_rl.errors import (
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.wire import encode_request
 from jax_agent_rl.rollout.protocol import (
+    MESH,
+    SHARDS,
     BackendMetrics,
     GenerateRequest,
     Health,
@@ -38,6 +39,7 @@ from jax_agent_rl.rollout.protocol import (
 from jax_agent_rl.rollout.proxy import ProxyBackend
 from jax_agent_rl.types import TokenOutput, TokenScores
 from jax_agent_rl.utils.bounded_json import decode_json
+from jax_agent_rl.utils.fingerprints import read_fingerprint
 from jax_agent_rl.utils.network import (
     IDENTITY,
     LineBuffer,
@@ -217,9 +219,9 @@ class RemoteBackend(ProxyBackend):
 
     async def _provide(self, update: WeightUpdate) -> dict[str, Any]:
         """Return where the server finds the weights, after uploading files that it cannot read."""
-        if update.kind == "mesh":
+        if update.kind == MESH:
             return {}
-        if update.kind == "tensorstore":
+        if update.kind == SHARDS:
             if not isinstance(update.payload, str):
                 raise WeightUpdateError(
                     f"payload must be an address, got {type(update.payload).__name__}"
@@ -263,7 +265,7 @@ class RemoteBackend(ProxyBackend):
         upload = secrets.token_hex(16)
         for file in files:
             url = f"{self.url}/v1/uploads/{upload}/{file.name}"
-            headers = {wire.DIGEST_HEADER: await asyncio.to_thread(_sha256, file)}
+            headers = {wire.DIGEST_HEADER: await asyncio.to_thread(read_fingerprint, file)}
             with file.open("rb") as stream, self._loss_is_an_error():
                 put = self._client().put(url, data=stream, headers=headers, allow_redirects=False)
                 async with put as response:
@@ -445,8 +447,3 @@ def _message(line: bytes) -> dict[str, Any]:
             f"a line of the answer is no message of a rollout server: {problem}"
         ) from None
     raise error
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

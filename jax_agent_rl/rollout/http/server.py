@@ -32,7 +32,7 @@ from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.http import requests, wire
 from jax_agent_rl.rollout.http.weight_files import SharedDir, Uploads
 from jax_agent_rl.rollout.http.wire import decode_request
-from jax_agent_rl.rollout.protocol import Health, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import MESH, Health, RolloutBackend, WeightUpdate
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.utils.http_server import HttpServer, Refused, counted, read_body, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text
@@ -340,7 +340,7 @@ class RolloutServer:
                 payload = await self._shared.address(body.folder)
             elif body.upload:
                 payload = self._uploads.files(body.upload)
-            elif body.kind != "mesh":
+            elif body.kind != MESH:
                 payload = await self._shared.files(body.paths)
             probe = None
             if body.probe is not None:

@@ -9,7 +9,6 @@ newest update kept, to which the next delta is applied.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import re
@@ -23,12 +22,14 @@ from typing import Any
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.utils.files import SHARED_MEMORY, make_temp_folder, remove_temp_folder
-from jax_agent_rl.utils.weight_transfer import apply_delta, base_of, check_files, result_name
+from jax_agent_rl.utils.fingerprints import read_fingerprint
+from jax_agent_rl.utils.weight_deltas import apply_delta, base_of, result_name
+from jax_agent_rl.utils.weight_transfer import check_files
 
 logger = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
 _PUBLISHED = re.compile(r"jax_agent_rl-weights-[A-Za-z0-9_]+")
-"""Folders that a learner on this machine makes in shared memory, see ``runtime.publishers``."""
+"""Folders that a learner on this machine makes in shared memory, see ``runtime.transports``."""
 _BELOW = re.compile(r"[A-Za-z0-9_./=-]*")
 """What may follow the configured address: no character with a meaning in URLs."""
 
@@ -237,11 +238,11 @@ class Uploads:
         Args:
             upload: name of the upload, hexadecimal.
             name: name of the file.
-            digest: SHA-256 that the sender announced, hexadecimal.
+            digest: the file's fingerprint, as its sender announced it.
             blocks: the file's bytes.
 
         Raises:
-            WeightUpdateError: a name is not allowed, there are too many bytes, or the SHA-256
+            WeightUpdateError: a name is not allowed, there are too many bytes, or the digest
                 differs. Nothing is kept.
             TimeoutError: its sender fell silent. Nothing is kept.
         """
@@ -254,10 +255,11 @@ class Uploads:
         state.num_files += 1
         state.num_busy += 1
         try:
-            size, received_digest = await self._write(state, name, blocks)
+            size = await self._write(state, name, blocks)
+            received_digest = await asyncio.to_thread(read_fingerprint, state.folder / name)
             if received_digest != digest:
                 raise WeightUpdateError(
-                    f"{name}: its SHA-256 is {received_digest}, the sender said {digest}; send it"
+                    f"{name}: its digest is {received_digest}, the sender said {digest}; send it"
                     " again"
                 )
         except BaseException:  # includes broken connections: half a file must not stay
@@ -373,19 +375,11 @@ class Uploads:
             )
         return state
 
-    async def _write(
-        self, state: _Upload, name: str, blocks: AsyncIterator[bytes]
-    ) -> tuple[int, str]:
-        """Stream to the file in large writes on a thread; return size and SHA-256."""
-        digest = hashlib.sha256()
+    async def _write(self, state: _Upload, name: str, blocks: AsyncIterator[bytes]) -> int:
+        """Stream to the file in large writes on a thread; return its size."""
         size = 0
         pending = bytearray()
         with (state.folder / name).open("xb") as out:
-
-            def flush() -> None:
-                digest.update(pending)
-                out.write(pending)
-
             while True:
                 async with asyncio.timeout(UPLOAD_TIMEOUT_SECONDS):
                     block = await anext(blocks, b"")
@@ -404,10 +398,10 @@ class Uploads:
 
                 pending += block
                 if len(pending) >= _WRITE_BYTES:
-                    await asyncio.to_thread(flush)
+                    await asyncio.to_thread(out.write, pending)
                     pending.clear()
-            await asyncio.to_thread(flush)
-        return size, digest.hexdigest()
+            await asyncio.to_thread(out.write, pending)
+        return size
 
 
 def _apply_deltas(deltas: Sequence[Path], bases: Mapping[str, Path]) -> int:

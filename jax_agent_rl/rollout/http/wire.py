@@ -28,16 +28,23 @@ from jax_agent_rl.errors import (
     TokenDriftError,
     WeightUpdateError,
 )
-from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, TokenChunk
+from jax_agent_rl.rollout.protocol import (
+    FILES,
+    MESH,
+    SHARDS,
+    Capabilities,
+    GenerateRequest,
+    TokenChunk,
+)
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, TokenScores
 from jax_agent_rl.types.routed_experts import routed_from_json, routed_to_json
 from jax_agent_rl.types.token_ids import ID_BOUND
 from jax_agent_rl.utils.media import as_frames, as_image
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 PROTOCOL_HEADER = "X-Rollout-Protocol"
 INSTANCE_HEADER = "X-Rollout-Instance"
-DIGEST_HEADER = "X-Content-SHA256"
+DIGEST_HEADER = "X-Content-Digest"
 HEARTBEAT_SECONDS = 5.0
 """A server that works on an answer sends an empty line at least this often; see
 ``RemoteBackend.silence_seconds``."""
@@ -55,7 +62,7 @@ _ERRORS: dict[str, type[Exception]] = {
     )
 }
 _SEQUENCES = ("token_ids", "log_probs", "policy_versions", "constrained", "supports")
-REMOTE_PAYLOADS = frozenset({"safetensors", "tensorstore", "mesh"})
+REMOTE_PAYLOADS = frozenset({FILES, SHARDS, MESH})
 
 
 def line(message: Mapping[str, Any]) -> bytes:
@@ -141,7 +148,7 @@ def encode_capabilities(capabilities: Capabilities, *, has_folder: bool) -> dict
     """
     payloads = capabilities.weight_payloads & REMOTE_PAYLOADS
     if not has_folder:
-        payloads -= {"tensorstore"}
+        payloads -= {SHARDS}
     data = asdict(capabilities)
     data["multi_modal"] = sorted(capabilities.multi_modal)
     data["pause_modes"] = sorted(capabilities.pause_modes)

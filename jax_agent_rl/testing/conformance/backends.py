@@ -432,7 +432,9 @@ def ray_actor(options: BackendOptions) -> BackendUnderTest:
 
 def _engine(options: BackendOptions) -> RolloutBackend:
     """Build the engine inside the actor."""
-    return select_backend(options.engine, options).make()
+    from jax_agent_rl.rollout.object_store import from_object_store
+
+    return from_object_store(select_backend(options.engine, options).make())
 
 
 def _eos_ids(folder: Path) -> frozenset[int]:

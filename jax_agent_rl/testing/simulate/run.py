@@ -39,7 +39,7 @@ from jax_agent_rl.testing.simulate.workload import (
     KVCacheSize,
     SimulatedCodec,
     SimulatedLearner,
-    SimulatedPublisher,
+    SimulatedTransport,
     VirtualLoop,
     load_assumptions,
 )
@@ -317,7 +317,7 @@ def _runtime(
         collector=make_collector(),
         evaluator=make_collector(),
         learner=learner,
-        publisher=SimulatedPublisher(assumptions.learner),
+        transport=SimulatedTransport(assumptions.learner),
         cursor=DataCursor(rows, seed=config.seed),
         heldout=[],
     )

@@ -18,6 +18,7 @@ from jax_agent_rl.agents.request import EpisodeRequest, derive_seed
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.loading import load_tree
 from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.transport import WeightTransport
 from jax_agent_rl.testing.fakes import FakeLearner
 from jax_agent_rl.types import FinishReason, Group, Trajectory
 
@@ -378,17 +379,17 @@ class SimulatedLearner(FakeLearner):
         return {"learner_tokens_per_second": self._speed.tokens_per_second}
 
 
-class SimulatedPublisher:
+class SimulatedTransport(WeightTransport):
     """Takes the time of an export to the engines."""
 
     def __init__(self, speed: LearnerAssumptions) -> None:
         self._speed = speed
 
-    def make(self, learner: Any, version: int) -> WeightUpdate:
+    def offer(self, learner: Any, version: int) -> WeightUpdate:
         _spend(self._speed.publish_seconds)
         return WeightUpdate(version=version, kind="arrays", payload=None)
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Do nothing."""
 
 

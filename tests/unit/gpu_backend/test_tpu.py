@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gpu_backend import weight_updates
+from gpu_backend import tpu_weights
 from gpu_backend.launch import check_tpu_settings
 from gpu_backend.requests import vllm_sampling
 from gpu_backend.settings import VllmSettings
@@ -85,7 +85,7 @@ def runners() -> list[Runner]:
 def test_new_weights_are_what_the_next_step_takes(kind: int):
     runner = runners()[kind]
     tensor = np.arange(6, dtype=np.float32).reshape(2, 3)
-    weight_updates.replace_weights(runner, iter([("weight", tensor)]))
+    tpu_weights.replace_weights(runner, iter([("weight", tensor)]))
     np.testing.assert_array_equal(runner.state_leaves[0], tensor.T)
     assert not vars(runner.vllm_config.model_config)
 
@@ -101,7 +101,7 @@ def test_parameters_of_another_form_are_an_error_and_not_a_compilation(
     tensor: np.ndarray, words: str
 ):
     with pytest.raises(RuntimeError, match=words):
-        weight_updates.replace_weights(Runner(NewModel()), iter([("weight", tensor)]))
+        tpu_weights.replace_weights(Runner(NewModel()), iter([("weight", tensor)]))
 
 
 def test_a_load_that_fails_leaves_the_runner_with_a_state():
@@ -112,16 +112,16 @@ def test_a_load_that_fails_leaves_the_runner_with_a_state():
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="gone"):
-        weight_updates.replace_weights(runner, broken())
+        tpu_weights.replace_weights(runner, broken())
     assert runner.state_leaves and runner.state_leaves[0].shape == (3, 2)
 
 
 def test_a_torch_model_says_that_its_weights_stay():
     runner = Runner(NewModel())
     runner.state = {"vllm_model.weight": jnp.zeros(2)}
-    assert "MODEL_IMPL_TYPE=auto" in weight_updates.why_not_replaceable(runner)
+    assert "MODEL_IMPL_TYPE=auto" in tpu_weights.why_not_replaceable(runner)
     with pytest.raises(RuntimeError, match="torch model"):
-        weight_updates.replace_weights(runner, iter(()))
+        tpu_weights.replace_weights(runner, iter(()))
 
 
 class Workers:
@@ -131,14 +131,14 @@ class Workers:
         self.runner = runner
 
     async def collective_rpc(self, method: str) -> list:
-        return [getattr(weight_updates, method)(self.runner)]
+        return [getattr(tpu_weights, method)(self.runner)]
 
 
 async def test_the_engine_asks_its_workers_before_it_declares_what_it_takes():
     runner = Runner(NewModel())
-    assert await weight_updates.ask_workers(Workers(runner)) is None
+    assert await tpu_weights.ask_workers(Workers(runner)) is None
     runner.state = {}
-    assert "cannot be replaced" in await weight_updates.ask_workers(Workers(runner))
+    assert "cannot be replaced" in await tpu_weights.ask_workers(Workers(runner))
 
 
 @pytest.fixture(scope="module")

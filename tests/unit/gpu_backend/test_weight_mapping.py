@@ -12,13 +12,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gpu_backend.settings import VllmSettings
-from gpu_backend.weight_mapping import Checkpoint, read_header, read_update
+from gpu_backend.weight_mapping import Checkpoint, read_shapes, update_shapes
 from gpu_backend.weight_updates import WeightUpdater
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.runtime.publishers import WeightFiles
-from jax_agent_rl.utils.weight_transfer import LogprobProbe
+from jax_agent_rl.runtime.transports import FileTransport
+from jax_agent_rl.utils.weight_transfer import LogprobProbe, read_probe
 from tests.tiny import TINY, logprobs_of, tiny_params
 
 PROBE = LogprobProbe(ids=((3, 4, 5),), log_probs=((-1.0, -2.0),))
@@ -223,24 +223,24 @@ def test_a_damaged_file_is_named(tmp_path: Path):
         with pytest.raises(
             WeightUpdateError, match="weights.safetensors is not a whole safetensors file"
         ):
-            read_header(path)
+            read_shapes(path)
     with pytest.raises(WeightUpdateError, match="nowhere"):
-        read_header(tmp_path / "nowhere")
+        read_shapes(tmp_path / "nowhere")
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path):
     paths = [write(tmp_path / name, {"a": (2,)}) for name in ("one", "two")]
     with pytest.raises(WeightUpdateError, match="a stands in two files"):
-        read_update(paths)
+        update_shapes(paths)
 
 
 def test_a_probe_travels_in_a_files_metadata(tmp_path: Path):
     path = write(tmp_path / "w", {"a": (2,)}, PROBE.to_metadata())
-    assert read_update([path]) == ({"a": (2,)}, PROBE)
-    assert read_update([write(tmp_path / "x", {"a": (2,)})])[1] is None
+    assert (update_shapes([path]), read_probe([path])) == ({"a": (2,)}, PROBE)
+    assert read_probe([write(tmp_path / "x", {"a": (2,)})]) is None
     bad = write(tmp_path / "y", {"a": (2,)}, {"logprob_probe": '{"ids": [[1]]}'})
     with pytest.raises(WeightUpdateError, match="probe in .* is damaged"):
-        read_update([bad])
+        read_probe([bad])
 
 
 @pytest.mark.parametrize("ids", [(), ((1,),)])
@@ -293,17 +293,17 @@ def test_the_learner_writes_all_weights_in_shards_with_its_own_log_probs(
     checkpoint: Checkpoint, tmp_path: Path
 ):
     params, ids = tiny_params(5), [7, 8, 9, 10, 3]
-    files = WeightFiles(TINY, probe_ids=[ids], folder=tmp_path, shard_bytes=6000)
-    first = files.write(params, 1)
-    second = files.write(params, 2)
-    shapes, probe = read_update(second)
-    checkpoint.check(shapes, partial=False)
+    files = FileTransport(TINY, probe_ids=[ids], folder=tmp_path, shard_bytes=6000)
+    first = files.write(params, 1).payload
+    second = files.write(params, 2).payload
+    checkpoint.check(update_shapes(second), partial=False)
+    probe = read_probe(second)
     assert len(second) > 2 and not any(Path(path).exists() for path in first)
     np.testing.assert_allclose(probe.log_probs[0], logprobs_of(params, ids[:1], ids[1:]), atol=2e-5)
-    files.close()
+    files.release()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_weight_folder_is_a_config_error(tmp_path: Path):
     with pytest.raises(ConfigError, match="weight_dir"):
-        WeightFiles(TINY, probe_ids=[[3, 4]], folder=tmp_path / "nowhere")
+        FileTransport(TINY, probe_ids=[[3, 4]], folder=tmp_path / "nowhere")

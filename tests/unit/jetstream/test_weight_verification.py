@@ -24,7 +24,7 @@ from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.rollout.object_store import from_object_store, store
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.runtime.publishers import WeightFiles
+from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import SamplingParams
 from tests.served import behind_server
 from tests.tiny import TINY, greedy, tiny_params
@@ -76,13 +76,10 @@ class Paths:
         self._patch = monkeypatch
 
     def files(self, params: Params, version: int) -> WeightUpdate:
-        files = WeightFiles(TINY, probe_ids=CANARY, folder=self._folder)
+        files = FileTransport(TINY, probe_ids=CANARY, folder=self._folder)
         with self._patch.context() as patch:
-            patch.setattr("jax_agent_rl.runtime.publishers.score_probe", lambda *_, dtype: canary())
-            paths = files.write(params, version)
-        return WeightUpdate(
-            version=version, kind="safetensors", payload=paths, digests=files.digests
-        )
+            patch.setattr("jax_agent_rl.runtime.transports.score_probe", lambda *_, dtype: canary())
+            return files.write(params, version)
 
     def tensorstore(self, params: Params, version: int) -> WeightUpdate:
         folder = stored.version_folder(str(self._folder), version)
@@ -101,7 +98,7 @@ def canary():
     return score_probe(TINY, tiny_params(NEW), CANARY)
 
 
-async def fetch(reference: SimpleNamespace):
+async def get(reference: SimpleNamespace):
     return reference.tree
 
 
@@ -120,7 +117,7 @@ async def test_wrong_weights_with_right_digests_are_refused_and_the_old_ones_ser
     engine = JetStreamBackend(TINY, tiny_params(SERVED), SHAPES)
     make: Callable[[Params, int], WeightUpdate] = getattr(Paths(tmp_path, monkeypatch), path)
     async with behind_server(engine, weight_dir=str(tmp_path)) as (_, remote):
-        backend = from_object_store(engine, fetch) if path == "object_store" else remote
+        backend = from_object_store(engine, get=get) if path == "object_store" else remote
         for version, fault in enumerate(FAULTS, start=1):
             with pytest.raises(
                 WeightUpdateError, match="do not give the learner's log-probs: they differ by up to"

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.object_store import (
-    KIND,
     Tensor,
-    checksum,
-    fetched,
+    fetch,
     from_object_store,
     store,
 )
-from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.protocol import OBJECT_STORE, WeightUpdate
+from jax_agent_rl.utils.fingerprints import fingerprint
 from tests.toy_backend import ToyBackend
 
 TREE = {
@@ -35,7 +34,7 @@ class FakeStore:
         self.objects.append(value)
         return len(self.objects) - 1
 
-    async def fetch(self, reference: int):
+    async def get(self, reference: int):
         return self.objects[reference]
 
 
@@ -46,8 +45,8 @@ def arrays(tree=TREE) -> WeightUpdate:
 async def test_arrays_come_back_as_they_were():
     shelf = FakeStore()
     update = store(arrays(), shelf.put)
-    assert (update.kind, update.version) == (KIND, 3)
-    async with fetched(update, shelf.fetch) as taken:
+    assert (update.kind, update.version) == (OBJECT_STORE, 3)
+    async with fetch(update, get=shelf.get) as taken:
         assert (taken.kind, taken.version) == ("arrays", 3)
         np.testing.assert_array_equal(taken.payload["embed"], TREE["embed"])
         scale = taken.payload["layers"][0]["scale"]
@@ -59,7 +58,7 @@ async def test_what_the_store_holds_is_read_without_a_copy():
     shelf = FakeStore()
     update = store(arrays(), shelf.put)
     held = shelf.objects[0]["embed"].data
-    async with fetched(update, shelf.fetch) as taken:
+    async with fetch(update, get=shelf.get) as taken:
         assert np.shares_memory(taken.payload["embed"], held)
 
 
@@ -72,7 +71,7 @@ async def test_files_come_back_with_their_bytes_and_do_not_stay(tmp_path: Path):
         ),
         shelf.put,
     )
-    async with fetched(update, shelf.fetch) as taken:
+    async with fetch(update, get=shelf.get) as taken:
         (file,) = taken.payload
         assert (taken.kind, taken.partial, Path(file).read_bytes()) == (
             "safetensors",
@@ -89,22 +88,22 @@ async def test_any_flipped_bit_is_found_before_the_engine_sees_it(place: int, bi
     update = store(arrays({"embed": TREE["embed"].copy()}), shelf.put)
     shelf.objects[0]["embed"].data[place] ^= 1 << bit
     with pytest.raises(WeightUpdateError, match="version 3 were damaged"):
-        async with fetched(update, shelf.fetch):
+        async with fetch(update, get=shelf.get):
             raise AssertionError("damaged weights were given out")
 
 
-def test_the_checksum_is_of_names_types_and_shapes_too():
+def test_the_fingerprint_is_of_names_types_and_shapes_too():
     tensor = Tensor.of(np.zeros((2, 2), np.float32))
     others = [
         {"b": tensor},
         {"a": replace(tensor, dtype="int32")},
         {"a": replace(tensor, shape=(4,))},
     ]
-    assert checksum({"a": tensor}) not in {checksum(other) for other in others}
+    assert fingerprint({"a": tensor}) not in {fingerprint(other) for other in others}
 
 
 async def test_another_kind_is_refused_by_its_name():
-    engine = from_object_store(ToyBackend(), FakeStore().fetch)
+    engine = from_object_store(ToyBackend(), get=FakeStore().get)
     with pytest.raises(
         WeightUpdateError, match="takes weights of kind 'object_store', got 'arrays'"
     ):

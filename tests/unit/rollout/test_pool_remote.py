@@ -12,7 +12,7 @@ from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams
-from jax_agent_rl.utils.weight_transfer import file_digest
+from jax_agent_rl.utils.fingerprints import read_fingerprint
 from tests.toy_backend import ToyBackend, to_text
 
 
@@ -114,7 +114,7 @@ def weights(folder: Path, version: int, content: str) -> WeightUpdate:
     """An update with a file of this content."""
     file = folder / f"v{version}-{content}.safetensors"
     file.write_text(content)
-    digests = {file.name: file_digest(file)}
+    digests = {file.name: read_fingerprint(file)}
     return WeightUpdate(version=version, kind="safetensors", payload=[str(file)], digests=digests)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jax_agent_rl.errors import PromptTooLongError, WeightUpdateError
 from jax_agent_rl.rollout.http import wire
-from jax_agent_rl.rollout.object_store import store
+from jax_agent_rl.rollout.object_store import from_object_store, store
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.ray_backend import EngineHost
 from jax_agent_rl.types import SamplingParams
@@ -24,21 +24,15 @@ def request(name: str = "a", *, length: int = 3, max_tokens: int = 5) -> Generat
     )
 
 
-async def fetch(reference):
-    return reference
-
-
-async def started(
-    make=lambda: ToyBackend(weight_payloads=frozenset({"safetensors"})),
-) -> EngineHost:
-    host = EngineHost(make, fetch)
+async def started(make=ToyBackend) -> EngineHost:
+    host = EngineHost(make)
     answer = await host.start()
     assert answer.error is None
     return host
 
 
 async def test_it_answers_with_capabilities_outputs_and_versions():
-    host = EngineHost(ToyBackend, fetch)
+    host = EngineHost(ToyBackend)
     assert (await host.start()).value.max_model_len == 200
     answer = await host.call("generate", request())
     assert len(answer.value.token_ids) == 5 and answer.policy_version == 0
@@ -60,7 +54,7 @@ async def test_an_engine_that_cannot_start_says_why():
     def broken():
         raise OSError("no such device")
 
-    host = EngineHost(broken, fetch)
+    host = EngineHost(broken)
     assert (await host.start()).error == {
         "type": "BackendError",
         "message": "OSError: no such device",
@@ -70,7 +64,15 @@ async def test_an_engine_that_cannot_start_says_why():
 
 async def test_stored_weights_are_taken_and_damaged_ones_leave_the_old_ones_served(tmp_path: Path):
     (tmp_path / "w.safetensors").write_text("other")
-    host = await started()
+
+    async def get(reference):
+        return reference
+
+    def fetching():
+        engine = ToyBackend(weight_payloads=frozenset({"safetensors"}))
+        return from_object_store(engine, get=get)
+
+    host = await started(fetching)
     files = WeightUpdate(version=1, kind="safetensors", payload=[str(tmp_path / "w.safetensors")])
     update = store(files, lambda tree: tree)
     stored = update.payload.reference

@@ -108,11 +108,11 @@ async def test_another_protocol_version_is_refused_with_both_numbers():
             async with send(http.url, headers=headers) as response:
                 assert (
                     response.status == 426
-                    and "protocol 6" in (await response.json())["error"]["message"]
+                    and "protocol 7" in (await response.json())["error"]["message"]
                 )
         old = RemoteBackend(http.url)
         old._headers[wire.PROTOCOL_HEADER] = "4"
-        with pytest.raises(BackendError, match="speaks protocol 6, the client 4"):
+        with pytest.raises(BackendError, match="speaks protocol 7, the client 4"):
             await old.start()
 
 
@@ -518,7 +518,7 @@ async def blocks(*parts: bytes):
         ("0" * 16, ".hidden.safetensors", "", "not allowed"),
         ("../" + "0" * 16, "w.safetensors", "", "not allowed"),
         ("0" * 16, "w.pickle", "", "not allowed"),
-        ("0" * 16, "w.safetensors", "feed", "SHA-256"),
+        ("0" * 16, "w.safetensors", "feed", "digest"),
         ("1" * 16, "big.safetensors", "", "18 bytes, more than the server's limit of 10"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.runtime.publishers import FilePublisher, WeightFiles
+from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.utils.weight_transfer import check_files
 from tests.served import behind_server
 from tests.tiny import TINY, tiny_params
@@ -53,8 +53,13 @@ class Learner:
 
     def __init__(self, folder: Path, *, full_every: int = 100) -> None:
         self.params = tiny_params()
-        self.files = WeightFiles(TINY, probe_ids=[[3, 4, 5]], folder=folder, shard_bytes=20000)
-        self.publisher = FilePublisher(self.files, lambda: "bfloat16", full_every=full_every)
+        self.files = FileTransport(
+            TINY,
+            probe_ids=[[3, 4, 5]],
+            folder=folder,
+            full_every=full_every,
+            shard_bytes=20000,
+        )
         self.version = 0
 
     def publish(self) -> WeightUpdate:
@@ -63,7 +68,7 @@ class Learner:
         self.params = jax.tree.map(
             lambda x: x * jnp.where(jax.random.uniform(key, x.shape) < 0.01, 1.01, 1.0), self.params
         )
-        return self.publisher.make(self, self.version)  # type: ignore[arg-type]
+        return self.files.write(self.params, self.version, dtype="bfloat16")
 
 
 @contextlib.asynccontextmanager

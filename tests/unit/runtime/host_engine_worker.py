@@ -17,12 +17,11 @@ from jax_agent_rl.jetstream.weights import GatherParams
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.rollout.transport import WeightSource
 from jax_agent_rl.runtime import multihost_engines
 from jax_agent_rl.runtime.build import follow_run, make_learner
 from jax_agent_rl.runtime.multihost import initialize, leading
-from jax_agent_rl.runtime.multihost_engines import join_hosts, make_host_engine, make_weight_buffer
-from jax_agent_rl.runtime.publishers import make_publisher
-from jax_agent_rl.trainer.components import WeightSource
+from jax_agent_rl.runtime.multihost_engines import join_hosts, make_host_engine, make_host_transport
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import logprobs_of
 from tests.trajectories import random_groups
@@ -44,26 +43,18 @@ async def lead(config: Config) -> None:
     model = load_config(config.model.path)
     with leading() as channel:
         learner = make_learner(config, model, channel=channel)
-        weight_buffer = make_weight_buffer(config)
-        publisher = make_publisher(
-            config,
-            model,
-            probe_ids=PROMPT,
-            find_dtype=lambda: "float32",
-            weight_buffer=weight_buffer,
-        )
+        transport = make_host_transport(config)
         client = LLMServerClient(decode_text=str)
         try:
             await client.pool.start(
-                {"host-0": functools.partial(make_host_engine, config, weight_buffer)}
+                {"host-0": functools.partial(make_host_engine, config, transport)}
             )
             await join_hosts(client)
             for version in range(2):
                 if version:
                     learner.update(random_groups(version, vocabulary=400))
-                await client.pool.update_weights(
-                    await asyncio.to_thread(publisher.make, learner, version)
-                )
+                update = await asyncio.to_thread(transport.offer, learner, version)
+                await client.pool.update_weights(update)
                 await show(client, learner, version)
         finally:
             await client.pool.close()

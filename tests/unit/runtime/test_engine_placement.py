@@ -13,11 +13,11 @@ from jax_agent_rl.errors import ConfigError, EngineDiedError
 from jax_agent_rl.models.sharding import MESH_AXES
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
-from jax_agent_rl.rollout.object_store import KIND, from_object_store, store
-from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.rollout.proxy import TransportBackend
+from jax_agent_rl.rollout.object_store import from_object_store, store
+from jax_agent_rl.rollout.protocol import OBJECT_STORE, WeightUpdate
 from jax_agent_rl.rollout.ray_backend import RayBackend
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.transport import FetchingBackend
 from jax_agent_rl.runtime.engine_devices import check_turns
 from jax_agent_rl.runtime.placement import (
     open_engine,
@@ -158,7 +158,7 @@ async def test_colocated_engines_need_no_ray():
     [
         ("colocated", {"jetstream": ToyBackend}),
         ("separate", {"ray-0": RayBackend, "ray-1": RayBackend}),
-        ("hybrid", {"jetstream": TransportBackend, "ray-0": RayBackend, "ray-1": RayBackend}),
+        ("hybrid", {"jetstream": FetchingBackend, "ray-0": RayBackend, "ray-1": RayBackend}),
     ],
 )
 def test_each_placement_has_its_engines(placement: str, kinds: dict[str, type]):
@@ -171,11 +171,11 @@ async def test_an_engine_of_this_process_takes_weights_from_the_store(tmp_path):
     (tmp_path / "w.safetensors").write_text("other")
     kept: dict[int, Any] = {}
 
-    async def fetch(reference: int) -> Any:
+    async def get(reference: int) -> Any:
         return kept[reference]
 
-    engine = from_object_store(ToyBackend(weight_payloads=frozenset({"safetensors"})), fetch)
-    assert engine.capabilities.weight_payloads == {KIND}
+    engine = from_object_store(ToyBackend(weight_payloads=frozenset({"safetensors"})), get=get)
+    assert engine.capabilities.weight_payloads == {OBJECT_STORE}
     files = WeightUpdate(version=4, kind="safetensors", payload=[str(tmp_path / "w.safetensors")])
     await engine.update_weights(store(files, lambda tree: kept.setdefault(0, tree) and 0))
     assert engine.policy_version == 4

@@ -13,14 +13,13 @@ from jax_agent_rl.config import Config, build
 from jax_agent_rl.errors import BackendError, ModelError, WeightUpdateError
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.protocol import MESH, WeightUpdate
 from jax_agent_rl.runtime.identity import named_content
 from jax_agent_rl.runtime.multihost_engines import (
-    KIND,
     LEARNER_MODELS,
     HostEngine,
     HostRegistry,
-    WeightBuffer,
+    HostTransport,
     join_hosts,
     own_address,
     publish_own_models,
@@ -70,20 +69,20 @@ class Engine(ToyBackend):
         await super().close()
 
 
-def weight_buffer() -> WeightBuffer:
-    return WeightBuffer(lambda params: {"copy of": params})
+def copies() -> HostTransport:
+    return HostTransport(lambda params: {"copy of": params})
 
 
-async def fleet(engine: Engine, kept: WeightBuffer) -> LLMServerClient:
+async def fleet(engine: Engine, kept: HostTransport) -> LLMServerClient:
     client = LLMServerClient(decode_text=to_text)
-    await client.pool.start({"host-0": lambda: kept.serve(engine)})  # type: ignore[dict-item]
+    await client.pool.start({"host-0": lambda: kept.into(engine)})  # type: ignore[dict-item]
     return client
 
 
-async def test_all_engines_take_the_version_in_their_own_weight_buffer():
-    store, engines, buffers = Store(), [Engine(), Engine()], [weight_buffer(), weight_buffer()]
+async def test_all_engines_fetch_the_version_of_their_own_process():
+    store, engines, buffers = Store(), [Engine(), Engine()], [copies(), copies()]
     other = HostEngine(
-        lambda: buffers[1].serve(engines[1]),  # type: ignore[arg-type,return-value]
+        lambda: buffers[1].into(engines[1]),  # type: ignore[arg-type,return-value]
         HostRegistry(store),
         number=1,
         host="127.0.0.1",
@@ -95,7 +94,7 @@ async def test_all_engines_take_the_version_in_their_own_weight_buffer():
         ]
         for number, kept in enumerate(buffers):
             kept.put(1, f"parameters of process {number}")
-        await client.pool.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
+        await client.pool.update_weights(WeightUpdate(version=1, kind=MESH, payload=None))
         assert [engine.taken for engine in engines] == [
             [{"copy of": f"parameters of process {i}"}] for i in (0, 1)
         ]
@@ -118,7 +117,7 @@ async def test_all_engines_take_the_version_in_their_own_weight_buffer():
 
 
 async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
-    store, kept = Store(), weight_buffer()
+    store, kept = Store(), copies()
     other = HostEngine(lambda: Engine(broken=True), HostRegistry(store), number=3, host="127.0.0.1")
     client = await fleet(Engine(), kept)
     try:
@@ -138,18 +137,18 @@ async def test_an_engine_that_is_not_wanted_any_more_ends_before_anybody_has_ask
     assert engine.closed or not engine.taken  # closed, or never made
 
 
-async def test_a_version_that_is_not_in_the_weight_buffer_is_refused():
-    engine, kept = Engine(), weight_buffer()
-    served = kept.serve(engine)  # type: ignore[arg-type]
+async def test_a_version_that_is_not_in_the_process_is_refused():
+    engine, kept = Engine(), copies()
+    served = kept.into(engine)  # type: ignore[arg-type]
     with pytest.raises(
         WeightUpdateError, match="version 1 are not in this process, which has none"
     ):
-        await served.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
+        await served.update_weights(WeightUpdate(version=1, kind=MESH, payload=None))
     kept.put(1, "parameters")  # type: ignore[arg-type]
     with pytest.raises(
         WeightUpdateError, match="version 2 are not in this process, which has version 1"
     ):
-        await served.update_weights(WeightUpdate(version=2, kind=KIND, payload=None))
+        await served.update_weights(WeightUpdate(version=2, kind=MESH, payload=None))
     with pytest.raises(WeightUpdateError, match="takes weights of kind 'mesh', got 'arrays'"):
         await served.update_weights(WeightUpdate(version=2, kind="arrays", payload={}))
     assert engine.taken == []

@@ -4,6 +4,7 @@ old weights serve.
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
-from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.runtime.publishers import WeightFiles
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, greedy, tiny_params
 
@@ -50,14 +51,14 @@ def leave_stale(file: Path) -> None:
 async def test_files_of_others_than_the_learner_are_refused_before_anything_is_taken(
     tmp_path: Path,
 ):
-    files = WeightFiles(TINY, probe_ids=[[3, 4, 5]], folder=tmp_path, shard_bytes=20000)
+    files = FileTransport(TINY, probe_ids=[[3, 4, 5]], folder=tmp_path, shard_bytes=20000)
     folder = next(tmp_path.iterdir())
     files.write(tiny_params(2), 1)
     shutil.copytree(folder, tmp_path / "before")
     for file in (tmp_path / "before").iterdir():  # the old weights under the new names
         file.rename(file.with_name(file.name.replace("v1-", "v2-")))
-    paths = files.write(tiny_params(1), 2)
-    update = WeightUpdate(version=2, kind="safetensors", payload=paths, digests=files.digests)
+    update = files.write(tiny_params(1), 2)
+    paths = update.payload
     assert len(paths) > 1 and not list(folder.glob("*.incomplete"))
     shutil.copytree(folder, tmp_path / "whole")
     backend = JetStreamBackend(TINY, tiny_params(), SHAPES)
@@ -73,11 +74,7 @@ async def test_files_of_others_than_the_learner_are_refused_before_anything_is_t
             )
             shutil.copytree(tmp_path / "whole", folder, dirs_exist_ok=True)
         with pytest.raises(WeightUpdateError, match="digests of"):
-            await backend.update_weights(
-                WeightUpdate(
-                    version=2, kind="safetensors", payload=paths[1:], digests=files.digests
-                )
-            )
+            await backend.update_weights(replace(update, payload=paths[1:]))
         await backend.update_weights(update)
         assert await said(backend, "new") == greedy(tiny_params(1), PROMPT, 6, frozenset())
     finally:

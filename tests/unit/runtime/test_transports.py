@@ -26,12 +26,15 @@ from jax_agent_rl.models.layers import EightBits
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.object_store import Tensor, from_object_store
+from jax_agent_rl.rollout.object_store import ObjectStoreTransport, Tensor, from_object_store
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.publishers import ArrayPublisher, ObjectStorePublisher, make_publisher
+from jax_agent_rl.rollout.transport import WeightTransport
+from jax_agent_rl.runtime.transports import (
+    ArrayTransport,
+    make_transport,
+)
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER
-from jax_agent_rl.trainer.components import Publisher
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, greedy, tiny_params
 from tests.toy_backend import ToyBackend
@@ -54,6 +57,20 @@ def configured(**rollout):
 
 
 @dataclass
+class Engines:
+    """What the engines of a run take."""
+
+    dtype: str = "float32"
+    payloads: frozenset[str] = frozenset()
+
+    def weight_dtype(self) -> str:
+        return self.dtype
+
+    def weight_payloads(self) -> frozenset[str]:
+        return self.payloads
+
+
+@dataclass
 class Parameters:
     """A learner that has been trained."""
 
@@ -64,10 +81,10 @@ class Parameters:
         return stored.publish(folder, parts=1)
 
 
-@pytest.mark.parametrize("transport", ["files", "tensorstore"])
-async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, transport: str):
-    config = configured(weight_dir=str(tmp_path), weight_transport=transport)
-    publisher = make_publisher(config, TINY, probe_ids=[3, 4, 5], find_dtype=lambda: "float32")
+@pytest.mark.parametrize("kind", ["files", "tensorstore"])
+async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, kind: str):
+    config = configured(weight_dir=str(tmp_path), weight_transport=kind)
+    transport = make_transport(config, TINY, Engines(), probe_ids=[3, 4, 5])
     backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=-1)
     await backend.start()
     server = RolloutServer(backend, weight_dir=str(tmp_path))
@@ -76,7 +93,7 @@ async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, t
     await remote.start()
     try:
         for version in range(3):
-            update = publisher.make(Parameters(tiny_params(version)), version)
+            update = transport.offer(Parameters(tiny_params(version)), version)
             assert update.lasting and update.digests
             await remote.update_weights(update)
             sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -89,7 +106,7 @@ async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, t
             assert {path.name[:2] for path in kept.iterdir()} == {f"v{version}"}, (
                 "the one before is removed"
             )
-        publisher.close()
+        transport.release()
         assert not list(tmp_path.iterdir())
     finally:
         await remote.close()
@@ -103,9 +120,9 @@ def engine(dtype: str, *, quantize: EightBits | None = None) -> JetStreamBackend
     return JetStreamBackend(TINY, params, SHAPES, version=-1, dtype=dtype, quantize=quantize)
 
 
-@pytest.mark.parametrize("transport", ["files", "tensorstore", "upload", "object_store"])
+@pytest.mark.parametrize("path", ["files", "tensorstore", "upload", "object_store"])
 async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_rounded(
-    tmp_path: Path, transport: str, monkeypatch
+    tmp_path: Path, path: str, monkeypatch
 ):
     """Bit by bit, in half the bytes; the yardstick is the learner's own arrays, given to an engine
     in this process.
@@ -114,39 +131,37 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
     folder.mkdir()
     taken, expected = engine("bfloat16"), engine("bfloat16")
     expected._core._weights = ServedWeights(TINY, learner.params, expected._mesh)  # in float32
-    server = RolloutServer(taken, weight_dir=None if transport == "upload" else str(folder))
-    remote = RemoteBackend(server.url, shares_disk=transport != "upload")
+    server = RolloutServer(taken, weight_dir=None if path == "upload" else str(folder))
+    remote = RemoteBackend(server.url, shares_disk=path != "upload")
     for one in (taken, expected, server):
         await one.start()
     remote.url = server.url
     await remote.start()
     client = LLMServerClient([AsyncServer(remote)])
     try:
-        if transport == "object_store":
+        if path == "object_store":
             stored_objects: list[Any] = []
             ray = SimpleNamespace(
                 put=lambda tree: stored_objects.append(tree) or len(stored_objects) - 1
             )
             monkeypatch.setitem(sys.modules, "ray", ray)
-            publisher: Publisher = ObjectStorePublisher(ArrayPublisher(), client.pool.weight_dtype)
+            transport: WeightTransport = ObjectStoreTransport(ArrayTransport(), client.pool)
         else:
             shared = (
                 {"weight_dir": str(folder), "weight_transport": "tensorstore"}
-                if transport == "tensorstore"
+                if path == "tensorstore"
                 else {}
             )
             config = configured(**shared or {"weight_dir": str(folder)})
-            publisher = make_publisher(
-                config, TINY, probe_ids=[3, 4, 5], find_dtype=client.pool.weight_dtype
-            )
-        update = publisher.make(learner, 1)
+            transport = make_transport(config, TINY, client.pool, probe_ids=[3, 4, 5])
+        update = transport.offer(learner, 1)
         assert update.dtype == "bfloat16"
-        if transport == "object_store":
+        if path == "object_store":
 
-            async def fetch(reference: int) -> Any:
+            async def get(reference: int) -> Any:
                 return stored_objects[reference]
 
-            await from_object_store(taken, fetch).update_weights(update)
+            await from_object_store(taken, get=get).update_weights(update)
             size = sum(tensor.data.nbytes for tensor in tensors(stored_objects[0]))
         else:
             await client.pool.update_weights(update)
@@ -167,7 +182,7 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
         )
         a, b = await remote.generate(request), await expected.generate(request)
         assert (a.token_ids, a.log_probs) == (b.token_ids, b.log_probs)
-        publisher.close()
+        transport.release()
     finally:
         for one in (remote, server, taken, expected):
             await one.close()
@@ -242,34 +257,32 @@ def test_a_transport_that_cannot_reach_the_engines_is_refused(rollout: dict, mes
 
 
 def test_what_is_broadcast_are_tensors_on_one_device_with_a_probe():
-    publisher = make_publisher(
+    transport = make_transport(
         configured(backend="vllm", urls=[], placement="separate", weight_transport="broadcast"),
         TINY,
+        Engines("bfloat16", frozenset({"object_store", "broadcast"})),
         probe_ids=PROMPT,
-        find_dtype=lambda: "bfloat16",
-        find_payloads=lambda: frozenset({"object_store", "broadcast"}),
     )
     params = tiny_params()
-    update = publisher.make(Parameters(params), 1)
+    update = transport.offer(Parameters(params), 1)
     assert update.kind == "broadcast" and update.lasting and update.probe is not None
     assert {array.dtype.name for array in update.payload.values()} == {"bfloat16"}
     expected = {name: np.shape(array) for name, array in hf_tensors(TINY, params)}
     assert {name: array.shape for name, array in update.payload.items()} == expected
-    publisher.close()
+    transport.release()
     assert not update.payload
 
 
 def test_an_engine_that_reads_gpu_memory_gets_tensors_and_no_files(tmp_path: Path):
-    payloads = [frozenset({"safetensors"}), frozenset({"safetensors", "cuda_ipc"})]
-    publisher = make_publisher(
+    engines = Engines("bfloat16", frozenset({"safetensors", "cuda_ipc"}))
+    transport = make_transport(
         configured(backend="vllm", urls=[], weight_dir=str(tmp_path)),
         TINY,
+        engines,
         probe_ids=[3, 4, 5],
-        find_dtype=lambda: "bfloat16",
-        find_payloads=lambda: payloads[-1],
     )
     learner = Parameters(tiny_params(1))
-    update = publisher.make(learner, 1)
+    update = transport.offer(learner, 1)
     assert (update.kind, update.dtype, update.lasting) == ("cuda_ipc", "bfloat16", True)
     assert update.probe == score_probe(TINY, learner.params, [[3, 4, 5]], dtype="bfloat16")
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -280,15 +293,15 @@ def test_an_engine_that_reads_gpu_memory_gets_tensors_and_no_files(tmp_path: Pat
         np.testing.assert_array_equal(
             np.asarray(tensor).view(np.uint16), expected[name].view(np.uint16)
         )
-    second = publisher.make(learner, 2)
+    second = transport.offer(learner, 2)
     assert not update.payload and second.payload, (
         "the version before is freed, whoever still refers to it"
     )
-    payloads.pop()
-    assert publisher.make(learner, 3).kind == "safetensors" and list(
+    engines.payloads = frozenset({"safetensors"})
+    assert transport.offer(learner, 3).kind == "safetensors" and list(
         tmp_path.rglob("*.safetensors")
     )
-    publisher.close()
+    transport.release()
 
 
 def test_tensors_on_the_device_outlive_the_learners_next_step():
@@ -311,24 +324,19 @@ def test_tensors_on_the_device_outlive_the_learners_next_step():
 )
 def test_changes_are_computed_where_bytes_are_sent(rollout: dict, sends_changes: bool):
     """``rollout.full_weights_every``; engines of this machine map the files."""
-    publisher = make_publisher(
-        configured(**rollout), TINY, probe_ids=[3, 4, 5], find_dtype=lambda: "float32"
-    )
+    transport = make_transport(configured(**rollout), TINY, Engines(), probe_ids=[3, 4, 5])
     try:
-        first, second = (publisher.make(Parameters(tiny_params()), version) for version in (1, 2))
+        first, second = (transport.offer(Parameters(tiny_params()), version) for version in (1, 2))
         assert (first.deltas, bool(second.deltas)) == (
             ({}, True) if sends_changes else (None, False)
         )
     finally:
-        publisher.close()
+        transport.release()
 
 
 async def test_an_engine_serves_what_changes_make_of_the_version_before():
-    publisher = make_publisher(
-        configured(urls=["http://10.0.0.5:8100"]),
-        TINY,
-        probe_ids=[3, 4, 5],
-        find_dtype=lambda: "float32",
+    transport = make_transport(
+        configured(urls=["http://10.0.0.5:8100"]), TINY, Engines(), probe_ids=[3, 4, 5]
     )
     backend = JetStreamBackend(TINY, tiny_params(), SHAPES)
     server = RolloutServer(backend)
@@ -338,9 +346,9 @@ async def test_an_engine_serves_what_changes_make_of_the_version_before():
     await remote.start()
     try:
         before = tiny_params(1)
-        await remote.update_weights(publisher.make(Parameters(before), 1))
+        await remote.update_weights(transport.offer(Parameters(before), 1))
         after = before | {"embed": before["embed"].at[:10].multiply(2.0)}
-        update = publisher.make(Parameters(after), 2)
+        update = transport.offer(Parameters(after), 2)
         remote._upload = sent_deltas = SentFiles(remote._upload)  # type: ignore[method-assign]
         await remote.update_weights(update)
         assert [path.name for path in sent_deltas.files] == ["v2-00000.delta.safetensors"]
@@ -353,7 +361,7 @@ async def test_an_engine_serves_what_changes_make_of_the_version_before():
     finally:
         for one in (remote, server, backend):
             await one.close()
-        publisher.close()
+        transport.release()
 
 
 class SentFiles:

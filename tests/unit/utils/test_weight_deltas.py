@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.utils.weight_transfer import (
+from jax_agent_rl.utils.fingerprints import read_fingerprint
+from jax_agent_rl.utils.weight_deltas import (
     apply_delta,
     base_of,
     delta_path,
-    file_digest,
     result_name,
     write_delta,
 )
@@ -53,11 +53,11 @@ def test_the_result_is_the_new_file_byte_for_byte(
 ):
     old = write(tmp_path / "v1.safetensors", numbers, probe="old")
     new = write(tmp_path / "v2.safetensors", stepped(numbers, share), probe="of another length")
-    delta = write_delta(old, file_digest(old), new)
+    delta = write_delta(old, read_fingerprint(old), new)
     assert (
         delta == delta_path(new)
         and result_name(delta) == new.name
-        and base_of(delta) == file_digest(old)
+        and base_of(delta) == read_fingerprint(old)
     )
     apply_delta(old, delta, tmp_path / "result")
     assert (tmp_path / "result").read_bytes() == new.read_bytes()
@@ -150,10 +150,10 @@ def test_a_result_from_another_base_has_another_digest(tmp_path: Path, numbers: 
         write(tmp_path / "v1.safetensors", numbers),
         write(tmp_path / "v2.safetensors", stepped(numbers, 0.01)),
     )
-    delta = write_delta(old, file_digest(old), new)
+    delta = write_delta(old, read_fingerprint(old), new)
     assert delta is not None
     with old.open("r+b") as stream:
         stream.seek(-2, os.SEEK_END)
         stream.write(b"\xff\x00")
     apply_delta(old, delta, tmp_path / "result")
-    assert file_digest(tmp_path / "result") != file_digest(new)
+    assert read_fingerprint(tmp_path / "result") != read_fingerprint(new)

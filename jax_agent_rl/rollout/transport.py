@@ -1,0 +1,127 @@
+"""Transports of weights: the learner offers a version, an engine in whatever process fetches it.
+
+::
+
+    learner   offer(learner, version) ──► WeightUpdate ──► ServerPool, to all engines at once
+                                                               │
+    AsyncServer                    pause ──► update_weights ──► resume
+                                                 │
+    engine                         fetch(update) ──► weights as it loads them ──► check, load
+
+A transport is named by the ``kind`` of its updates. It is made of a :class:`WeightTransport`, the
+learner's end, and, where engines do not open the payload themselves, of a :data:`Fetch`, the
+engine's end. Whatever it is, :class:`~jax_agent_rl.rollout.server.AsyncServer` pauses the engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.rollout.protocol import Capabilities, RolloutBackend, WeightUpdate
+from jax_agent_rl.utils.weight_transfer import LogprobProbe
+
+Fetch = Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]]
+"""Yields an update as the engine loads it, valid within the context."""
+
+
+class WeightSource(Protocol):
+    """The parameters of a learner, to be published."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """All parameters, on device."""
+        ...
+
+    def store(self, folder: str, dtype: str) -> str:
+        """Write the parameters in the format of ``models.stored``; return the manifest's digest.
+
+        Each process writes its own shards.
+
+        Args:
+            folder: address of the version.
+            dtype: the parameters are rounded to it, see ``WeightUpdate.dtype``.
+        """
+        ...
+
+
+class Engines(Protocol):
+    """The engines of a run: a :class:`~jax_agent_rl.rollout.pool.ServerPool`."""
+
+    def weight_dtype(self) -> str:
+        """Return ``Capabilities.weight_dtype`` of the engines that will take the next update."""
+        ...
+
+    def weight_payloads(self) -> frozenset[str]:
+        """Return the kinds of updates that all engines take."""
+        ...
+
+
+class ScoreProbe(Protocol):
+    """Scores the sequences that verify an update, with the learner's parameters."""
+
+    def __call__(self, params: dict[str, Any], *, dtype: str) -> LogprobProbe: ...
+
+
+class WeightTransport(ABC):
+    """The learner's end of a transport."""
+
+    @abstractmethod
+    def offer(self, learner: WeightSource, version: int) -> WeightUpdate:
+        """Make a version of the weights available, in place of the previous one.
+
+        Raises:
+            WeightUpdateError: it could not be written.
+            OSError: a process of the learner could not write.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free all that was offered."""
+
+
+def fetching(
+    backend: RolloutBackend, kind: str, fetch: Fetch, *, passes: str | None = None
+) -> RolloutBackend:
+    """Return a backend that fetches weights of one kind, in place of the kinds that it takes.
+
+    Args:
+        kind: kind of the updates that are fetched.
+        fetch: the engine's end of their transport.
+        passes: another kind, which goes to the backend as it is.
+    """
+    return cast(RolloutBackend, FetchingBackend(backend, kind, fetch, passes))
+
+
+@dataclass(eq=False)
+class FetchingBackend:
+    """The backend of :func:`fetching`."""
+
+    backend: RolloutBackend
+    kind: str
+    fetch: Fetch
+    passes: str | None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        capabilities = self.backend.capabilities
+        passed = capabilities.weight_payloads & {self.passes}
+        return replace(capabilities, weight_payloads=passed | {self.kind})
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        if update.kind == self.passes:
+            await self.backend.update_weights(update)
+            return
+        if update.kind != self.kind:
+            raise WeightUpdateError(
+                f"this engine takes weights of kind {self.kind!r}, got {update.kind!r}"
+            )
+        async with self.fetch(update) as fetched:
+            await self.backend.update_weights(fetched)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
