@@ -24,7 +24,7 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.request import EpisodeRequest
 from jax_agent_rl.config import Config
-from jax_agent_rl.config.run import default_agent
+from jax_agent_rl.config.default_agent import default_agent
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.types import Trajectory

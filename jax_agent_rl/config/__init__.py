@@ -7,10 +7,12 @@ must not exist.
 
 Modules::
 
-    run                            the root, checks across sections, load
+    run                            the root, what its keys imply, load
     commands, roots                the roots of other commands; which command a file is for
-    task, agent, rollout, engines, algorithm, kl, learner, trainer
-                                   the sections; task: model, data, reward, tools; kl: and distill
+    task, agent, server_tool, endpoint, command_agent, rollout, engines, algorithm, kl, learner,
+    trainer                        the sections; task: model, data, reward, tools; kl: and distill
+    checks                         checks across sections; a section's file checks itself
+    default_agent                  the agent loop of rows that name none
     base                           what sections consist of, and the conditions of keys
     loading, recipes               YAML files, overrides, and recipes by name
     reference                      the documentation of all keys
@@ -19,13 +21,15 @@ Modules::
                                    configurations imported from verl
 """
 
-from jax_agent_rl.config.agent import AgentConfig, EndpointConfig, ServerToolConfig, ToolFormatName
+from jax_agent_rl.config.agent import AgentConfig, ToolFormatName
 from jax_agent_rl.config.algorithm import AlgorithmConfig, CriticConfig
+from jax_agent_rl.config.endpoint import EndpointConfig
 from jax_agent_rl.config.engines import EngineMeshConfig, JetStreamConfig, VllmConfig
 from jax_agent_rl.config.kl import DistillConfig, KLConfig, TeacherConfig
 from jax_agent_rl.config.learner import LearnerConfig, LoraConfig, MeshConfig, MultihostConfig
 from jax_agent_rl.config.rollout import RolloutConfig
 from jax_agent_rl.config.run import Config, build, load
+from jax_agent_rl.config.server_tool import ServerToolConfig
 from jax_agent_rl.config.task import (
     DataConfig,
     DataSource,

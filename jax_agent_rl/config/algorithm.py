@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -20,11 +20,8 @@ from jax_agent_rl.config.base import (
     Unless,
     WhenKey,
 )
-from jax_agent_rl.config.kl import KLConfig, kl_problems
+from jax_agent_rl.config.kl import KLConfig
 from jax_agent_rl.config.learner import OptimizerSection
-
-if TYPE_CHECKING:
-    from jax_agent_rl.config.run import Config
 
 AdvEstimator = Annotated[Literal[
     "grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "remax", "reinforce_plus_plus",
@@ -395,6 +392,13 @@ class AlgorithmConfig(Section):
             return self.filter_metric == "accuracy"
         return self.filter_zero_variance is True
 
+    def problems(self) -> Iterator[str]:
+        """Yield every inconsistency of the section, each with its fix."""
+        yield from _advantage_problems(self)
+        yield from _loss_problems(self)
+        yield from _correction_problems(self)
+        yield from _kl_problems(self.kl, self.adv_estimator)
+
 
 class CriticConfig(OptimizerSection):
     """The value model of adv_estimator gae.
@@ -414,21 +418,6 @@ class CriticConfig(OptimizerSection):
     cliprange_value: float = Field(
         default=0.5, gt=0, description="Clip range of a value around the old one."
     )
-
-
-def algorithm_problems(config: Config) -> Iterator[str]:
-    """Yield every inconsistency of the section, each with its fix."""
-    algorithm = config.algorithm
-    max_response_length = config.agent.max_response_length
-    yield from _advantage_problems(algorithm)
-    yield from _loss_problems(algorithm)
-    yield from _correction_problems(algorithm)
-    yield from kl_problems(config)
-    if algorithm.shaping.overlong_buffer > max_response_length:
-        yield (
-            f"algorithm.shaping.overlong_buffer={algorithm.shaping.overlong_buffer} is longer than"
-            f" agent.max_response_length={max_response_length}; lower it"
-        )
 
 
 def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -535,3 +524,25 @@ def _threshold_problems(rule: str, threshold: float | Bounds) -> Iterator[str]:
     minimum = 1 if bounds_ratio else 0
     if threshold <= minimum:
         yield f"{setting}: must be above {minimum}"
+
+
+def _kl_problems(kl: KLConfig, adv_estimator: str) -> Iterator[str]:
+    """Yield inconsistencies of the KL with itself and the advantages."""
+    if kl.where in ("reward", "advantage") and kl.estimator.endswith("+"):
+        yield (
+            f"algorithm.kl.estimator={kl.estimator} differs from {kl.estimator[:-1]} in its"
+            f" gradient only, and a reward has none, nor has an advantage; use {kl.estimator[:-1]},"
+            " or kl.where=loss"
+        )
+    if kl.where == "loss" and kl.estimator == "k1" and not kl.top_k:
+        yield "algorithm.kl.estimator=k1 has a gradient of mean zero in the loss; use k1+, k2 or k3"
+    if kl.where == "reward" and adv_estimator == "gdpo":
+        yield (
+            "algorithm.kl.where=reward would not reach gdpo, which reads the reward's parts; use"
+            " kl.where=loss"
+        )
+    if kl.where in ("none", "reward") and adv_estimator == "none":
+        yield (
+            f"algorithm.adv_estimator=none learns from algorithm.kl alone, and kl.where={kl.where}"
+            " leaves nothing; set kl.where=advantage or loss, or another estimator"
+        )

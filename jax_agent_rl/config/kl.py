@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from jax_agent_rl.config.base import NonNegative, Positive, Section, Unless, WhenKey
-
-if TYPE_CHECKING:
-    from jax_agent_rl.config.run import Config
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 
@@ -159,85 +156,14 @@ class DistillConfig(Section):
         ),
     )
 
-
-def with_teachers(sections: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add the ``algorithm`` of on-policy distillation to an unvalidated tree with ``distill``.
-
-    Keys of the tree stay as they are.
-    """
-    if sections.get("distill") is None:
-        return sections
-    algorithm = sections.get("algorithm") or {}
-    if not isinstance(algorithm, Mapping):
-        return sections
-    kl = algorithm.get("kl") or {}
-    if not isinstance(kl, Mapping) or kl.get("where") == "none":
-        return sections
-
-    is_exact = bool(kl.get("top_k"))  # computed over the likeliest ids instead of estimated
-    kl = {"where": "loss" if is_exact else "advantage", "coef": 1.0, **kl}
-    if not is_exact:
-        kl = {"estimator": "k1+" if kl["where"] == "loss" else "k1", **kl}
-    defaults = {
-        "adv_estimator": "none",
-        "filter_zero_variance": False,  # groups of equal rewards have the teacher's gradient
-    }
-    return {**sections, "algorithm": {**defaults, **algorithm, "kl": kl}}
-
-
-def kl_problems(config: Config) -> Iterator[str]:
-    """Yield every inconsistency of the KL with itself and the advantages, each with its fix."""
-    kl = config.algorithm.kl
-    adv_estimator = config.algorithm.adv_estimator
-    if kl.where in ("reward", "advantage") and kl.estimator.endswith("+"):
-        yield (
-            f"algorithm.kl.estimator={kl.estimator} differs from {kl.estimator[:-1]} in its"
-            f" gradient only, and a reward has none, nor has an advantage; use {kl.estimator[:-1]},"
-            " or kl.where=loss"
-        )
-    if kl.where == "loss" and kl.estimator == "k1" and not kl.top_k:
-        yield "algorithm.kl.estimator=k1 has a gradient of mean zero in the loss; use k1+, k2 or k3"
-    if kl.where == "reward" and adv_estimator == "gdpo":
-        yield (
-            "algorithm.kl.where=reward would not reach gdpo, which reads the reward's parts; use"
-            " kl.where=loss"
-        )
-    if kl.where in ("none", "reward") and adv_estimator == "none":
-        yield (
-            f"algorithm.adv_estimator=none learns from algorithm.kl alone, and kl.where={kl.where}"
-            " leaves nothing; set kl.where=advantage or loss, or another estimator"
-        )
-
-
-def distill_problems(config: Config) -> Iterator[str]:
-    """Yield every inconsistency of the teachers, each with its fix."""
-    distill = config.distill
-    if distill is None:
-        return
-    if config.algorithm.kl.where == "none":
-        yield (
-            "distill.teachers, but algorithm.kl.where=none compares with none; set it to advantage"
-            " or loss"
-        )
-
-    # A server scores at temperature 1 over the whole vocabulary, whatever the policy samples from.
-    temperature = config.rollout.temperature
-    urls = [teacher.url for teacher in distill.teachers if teacher.url is not None]
-    if urls and (temperature != 1 or config.replays_supports):
-        subset = " from some of them" if config.replays_supports else ""
-        yield (
-            f"distill.teachers: {urls[0]} gives log-probs of temperature 1 over all ids, but the"
-            f" policy samples with rollout.temperature={temperature:g}{subset}; set"
-            " rollout.temperature=1 without top_p, top_k, min_p and agent.constrain_tool_calls, or"
-            " put the teacher on the learner's devices (remove its url)"
-        )
-
-    earlier_sources: set[str] = set()
-    for index, teacher in enumerate(distill.teachers):
-        if earlier_sources.issuperset(teacher.data_sources):
-            yield (
-                f"distill.teachers[{index}] ({teacher.path}) teaches no row: the teachers before"
-                f" it have its data_sources {list(teacher.data_sources)}; name others, or order the"
-                " special before the general"
-            )
-        earlier_sources.update(teacher.data_sources)
+    def problems(self) -> Iterator[str]:
+        """Yield every inconsistency of the section, with its fix."""
+        earlier_sources: set[str] = set()
+        for index, teacher in enumerate(self.teachers):
+            if earlier_sources.issuperset(teacher.data_sources):
+                yield (
+                    f"distill.teachers[{index}] ({teacher.path}) teaches no row: the teachers"
+                    f" before it have its data_sources {list(teacher.data_sources)}; name others,"
+                    " or order the special before the general"
+                )
+            earlier_sources.update(teacher.data_sources)

@@ -6,7 +6,7 @@ The keys of tree-structured rollouts (``rollout.strategy``) are in the notation 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,9 +21,6 @@ from jax_agent_rl.config.base import (
 )
 from jax_agent_rl.config.engines import JetStreamConfig, VllmConfig
 from jax_agent_rl.utils.plugins import InstalledName
-
-if TYPE_CHECKING:
-    from jax_agent_rl.config.run import Config
 
 _IN_ACTORS = WhenKey("rollout.placement", "separate", "hybrid")
 
@@ -298,18 +295,64 @@ class RolloutConfig(Section):
         """Whether top_p, top_k or min_p exclude token ids from sampling in training."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
+    def problems(self) -> Iterator[str]:
+        """Yield every inconsistency of the section, each with its fix."""
+        yield from _placement_problems(self)
+        yield from _group_problems(self)
+        yield from _engine_problems(self)
+        yield from _transport_problems(self)
 
-def rollout_problems(config: Config) -> Iterator[str]:
-    """Yield every inconsistency of the section, each with its fix."""
-    rollout = config.rollout
-    engine = rollout.jetstream
+
+def _group_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """Yield inconsistencies of the size of a group."""
     min_group_size = rollout.min_group_size
     if min_group_size is not None and min_group_size > rollout.group_size:
         yield (
             f"rollout.min_group_size={min_group_size} is more than"
             f" rollout.group_size={rollout.group_size}; lower it, or leave it out"
         )
+    yield from _tree_problems(rollout.strategy, rollout.group_size)
 
+
+def _tree_problems(strategy: StrategyConfig, group_size: int) -> Iterator[str]:
+    """Yield sizes of the chosen strategy's trees that do not make up a group."""
+    if strategy.name == "tree_grpo":
+        tree = strategy.tree_grpo
+        leaves = 1 + tree.l * tree.n
+        if tree.k > leaves:
+            yield (
+                f"rollout.strategy.tree_grpo.k={tree.k} leaves are to be kept of each tree, but it"
+                f" has only 1 + l * n = {leaves}; lower k, or raise n or l"
+            )
+        size = tree.m * tree.k
+        if group_size != size:
+            yield (
+                f"rollout.strategy=tree_grpo makes groups of m * k = {tree.m} * {tree.k} = {size}"
+                f" trajectories, rollout.group_size is {group_size}; set rollout.group_size={size}"
+            )
+
+    if strategy.name == "treerl":
+        tree = strategy.treerl
+        size = tree.m * (1 + tree.l * tree.n * tree.t)
+        if group_size != size:
+            yield (
+                f"rollout.strategy=treerl makes groups of m * (1 + l * n * t) = {tree.m} * (1 +"
+                f" {tree.l} * {tree.n} * {tree.t}) = {size} trajectories, rollout.group_size is"
+                f" {group_size}; set rollout.group_size={size}"
+            )
+
+    if strategy.name == "arpo":
+        initial_rollouts = strategy.arpo.initial_rollouts
+        if initial_rollouts >= group_size:
+            yield (
+                f"rollout.strategy.arpo.initial_rollouts={initial_rollouts} leaves nothing of"
+                f" rollout.group_size={group_size} to branch; lower it (half is usual)"
+            )
+
+
+def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """Yield what the chosen engine cannot do."""
+    engine = rollout.jetstream
     is_jetstream = rollout.backend == "jetstream"
     is_custom_engine = is_jetstream and engine.engine_factory is not None
     if rollout.adapters and is_jetstream and rollout.deterministic:
@@ -357,7 +400,65 @@ def rollout_problems(config: Config) -> Iterator[str]:
                 f"rollout.{key}={value} does not go with rollout.backend={rollout.backend};"
                 " remove it"
             )
-    yield from _transport_problems(rollout)
+
+
+def _custom_engine_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """Yield what an engine from ``engine_factory`` cannot do."""
+    setting = f"rollout.jetstream.engine_factory={rollout.jetstream.engine_factory}"
+    if rollout.temperature != 1 or rollout.eval_temperature not in (0, 1):
+        yield (
+            f"{setting} reports log-probs of the raw logits, but"
+            f" rollout.temperature={rollout.temperature:g} and"
+            f" eval_temperature={rollout.eval_temperature:g}; set temperature to 1 and"
+            " eval_temperature to 0 or 1"
+        )
+    if rollout.restricts_sampling:
+        yield (
+            f"{setting} samples from all ids: set rollout.top_p=1, rollout.top_k=0 and"
+            " rollout.min_p=0"
+        )
+    if rollout.deterministic:
+        yield (
+            f"{setting} is not the learner's program; remove it, or set rollout.deterministic=false"
+        )
+
+
+def _placement_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """Yield inconsistencies of where the engines run."""
+    placement = rollout.placement
+    is_remote = rollout.backend == "remote"
+    if placement != "colocated" and is_remote:
+        yield (
+            f"rollout.placement={placement} places engines that the run starts, but"
+            " rollout.backend=remote runs where its servers are; remove rollout.placement, or set"
+            " rollout.backend=jetstream or vllm"
+        )
+    elif placement != "colocated" and rollout.deterministic:
+        yield (
+            "rollout.deterministic shares one program with the learner, but"
+            f" rollout.placement={placement} runs engines in other processes; set"
+            " rollout.placement=colocated, or rollout.deterministic=false"
+        )
+    if rollout.sleep_during_update and (placement == "separate" or is_remote):
+        yield "rollout.sleep_during_update: no engine shares the learner's devices; remove it"
+    yield from _gpu_count_problems(rollout)
+
+
+def _gpu_count_problems(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.backend == "vllm":
+        key = "rollout.vllm.tensor_parallel_size"
+        devices = rollout.vllm.tensor_parallel_size
+        may_grow = False
+    else:
+        mesh = rollout.jetstream.mesh
+        key = "rollout.jetstream.mesh"
+        devices = mesh.devices
+        may_grow = mesh.data is None or mesh.tensor is None  # the engine fills the devices it has
+
+    gpus = rollout.gpus_per_engine
+    is_enough = gpus in (0, devices) or (may_grow and gpus % devices == 0)
+    if not is_enough:
+        yield (f"rollout.gpus_per_engine={gpus}: set {devices}, which {key} needs, or 0 for CPUs")
 
 
 def _transport_problems(rollout: RolloutConfig) -> Iterator[str]:
@@ -384,81 +485,3 @@ def _transport_problems(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.weight_dir={weight_dir} is no folder of this machine; set"
             " rollout.weight_transport=tensorstore, which writes to buckets"
         )
-
-
-def _custom_engine_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """Yield what an engine from ``engine_factory`` cannot do."""
-    setting = f"rollout.jetstream.engine_factory={rollout.jetstream.engine_factory}"
-    if rollout.temperature != 1 or rollout.eval_temperature not in (0, 1):
-        yield (
-            f"{setting} reports log-probs of the raw logits, but"
-            f" rollout.temperature={rollout.temperature:g} and"
-            f" eval_temperature={rollout.eval_temperature:g}; set temperature to 1 and"
-            " eval_temperature to 0 or 1"
-        )
-    if rollout.restricts_sampling:
-        yield (
-            f"{setting} samples from all ids: set rollout.top_p=1, rollout.top_k=0 and"
-            " rollout.min_p=0"
-        )
-    if rollout.deterministic:
-        yield (
-            f"{setting} is not the learner's program; remove it, or set rollout.deterministic=false"
-        )
-
-
-def strategy_problems(config: Config) -> Iterator[str]:
-    """Yield every inconsistency of ``rollout.strategy``, with its fix."""
-    strategy = config.rollout.strategy
-    adv_estimator = config.algorithm.adv_estimator
-    if strategy.name == "chain":
-        if adv_estimator in ("tree_grpo", "treerl", "arpo"):
-            yield (
-                f"algorithm.adv_estimator={adv_estimator} compares branches,"
-                " rollout.strategy.name=chain makes none; set"
-                f" rollout.strategy.name={adv_estimator}, or algorithm.adv_estimator=grpo"
-            )
-        return
-    if adv_estimator == "remax":
-        yield (
-            "algorithm.adv_estimator=remax compares a trajectory with a greedy chain from the"
-            " prompt; set rollout.strategy.name=chain, or another estimator (tree_grpo, treerl,"
-            " arpo)"
-        )
-    yield from _group_size_problems(strategy, config.rollout.group_size)
-
-
-def _group_size_problems(strategy: StrategyConfig, group_size: int) -> Iterator[str]:
-    """Yield sizes of the chosen strategy's trees that do not make up a group."""
-    if strategy.name == "tree_grpo":
-        tree = strategy.tree_grpo
-        leaves = 1 + tree.l * tree.n
-        if tree.k > leaves:
-            yield (
-                f"rollout.strategy.tree_grpo.k={tree.k} leaves are to be kept of each tree, but it"
-                f" has only 1 + l * n = {leaves}; lower k, or raise n or l"
-            )
-        size = tree.m * tree.k
-        if group_size != size:
-            yield (
-                f"rollout.strategy=tree_grpo makes groups of m * k = {tree.m} * {tree.k} = {size}"
-                f" trajectories, rollout.group_size is {group_size}; set rollout.group_size={size}"
-            )
-
-    if strategy.name == "treerl":
-        tree = strategy.treerl
-        size = tree.m * (1 + tree.l * tree.n * tree.t)
-        if group_size != size:
-            yield (
-                f"rollout.strategy=treerl makes groups of m * (1 + l * n * t) = {tree.m} * (1 +"
-                f" {tree.l} * {tree.n} * {tree.t}) = {size} trajectories, rollout.group_size is"
-                f" {group_size}; set rollout.group_size={size}"
-            )
-
-    if strategy.name == "arpo":
-        initial_rollouts = strategy.arpo.initial_rollouts
-        if initial_rollouts >= group_size:
-            yield (
-                f"rollout.strategy.arpo.initial_rollouts={initial_rollouts} leaves nothing of"
-                f" rollout.group_size={group_size} to branch; lower it (half is usual)"
-            )

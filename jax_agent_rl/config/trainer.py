@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from jax_agent_rl.config.base import Distinct, NonNegative, OrInstalled, Positive, Section, WhenKey
-
-if TYPE_CHECKING:
-    from jax_agent_rl.config.run import Config
 
 _FULLY_ASYNC = WhenKey("trainer.mode", "fully_async")
 _DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 1}
@@ -162,6 +159,15 @@ class TrainerConfig(Section):
             )
         return value
 
+    def problems(self) -> Iterator[str]:
+        """Yield every inconsistency of the section, with its fix."""
+        default = _DEFAULT_STALENESS[self.mode]  # which the modes but fully_async cannot change
+        if self.mode != "fully_async" and self.max_staleness not in (None, default):
+            yield (
+                f"trainer.max_staleness={self.max_staleness}: with trainer.mode={self.mode} it is"
+                f" {default}; leave it out, or set trainer.mode=fully_async"
+            )
+
 
 class TraceConfig(Section):
     """Traces: spans of trajectories (run, generate, tool, reward, wait), and their sinks."""
@@ -200,36 +206,3 @@ class TraceConfig(Section):
     mlflow_tracking_uri: Annotated[str | None, WhenKey("trace.sinks", "mlflow")] = Field(
         default=None, description="MLflow server or database; null: mlflow.db in the run folder."
     )
-
-
-def trainer_problems(config: Config) -> Iterator[str]:
-    """Yield every inconsistency of the section, each with its fix."""
-    mode = config.trainer.mode
-    max_staleness = config.trainer.max_staleness
-    default = _DEFAULT_STALENESS[mode]  # which the modes but fully_async cannot change
-    if mode != "fully_async" and max_staleness not in (None, default):
-        yield (
-            f"trainer.max_staleness={max_staleness}: with trainer.mode={mode} it is"
-            f" {default}; leave it out, or set trainer.mode=fully_async"
-        )
-
-
-def with_correction(sections: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add token-level importance weights to an unvalidated tree that trains on stale tokens.
-
-    A tree with a correction of its own is returned as it is.
-    """
-    trainer = sections.get("trainer")
-    algorithm = sections.get("algorithm") or {}
-    if not isinstance(trainer, Mapping) or not isinstance(algorithm, Mapping):
-        return sections
-
-    has_stale_tokens = trainer.get("mode", "sync") != "sync" and trainer.get("max_staleness") != 0
-    if not has_stale_tokens or "rollout_correction" in algorithm:
-        return sections
-    loss = algorithm.get("policy_loss")
-    if isinstance(loss, Mapping) and loss.get("loss_mode") == "decoupled":
-        return sections  # this loss has importance weights of its own
-
-    correction = {"rollout_is": "token"}
-    return {**sections, "algorithm": {**algorithm, "rollout_correction": correction}}

@@ -69,7 +69,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.config.run import has_own_devices, uses_tools
+from jax_agent_rl.config.default_agent import uses_tools
 from jax_agent_rl.observe.watch import (
     NoReward,
     Record,
@@ -373,7 +373,7 @@ def _free_share(record: Record, own_devices: bool) -> float:
 
 def _idle_rule(config: Config) -> Rule:
     mode = config.trainer.mode
-    own_devices = has_own_devices(config)
+    own_devices = config.engines_have_own_devices
     if mode == "sync":
         return Rule(
             name="learner_idle",

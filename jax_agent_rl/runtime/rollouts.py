@@ -40,7 +40,7 @@ from jax_agent_rl.collect.collector import RolloutCollector, Score
 from jax_agent_rl.collect.groups import TimeLimits
 from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.config import Config, DataSource
-from jax_agent_rl.config.run import report_idle_tools
+from jax_agent_rl.config.default_agent import report_idle_tools
 from jax_agent_rl.data.dataset import Dataset, RowsWithoutPrompts, open_dataset
 from jax_agent_rl.data.reader import LocatedRow, Row, located
 from jax_agent_rl.data.rows import RowChecks

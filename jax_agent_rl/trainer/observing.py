@@ -26,7 +26,7 @@ import jax
 
 from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.config import Config
-from jax_agent_rl.config.run import report_idle_tools
+from jax_agent_rl.config.default_agent import report_idle_tools
 from jax_agent_rl.learner.losses.aggregation import depends_on_lengths, describe_batch
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.packing import trained_lengths

@@ -6,8 +6,6 @@ from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*(ROOT / "jax_agent_rl").rglob("*.py"), *(ROOT / "gpu_backend").rglob("*.py")])
 
@@ -17,6 +15,13 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
+CLOSING_IMPORTS: set[tuple[str, str]] = {
+    ("jax_agent_rl.agents.context", "jax_agent_rl.agents.episode"),
+    ("jax_agent_rl.agents.session_tree", "jax_agent_rl.agents.recorder"),
+}
+"""Imports that still close a cycle. Nothing is added here."""
+
+
 def module(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
@@ -24,45 +29,42 @@ def module(file: Path) -> str:
 MODULES = {module(file): file for file in FILES}
 
 
-def imports(tree: ast.Module, *, types: bool = False) -> set[str]:
-    """Modules that a module imports when it is imported, packages as what is imported of them.
+def imports(name: str) -> set[str]:
+    """Other modules that a module imports anywhere: at its top, in a function, or for types alone.
 
-    Args:
-        types: also those that are imported for annotations alone.
+    ``from package import part`` imports the part if that is a module, else the package.
     """
-    found = set()
-    body = []
-    for node in tree.body:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            if types:
-                body += node.body
-        else:
-            body.append(node)
-    for node in body:
+    imported = set()
+    for node in ast.walk(tree_of(MODULES[name])):
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name if name in MODULES else node.module for name in names}
-    return found & MODULES.keys()
+            for alias in node.names:
+                part = f"{node.module}.{alias.name}"
+                imported.add(part if part in MODULES else node.module)
+        elif isinstance(node, ast.Import):
+            imported.update(alias.name for alias in node.names)
+    return (imported & MODULES.keys()) - {name}
 
 
-def require_no_cycle(graph: dict[str, set[str]]) -> None:
+def cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    """The modules of a cycle, each imported by the next, if there is one."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        raise AssertionError(" -> ".join(error.args[1])) from None
+        return error.args[1]
+    return None
 
 
-def test_no_file_imports_itself_through_others():
-    require_no_cycle({name: imports(tree_of(file)) - {name} for name, file in MODULES.items()})
+def test_no_module_imports_itself_through_others():
+    graph = {name: imports(name) for name in MODULES}
+    for name, imported in CLOSING_IMPORTS:
+        assert imported in graph[name]
+        graph[name].remove(imported)
+    assert cycle(graph) is None
 
 
-@pytest.mark.parametrize("package", ["jetstream", "rollout"])
-def test_no_file_imports_itself_through_others_for_types(package: str):
-    graph = {}
-    for name, file in MODULES.items():
-        if name.startswith(f"jax_agent_rl.{package}."):
-            graph[name] = imports(tree_of(file), types=True) - {name}
-    require_no_cycle(graph)
+def test_an_import_for_types_closes_a_cycle():
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) is not None
+    assert "jax_agent_rl.rollout.client" in imports("jax_agent_rl.environments.users.builtin")
 
 
 def test_every_public_class_has_a_name_of_its_own():

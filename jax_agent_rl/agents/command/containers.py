@@ -53,7 +53,7 @@ from jax_agent_rl.agents.command.workspace import (
     pack_tree,
     read_result,
 )
-from jax_agent_rl.config.agent import CommandConfig
+from jax_agent_rl.config.command_agent import CommandConfig
 from jax_agent_rl.errors import ConfigError, TrajectoryError
 
 logger = logging.getLogger(__name__)

@@ -18,12 +18,11 @@ from rich.text import Text
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.certify import kernels, speed, system
-from jax_agent_rl.deploy.certify.machine import Machine, load_config
+from jax_agent_rl.deploy.certify.machine import Machine, NotRunError, load_config
 from jax_agent_rl.deploy.certify.report import (
     Check,
     CheckOutcome,
     CheckResult,
-    NotRunError,
     as_json,
     deviations,
     write,

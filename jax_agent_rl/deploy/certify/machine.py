@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.data.tasks import prepare_shop
-from jax_agent_rl.deploy.certify.report import NotRunError
 from jax_agent_rl.deploy.doctor.machine import usable_cores, usable_memory
 from jax_agent_rl.deploy.plan.compiled import Compiled, compile_program
 from jax_agent_rl.deploy.plan.plan import Load, inventory, loads
@@ -111,6 +110,10 @@ def load_config(
         },
     }
     return build(tree, overrides)
+
+
+class NotRunError(Exception):
+    """A check cannot run on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,10 +91,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class NotRunError(Exception):
-    """A check cannot run on this machine."""
-
-
 class CheckOutcome(StrEnum):
     """How a check ended."""
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jax_agent_rl.deploy.certify.machine import Machine
-from jax_agent_rl.deploy.certify.report import CheckResult, Claim, NotRunError, format_number
+from jax_agent_rl.deploy.certify.machine import Machine, NotRunError
+from jax_agent_rl.deploy.certify.report import CheckResult, Claim, format_number
 from jax_agent_rl.deploy.plan.compiled import Compiled, ideal_seconds
 from jax_agent_rl.deploy.plan.engine_programs import pass_flops
 from jax_agent_rl.deploy.plan.learner_programs import as_sampled, make_group

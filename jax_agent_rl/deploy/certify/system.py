@@ -19,8 +19,8 @@ from rich.console import Console
 
 from jax_agent_rl.agreement.report import coarsest, product_precision, run_tolerance, tolerance
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.certify.machine import Machine
-from jax_agent_rl.deploy.certify.report import CheckResult, Claim, NotRunError, format_number
+from jax_agent_rl.deploy.certify.machine import Machine, NotRunError
+from jax_agent_rl.deploy.certify.report import CheckResult, Claim, format_number
 from jax_agent_rl.deploy.certify.speed import full_groups
 from jax_agent_rl.deploy.plan.learner_programs import make_group
 from jax_agent_rl.deploy.plan.topology import place_devices

@@ -23,7 +23,7 @@ from jax_agent_rl.agents.prompt import codec_of_row, encode_prompt
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.base import Facts, unused
-from jax_agent_rl.config.run import default_agent, report_idle_tools
+from jax_agent_rl.config.default_agent import default_agent, report_idle_tools
 from jax_agent_rl.data.dataset import Dataset, RowsWithoutPrompts, find_files
 from jax_agent_rl.data.reader import Row
 from jax_agent_rl.deploy.doctor import machine

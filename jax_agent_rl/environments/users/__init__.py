@@ -8,6 +8,7 @@ from jax_agent_rl.environments.users.base import (
     BaseInteraction,
     InteractionRegistry,
     InteractionSession,
+    UserModel,
     UserReply,
 )
 from jax_agent_rl.environments.users.builtin import (
@@ -15,7 +16,6 @@ from jax_agent_rl.environments.users.builtin import (
     Gsm8kInteraction,
     ModelUserInteraction,
     OpenAIChat,
-    UserModel,
 )
 
 __all__ = [

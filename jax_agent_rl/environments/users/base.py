@@ -24,7 +24,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from jax_agent_rl.checks import as_score, brief_repr
 from jax_agent_rl.errors import ConfigError, InteractionError, TrajectoryError
@@ -32,8 +32,7 @@ from jax_agent_rl.utils.failures import FailureLog, user_code_error
 from jax_agent_rl.utils.plugins import find_class, read_entries
 from jax_agent_rl.utils.timeouts import in_time
 
-if TYPE_CHECKING:
-    from jax_agent_rl.environments.users.builtin import UserModel
+Message = Mapping[str, Any]
 
 
 class UserReply(NamedTuple):
@@ -50,6 +49,16 @@ class UserReply(NamedTuple):
     text: str
     score: float = 0.0
     metadata: Mapping[str, Any] = {}
+
+
+class UserModel(Protocol):
+    """Continues a conversation."""
+
+    async def complete(
+        self, messages: Sequence[Message], *, request_id: str, max_tokens: int, temperature: float
+    ) -> str: ...
+
+    async def close(self) -> None: ...
 
 
 class BaseInteraction(ABC):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ from jax_agent_rl.chat.messages import alternating
 from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.loading import build_tree
-from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
+from jax_agent_rl.environments.users.base import BaseInteraction, Message, UserModel, UserReply
 from jax_agent_rl.errors import ConfigError, InteractionError, TemplateError
 from jax_agent_rl.rewards.rules import last_number, marked_number
 from jax_agent_rl.types import SamplingParams
@@ -25,18 +25,6 @@ from jax_agent_rl.utils.surrogates import replace_lone_surrogates
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
     from jax_agent_rl.rollout.client import LLMServerClient
-
-Message = Mapping[str, Any]
-
-
-class UserModel(Protocol):
-    """Continues a conversation."""
-
-    async def complete(
-        self, messages: Sequence[Message], *, request_id: str, max_tokens: int, temperature: float
-    ) -> str: ...
-
-    async def close(self) -> None: ...
 
 
 class OpenAIChat:

@@ -14,7 +14,7 @@ from jax_agent_rl.agents import (
     ToolAgent,
 )
 from jax_agent_rl.config import DataSource, SearchConfig, ToolClientConfig, build
-from jax_agent_rl.config.run import report_idle_tools
+from jax_agent_rl.config.default_agent import report_idle_tools
 from jax_agent_rl.runtime import rollouts
 from jax_agent_rl.tools.registry import ToolRegistry
 from tests.agent_testbed import AgentHarness

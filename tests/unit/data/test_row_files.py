@@ -24,7 +24,7 @@ from jax_agent_rl.agents.prompt import encode_prompt, openai_prompt
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import build
 from jax_agent_rl.config.commands import ConversationsConfig, SftDataConfig
-from jax_agent_rl.config.run import report_idle_tools
+from jax_agent_rl.config.default_agent import report_idle_tools
 from jax_agent_rl.config.task import DataSource
 from jax_agent_rl.data.dataset import RowsWithoutPrompts, open_dataset
 from jax_agent_rl.data.reader import MAX_DEPTH, read_row_file

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.config import Config, build
-from jax_agent_rl.config.run import has_own_devices
 from jax_agent_rl.observe.warnings import overlap_gain, rules
 from jax_agent_rl.observe.watch import Rule, SinceLast, SinceStart, Watch
 from jax_agent_rl.trainer.observing import missing_agent_warning
@@ -341,7 +340,7 @@ def test_a_mode_is_worth_trying_where_the_engine_leaves_time():
 def test_an_engine_has_devices_of_its_own_beside_the_learner_or_elsewhere(
     overrides: list[str], own: bool
 ):
-    assert has_own_devices(conf(*overrides)) is own
+    assert conf(*overrides).engines_have_own_devices is own
 
 
 # --- before the first step ------------------------------------------------------------------------
