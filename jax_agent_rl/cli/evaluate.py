@@ -32,6 +32,7 @@ from jax_agent_rl.cli.options import (
 from jax_agent_rl.observe.progress import print_line
 from jax_agent_rl.observe.selection import Colour, Sort, Split, TrajectoryFilter
 from jax_agent_rl.types import FinishReason, StopReason
+from jax_agent_rl.utils.text import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -247,8 +248,9 @@ def rollout(
     lost = ", ".join(f"{reason} {count}" for reason, count in dropped)
     print_line(
         console,
-        f"{summary['started']} trajectories started = {summary['kept']} in {out} + lost"
-        f" ({lost or 'none'}), of {summary['prompts']} prompts (jax-agent-rl view {out})",
+        f"{counted(summary['started'], 'trajectory')} started = {summary['kept']} in {out} + lost"
+        f" ({lost or 'none'}), of {counted(summary['prompts'], 'prompt')}"
+        f" (jax-agent-rl view {out})",
     )
     if json:
         print_object(summary)
@@ -282,8 +284,9 @@ def parse_ks(text: str | None, samples: int) -> tuple[int, ...]:
 def headline(summary: Mapping[str, Any]) -> str:
     """Describe the evaluation in one line."""
     return (
-        f"{summary['policy']} on {summary['data']}: {summary['samples_per_prompt']} samples per"
-        f" prompt, temperature {summary['temperature']:g}, seed {summary['seed']}"
+        f"{summary['policy']} on {summary['data']}:"
+        f" {counted(summary['samples_per_prompt'], 'sample')} per prompt,"
+        f" temperature {summary['temperature']:g}, seed {summary['seed']}"
     )
 
 

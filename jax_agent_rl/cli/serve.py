@@ -31,6 +31,7 @@ from jax_agent_rl.cli.options import (
     settings_model,
 )
 from jax_agent_rl.observe.progress import print_line
+from jax_agent_rl.utils.text import counted
 
 if TYPE_CHECKING:
     from jax_agent_rl.runtime.choice import PolicyChoice
@@ -131,9 +132,10 @@ def tinker_server(
         from jax_agent_rl.tinker_server.app import serve as run
     except ModuleNotFoundError as error:
         from jax_agent_rl.errors import ConfigError
+        from jax_agent_rl.utils.packages import install_command
 
         raise ConfigError(
-            "tinker-server needs the extra `tinker`: pip install 'jax_agent_rl[tinker]'"
+            f"tinker-server needs the extra `tinker`: {install_command('tinker')}"
         ) from error
     use_compilation_cache()
     run_server(run(settings, print_line=print))
@@ -284,7 +286,8 @@ def _change_engines(run: Path, path: str, body: dict[str, Any] | None, *, as_jso
     print(f"version {answer['policy_version']} is served by {len(answer['engines'])}:")
     for engine in answer["engines"]:
         name = printable(engine["name"], one_line=True)
-        print(f"  {name}  version {engine['policy_version']}, {engine['requests']} requests")
+        requests = counted(engine["requests"], "request")
+        print(f"  {name}  version {engine['policy_version']}, {requests}")
 
 
 def _serve(choice: PolicyChoice, serve: Callable[..., Coroutine[Any, Any, None]]) -> None:
@@ -337,12 +340,12 @@ def diagnose(
     comparison = result.comparison
     allowed = result.allowed
     diagnosis = result.diagnosis
-    print_line(console, f"comparing {result.contexts} contexts of {result.source}")
+    print_line(console, f"comparing {counted(result.contexts, 'context')} of {result.source}")
     if diagnosis is None:
         print_line(
             console,
             f"engine and learner agree about the weights of version {result.version}: over"
-            f" {comparison.tokens} tokens {comparison.mean:.1e} nats on average (allowed"
+            f" {counted(comparison.tokens, 'token')} {comparison.mean:.1e} nats on average (allowed"
             f" {allowed.mean:.1e}), {comparison.largest:.1e} at most (allowed {allowed.token:.1e})",
         )
     else:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jax_agent_rl.errors import NothingToTrainError
 from jax_agent_rl.types import DropReason, Group
+from jax_agent_rl.utils.text import counted
 
 
 class Accounting:
@@ -195,7 +196,7 @@ class LostBatchGuard:
         main_reason = reasons.most_common(1)[0][0]
         newest_loss = latest_losses.get(main_reason, "see the log")
         raise NothingToTrainError(
-            f"every trajectory of {self.lost_batches} batches in a row was lost ({counts}). The"
-            f" newest {main_reason}: {newest_loss}. Repair that, or raise"
+            f"every trajectory of {counted(self.lost_batches, 'batch')} in a row was lost"
+            f" ({counts}). The newest {main_reason}: {newest_loss}. Repair that, or raise"
             " trainer.max_failed_batches"
         )

@@ -9,6 +9,7 @@ from jax_agent_rl.config.agent import AgentConfig
 from jax_agent_rl.config.base import value_at
 from jax_agent_rl.config.run import Config
 from jax_agent_rl.config.task import ToolClientConfig
+from jax_agent_rl.utils.text import counted
 
 PLAIN_AGENT = "single_turn_agent"  # generates once and calls no tools
 
@@ -81,8 +82,8 @@ def report_idle_tools(
         return None
 
     observation = (
-        f"{len(plain_rows)} of {len(rows)} rows have no agent_name, so they run as {PLAIN_AGENT}"
-        f" and never use {', '.join(idle)}"
+        f"no agent_name in {len(plain_rows)} of {counted(len(rows), 'row')}: plain generation"
+        f" ({PLAIN_AGENT}) never uses {', '.join(idle)}"
     )
     fixes = " or ".join(dict.fromkeys(idle.values()))
     fix = (

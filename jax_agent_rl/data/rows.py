@@ -39,7 +39,7 @@ from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.files import write_atomically
 from jax_agent_rl.utils.media import KINDS, MAX_FRAMES, data_url_bytes, media_source
 from jax_agent_rl.utils.near_names import did_you_mean
-from jax_agent_rl.utils.packages import is_installed
+from jax_agent_rl.utils.packages import install_command, is_installed
 
 Source = str | bytes | list[str | bytes]
 _COLUMN_HINTS = {
@@ -344,8 +344,7 @@ def _read_source(kind: str, item: Any, folder: Path) -> Source:
         return frames
     if kind == "video" and item and isinstance(item, str | bytes) and not is_installed("av"):
         raise ValueError(
-            "a video file needs PyAV: pip install 'jax_agent_rl[video]', or give a list of its"
-            " frames"
+            f"a video file needs PyAV: {install_command('video')}, or give a list of its frames"
         )
     if isinstance(item, bytes) and item:
         return item

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.environments.base import Environment, Observation, in_thread, register_environment
 from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.rewards.rules import tagged
-from jax_agent_rl.utils.packages import import_installed
+from jax_agent_rl.utils.packages import import_installed, install_command
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.reply import Reply
@@ -99,8 +99,7 @@ def _open_dataset(name: str, seed: int, settings: str) -> Any:
         reasoning_gym = import_installed("reasoning_gym")
     except ImportError:
         raise EnvironmentFailedError(
-            "reasoning-gym is not installed; install the extra: pip install"
-            " 'jax_agent_rl[environments]'"
+            f"reasoning-gym is not installed; install the extra: {install_command('environments')}"
         ) from None
     try:
         return reasoning_gym.create_dataset(name, seed=seed, **json.loads(settings))
@@ -232,8 +231,7 @@ def _load(path: Path) -> Any:
         textworld = import_installed("textworld")
     except ImportError:
         raise EnvironmentFailedError(
-            "textworld is not installed; install the extra: pip install"
-            " 'jax_agent_rl[environments]'"
+            f"textworld is not installed; install the extra: {install_command('environments')}"
         ) from None
     if not path.is_file():
         raise EnvironmentFailedError(

@@ -33,6 +33,7 @@ from jax_agent_rl.errors import EnvironmentFailedError, ToolArgumentError, ToolN
 from jax_agent_rl.tools.function_tool import FunctionTool
 from jax_agent_rl.tools.schema import check_arguments
 from jax_agent_rl.types import FinishReason, ToolCallRecord
+from jax_agent_rl.utils.packages import install_command
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.reply import Reply, ToolCall
@@ -234,7 +235,7 @@ def _tasks(taskset: str, settings: str) -> _LazyTasks:
         import verifiers.v1 as vf
     except ImportError:
         raise EnvironmentFailedError(
-            "verifiers is not installed; install the extra: pip install 'jax_agent_rl[verifiers]'"
+            f"verifiers is not installed; install the extra: {install_command('verifiers')}"
         ) from None
     config = vf.taskset_config_type(taskset).model_validate({**json.loads(settings), "id": taskset})
     return _LazyTasks(iter(vf.load_taskset(config)), taskset)

@@ -34,6 +34,7 @@ from jax_agent_rl.runtime.rollouts import Rollouts, open_rollouts
 from jax_agent_rl.trainer.step import training_sampling
 from jax_agent_rl.types import DropReason, Group, SamplingParams
 from jax_agent_rl.utils.bounded_json import read_json_object
+from jax_agent_rl.utils.text import counted
 
 _DEFINING = (
     "seed",
@@ -223,8 +224,8 @@ async def collect(
             finished_rows = len(journal.sizes)
             if finished_rows:
                 progress.print_line(
-                    f"{finished_rows} prompts are in {target.journal}; the same command continues"
-                    " from there"
+                    f"{target.journal} has {counted(finished_rows, 'prompt')}; the same command"
+                    " continues from there"
                 )
             raise
 
@@ -247,11 +248,13 @@ def _show_progress(progress: Progress, journal: Journal, row_count: int) -> None
     start_count = len(journal.sizes)
     start = time.monotonic()
     if start_count:
-        progress.print_line(f"continuing: {start_count} of {row_count} prompts are done")
+        progress.print_line(f"continuing: done are {start_count} of {counted(row_count, 'prompt')}")
 
     def describe() -> str:
         finished = len(journal.sizes)
-        description = f"{finished}/{row_count} prompts, {journal.kept} trajectories"
+        description = (
+            f"{finished}/{counted(row_count, 'prompt')}, {counted(journal.kept, 'trajectory')}"
+        )
         if finished > start_count:
             seconds_per_row = (time.monotonic() - start) / (finished - start_count)
             remaining_seconds = seconds_per_row * (row_count - finished)

@@ -32,6 +32,7 @@ from jax_agent_rl.runtime.rollouts import Rollouts, Source, open_rollouts
 from jax_agent_rl.trainer.record import evaluation_record
 from jax_agent_rl.trainer.step import all_trajectories, evaluation_sampling, recorded
 from jax_agent_rl.types import Group, SamplingParams
+from jax_agent_rl.utils.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +197,7 @@ async def _sample(
 
     def describe() -> str:
         mean_reward = total_reward / max(1, sampled)
-        return f"{sampled}/{total} trajectories, mean reward {mean_reward:.3f}"
+        return f"{sampled}/{counted(total, 'trajectory')}, mean reward {mean_reward:.3f}"
 
     progress.phase("sampling", describe)
     groups = await evaluator.collect(

@@ -29,7 +29,7 @@ from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.utils.packages import is_installed
+from jax_agent_rl.utils.packages import install_command, is_installed
 
 
 def _import_engine_api() -> types.ModuleType:
@@ -40,8 +40,8 @@ def _import_engine_api() -> types.ModuleType:
     """
     if not is_installed("jetstream"):
         raise ModelError(
-            "google-jetstream is not installed, which JetStream's Driver comes with: "
-            "pip install 'jax_agent_rl[jetstream]' && pip install --no-deps google-jetstream==0.2.2"
+            "google-jetstream is not installed, which JetStream's Driver comes with:"
+            f" {install_command('jetstream')} && pip install --no-deps google-jetstream==0.2.2"
         )
     if not is_installed("seqio"):
         # With the two class names that JetStream's annotations use.

@@ -39,6 +39,7 @@ from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.checkpoint_steps import brief, complete_steps, located
 from jax_agent_rl.utils.fingerprints import fingerprint
 from jax_agent_rl.utils.startup import ignore_late_writes
+from jax_agent_rl.utils.text import counted
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -250,7 +251,7 @@ class Checkpointer:
                     damaged.append(name)
             if damaged:
                 raise ValueError(
-                    f"checksums of {len(damaged)} arrays are wrong, e.g. of {damaged[0]}"
+                    f"wrong checksums of {counted(len(damaged), 'array')}, e.g. of {damaged[0]}"
                 )
         except CheckpointError:
             raise
@@ -283,9 +284,9 @@ class Checkpointer:
             raise CheckpointError(
                 f"checkpoint {step} in {self._folder} does not fit this configuration: {name} is"
                 f" {saved.get(name, 'missing')} in it and {wanted.get(name, 'missing')} here"
-                f" ({len(differing)} arrays differ); resume with the model.path, the sections"
-                " algorithm, learner and critic,"
-                " and the agent.role_adapters that the run was started with"
+                f" ({counted(len(differing), 'array')} in all); resume with the model.path, the"
+                " sections algorithm, learner and critic, and the agent.role_adapters that the run"
+                " was started with"
             )
 
     def _damaged(self, step: int, error: Exception) -> CheckpointError:

@@ -25,6 +25,7 @@ from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.optimizer import TrainState, check_patterns, make_optimizer
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import place
+from jax_agent_rl.utils.text import counted
 
 logger = logging.getLogger(__name__)
 
@@ -280,10 +281,11 @@ class OptimizedParams:
         """Raise NonFiniteError after ``limit`` training steps in a row that were not finite."""
         if self.nonfinite_steps >= limit:
             raise NonFiniteError(
-                f"the {self._name} had no update with a finite gradient in {self.nonfinite_steps}"
-                f" training steps in a row (learner.max_nonfinite_steps={limit}); its parameters"
-                f" are those before them. Lower {self._section}.learning_rate, or look at the"
-                " rewards or rows of the last step"
+                f"the {self._name} had no update with a finite gradient in"
+                f" {counted(self.nonfinite_steps, 'training step')} in a row"
+                f" (learner.max_nonfinite_steps={limit}); its parameters are those before them."
+                f" Lower {self._section}.learning_rate, or look at the rewards or rows of the last"
+                " step"
             )
 
 

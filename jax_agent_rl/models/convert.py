@@ -26,6 +26,7 @@ from jax_agent_rl.utils.files import (
     replacing_folder,
     require_new,
 )
+from jax_agent_rl.utils.packages import install_command
 
 _LAYER_NAMES = {
     "attn_q": LAYER["q"],
@@ -114,7 +115,9 @@ def convert_gguf(source: Path, target: Path) -> None:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise ModelError("reading GGUF files needs the package 'gguf': pip install gguf") from None
+        raise ModelError(
+            f"reading GGUF files needs the package 'gguf': {install_command()}"
+        ) from None
     reader = GGUFReader(source)
     fields = Metadata(source, {name: field.contents() for name, field in reader.fields.items()})
     architecture = fields.get("general.architecture", str)

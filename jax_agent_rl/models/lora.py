@@ -31,7 +31,7 @@ from jax_agent_rl.models.identity import WEIGHTS, model_fingerprints
 from jax_agent_rl.models.parameters import PARAMETERS
 from jax_agent_rl.models.tensors import require_finite, save_tensors
 from jax_agent_rl.utils.files import replacing_folder
-from jax_agent_rl.utils.packages import import_installed
+from jax_agent_rl.utils.packages import import_installed, install_command
 
 TILE = 32  # values that share one scale
 
@@ -73,8 +73,7 @@ def quantize(weight: jax.Array, kind: Literal["int8", "nf4"]) -> Any:
         qwix = import_installed("qwix")
     except ImportError:
         raise ConfigError(
-            f"learner.lora.quantize={kind} needs the package qwix: pip install"
-            " 'jax_agent_rl[qlora]'"
+            f"learner.lora.quantize={kind} needs the package qwix: {install_command('qlora')}"
         ) from None
     if weight.shape[-1] % TILE:
         raise ConfigError(

@@ -42,7 +42,7 @@ from jax_agent_rl.observe.selection import (
 )
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Trajectory
-from jax_agent_rl.utils.text import printable
+from jax_agent_rl.utils.text import counted, printable
 
 SAMPLED = "bold green"
 INSERTED = "cyan"
@@ -197,7 +197,7 @@ def _session_tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
     Args:
         segments: rows as :func:`~jax_agent_rl.observe.report.trajectories.session` returns them.
     """
-    tree = Tree(Text(f"{len(segments)} segments"), highlight=False)
+    tree = Tree(Text(counted(len(segments), "segment")), highlight=False)
     branches: list[Tree] = []
     for number, row in enumerate(segments, 1):
         label = Text(f"segment {number}", "bold")
@@ -205,7 +205,9 @@ def _session_tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
             label.append(f"  calls {row['calls']}", "not bold")
         else:
             label.append(f"  turns: {row['turns']}", "not bold")
-        label.append(f"  {row['trained']} trained tokens ({row['share']:.0%})", "not bold")
+        label.append(
+            f"  {counted(row['trained'], 'trained token')} ({row['share']:.0%})", "not bold"
+        )
         parent = tree
         if row["up"] >= 0:
             parent = branches[row["up"]]
@@ -277,7 +279,7 @@ def _headline(record: Mapping[str, Any]) -> Text:
     if lost_requests:
         facts.append(f"lost requests {lost_requests:g}")
     facts.append(f"end {record['finish_reason']}")
-    facts.append(f"sampled {sampled_tokens} of {response_tokens} response tokens")
+    facts.append(f"sampled {sampled_tokens} of {counted(response_tokens, 'response token')}")
     return Text(printable("  ".join(facts)), style="italic")
 
 
@@ -320,9 +322,9 @@ def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
 
     heading = Text(printable(records[0]["group_id"]), "bold")
     heading.append(
-        f"  {len(records)} trajectories, {len(tree_numbers)} trees,"
+        f"  {counted(len(records), 'trajectory')}, {counted(len(tree_numbers), 'tree')},"
         f" mean reward {_mean(trajectories):.2f},"
-        f" {shared_tokens} of {sampled_tokens} sampled tokens shared",
+        f" {shared_tokens} of {counted(sampled_tokens, 'sampled token')} shared",
         "not bold",
     )
     tree = Tree(heading, highlight=False)
@@ -335,7 +337,7 @@ def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
     for number in graph.parents_first():
         node = graph.nodes[number]
         members = [trajectories[index] for index in node.members]
-        label = Text(f"turn {node.turn + 1}  {len(node.ids)} tokens  ")
+        label = Text(f"turn {node.turn + 1}  {counted(len(node.ids), 'token')}  ")
         label.append(f"mean reward {_mean(members):.2f} of {len(members)}  ", "bold")
         for trajectory in ending.get(number, ()):
             name = f"{trajectory.trajectory_id} (tree {tree_numbers[trajectory.tree_id]})"

@@ -21,6 +21,7 @@ from jax_agent_rl.errors import JaxAgentRLError, RewardError, RewardTimeoutError
 from jax_agent_rl.rewards.registry import RewardFunction, find_reward, load_rewards, split_score
 from jax_agent_rl.utils import worker_pool
 from jax_agent_rl.utils.failures import describe_error, user_code_error
+from jax_agent_rl.utils.packages import install_command
 from jax_agent_rl.utils.timeouts import DaemonThreads
 from jax_agent_rl.utils.worker_pool import JsonWorkers, WorkerFailedError, WorkerTimeoutError
 
@@ -147,7 +148,7 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             return _verify_answer(request)
         except ImportError as error:
-            return {"error": f"{error}; install the extra: pip install 'jax_agent_rl[math]'"}
+            return {"error": f"{error}; install the extra: {install_command('math')}"}
 
     data_source, args, kwargs = pickle.loads(base64.b64decode(request["call"]))
     # The parent kills a late worker. If the parent has died, this timer ends the process even while

@@ -14,7 +14,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.packages import install_command
 from jax_agent_rl.utils.services import START_SECONDS, start_service
+from jax_agent_rl.utils.text import counted
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
         from ray.exceptions import RayError
     except ImportError as error:
         raise ConfigError(
-            f"engines in Ray actors need Ray ({error}): pip install 'jax_agent_rl[ray]'"
+            f"engines in Ray actors need Ray ({error}): {install_command('ray')}"
         ) from None
     if ray.is_initialized():
         yield
@@ -171,9 +173,9 @@ async def reserve(
                 await group.ready()
         except TimeoutError:
             raise ConfigError(
-                f"Ray found no place for {engines} engine(s) within {_READY_SECONDS:g} s; free are"
-                f" {_plain(ray.available_resources())}; end what uses the rest, add nodes, or lower"
-                " rollout.num_engines"
+                f"Ray found no place for {counted(engines, 'engine')} within {_READY_SECONDS:g} s;"
+                f" free are {_plain(ray.available_resources())}; end what uses the rest, add nodes,"
+                " or lower rollout.num_engines"
             ) from None
 
         strategies = [

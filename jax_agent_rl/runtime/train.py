@@ -311,7 +311,7 @@ def describe_summary(summary: Mapping[str, Any]) -> str:
     if not_compared:
         lines.append(
             f"engine and learner were compared in {summary['steps_compared']} of"
-            f" {summary['steps_compared'] + not_compared} steps: the others had only tokens of"
-            " older weights (docs/agreement.md)"
+            f" {counted(summary['steps_compared'] + not_compared, 'step')}: the others had only"
+            " tokens of older weights (docs/agreement.md)"
         )
     return "\n".join(lines)

@@ -46,6 +46,7 @@ from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_body
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE
 from jax_agent_rl.utils.shutdown import on_forced_exit
+from jax_agent_rl.utils.text import counted
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -341,7 +342,8 @@ async def run(settings: ToolServerSettings, print_line: Callable[[str], None]) -
     with on_forced_exit(server.kill):
         async with server:
             tools = ", ".join(settings.tools)
-            print_line(f"tool server on {server.url}: {tools} ({settings.workers} workers)")
+            workers = counted(settings.workers, "worker")
+            print_line(f"tool server on {server.url}: {tools} ({workers})")
             if settings.sandbox == "unsafe_local":
                 print_line(
                     "sandbox=unsafe_local: model-written programs run with your rights, unprotected"

@@ -26,6 +26,7 @@ from jax_agent_rl.tools.base import BaseTool, ToolResponse, ToolResult
 from jax_agent_rl.tools.mcp_transport import http_transport, stdio_transport
 from jax_agent_rl.tools.rate_limit import RateLimit
 from jax_agent_rl.utils.media import read_images
+from jax_agent_rl.utils.packages import install_command
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -120,9 +121,7 @@ class MCPConnection:
         try:
             await self._connected()
         except ImportError:
-            raise ConfigError(
-                "MCP tools need the package mcp: pip install 'jax_agent_rl[mcp]'"
-            ) from None
+            raise ConfigError(f"MCP tools need the package mcp: {install_command('mcp')}") from None
         except ToolError as error:
             raise ConfigError(f"{error}; correct its entry, or start the server") from None
         return self

@@ -41,6 +41,7 @@ from jax_agent_rl.trainer.step import (
     with_role_baselines,
 )
 from jax_agent_rl.types import DropReason, Group, PauseMode, SamplingParams
+from jax_agent_rl.utils.text import counted
 
 
 @dataclass(kw_only=True)
@@ -423,7 +424,7 @@ class Trainer:
             nonlocal finished
             finished += group_size
 
-        self.progress.phase(phase, lambda: f"{finished}/{total} trajectories")
+        self.progress.phase(phase, lambda: f"{finished}/{counted(total, 'trajectory')}")
         groups = await collector.collect(
             rows,
             group_size=group_size,

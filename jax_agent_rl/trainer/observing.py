@@ -332,7 +332,7 @@ class RunReporter:
         def micro_batches() -> str:
             if total == 0:
                 return "before the first micro-batch"
-            return f"{completed}/{total} micro-batches"
+            return f"{completed}/{counted(total, 'micro-batch')}"
 
         self.progress.phase(
             f"step {self.record.step + 1}: learner",

@@ -72,12 +72,23 @@ _ONE_LINE_ESCAPES = _Escapes()
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun.
 
-    >>> counted(1, "step"), counted(0, "step"), counted(2000, "row")
-    ('1 step', '0 steps', '2000 rows')
+    >>> counted(1, "step"), counted(0, "trajectory"), counted(2000, "batch")
+    ('1 step', '0 trajectories', '2000 batches')
     """
-    if number == 1:
-        return f"{number} {noun}"
-    return f"{number} {noun}s"
+    return f"{number} {noun if number == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Return the plural of a regular noun.
+
+    >>> plural("day"), plural("query"), plural("process")
+    ('days', 'queries', 'processes')
+    """
+    if noun.endswith(("ch", "s", "sh", "x")):
+        return f"{noun}es"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}s"
 
 
 def printable(text: str, *, one_line: bool = False) -> str:

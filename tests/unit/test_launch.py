@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
         "local.sh",
         "gpu.sh",
         "gpu_environment.sh",
+        "install.sh",
         "test.sh",
         "vllm_environment.sh",
         "../.ci/run",
@@ -30,7 +31,7 @@ def test_scripts_are_valid_shell(script: str):
 
 @pytest.mark.parametrize(
     "script",
-    ["launch/local.sh", "launch/test.sh", "launch/tpu_environment.sh"]
+    ["launch/install.sh", "launch/local.sh", "launch/test.sh", "launch/tpu_environment.sh"]
     + [str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("examples/*/run.sh"))],
 )
 @pytest.mark.parametrize("arguments", [["--help"], ["seed=1", "-h"]])
@@ -95,6 +96,17 @@ def test_local_runs_the_quickstart_and_passes_overrides_on(tmp_path: Path):
     )
     assert not any("--no-deps" in command for command in commands)
     assert not any("torch" in command for command in commands)
+
+
+def test_install_adds_extras_in_the_versions_of_the_environments_lock(tmp_path: Path):
+    def install(*extras: str) -> str:
+        commands = dry_run("install.sh", tmp_path, *extras)
+        (command,) = [command for command in commands if f"-e {ROOT}" in command]
+        return command
+
+    assert f"-e {ROOT}[ray,math]" in install("ray", "math")
+    assert install().endswith(f"-e {ROOT}")
+    assert "locks/cpu.txt" in install("ray") and "locks/verifiers.txt" in install("verifiers")
 
 
 def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Path):

@@ -32,7 +32,7 @@ from jax_agent_rl.observe.progress import duration, print_line
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.runtime.multihost import initialize
 from jax_agent_rl.runtime.policy import with_resolved_model
-from jax_agent_rl.utils.text import printable
+from jax_agent_rl.utils.text import counted, printable
 
 CHECKS = (
     Check(
@@ -150,7 +150,7 @@ def _certify(
     description = machine.describe()
     console.print(
         f"{description['devices']} x {description['device']} ({description['platform']}),"
-        f" {description['model']}: {len(checks)} checks",
+        f" {description['model']}: {counted(len(checks), 'check')}",
         highlight=False,
     )
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from jax_agent_rl.utils.files import make_folder, write_atomically
+from jax_agent_rl.utils.text import counted
 
 if TYPE_CHECKING:
     from jax_agent_rl.deploy.certify.machine import Machine
@@ -238,12 +239,7 @@ def as_json(
     """
     checks = [result.to_json() for result in results]
     deviating = len(list(deviations(checks)))
-    if deviating == 0:
-        verdict = "as claimed"
-    elif deviating == 1:
-        verdict = "1 deviation"
-    else:
-        verdict = f"{deviating} deviations"
+    verdict = counted(deviating, "deviation") if deviating else "as claimed"
     if unfinished:
         verdict += f", ended before {', '.join(unfinished)}"
     return {

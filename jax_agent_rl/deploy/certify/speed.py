@@ -25,6 +25,7 @@ from jax_agent_rl.deploy.plan.engine_programs import pass_flops
 from jax_agent_rl.deploy.plan.learner_programs import as_sampled, make_group
 from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS, Extension, make_decode_batch
 from jax_agent_rl.types import Group
+from jax_agent_rl.utils.text import counted
 
 PEAKS = Claim(
     page="docs/certify.md",
@@ -206,7 +207,7 @@ def _time_decoding(machine: Machine) -> Timing:
 
     seconds = machine.best_seconds(decode)
     expected = _planned(machine, _find(machine, f"decode {engine.width(count)} slots"))
-    title = f", {count} slots of {shapes.cache_length}"
+    title = f", {counted(count, 'slot')} of {shapes.cache_length}"
     return Timing(title, "tokens", count * steps, seconds, expected.planned, expected.ideal)
 
 
@@ -239,7 +240,14 @@ def _time_prefill(machine: Machine) -> Timing:
     compiled = machine.plan.find("prefill")
     if compiled is not None and machine.plan.predicts:
         planned = _planned(machine, compiled).planned
-    return Timing(f", {rows} prompts of {size} ids", "tokens", rows * size, seconds, planned, ideal)
+    return Timing(
+        f", {counted(rows, 'prompt')} of {counted(size, 'id')}",
+        "tokens",
+        rows * size,
+        seconds,
+        planned,
+        ideal,
+    )
 
 
 def _time_learner(machine: Machine) -> Timing:

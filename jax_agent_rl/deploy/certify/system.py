@@ -33,7 +33,8 @@ from jax_agent_rl.runtime.build import follow_run
 from jax_agent_rl.runtime.engines import backend_factories
 from jax_agent_rl.runtime.train import train
 from jax_agent_rl.types import SamplingParams, TokenOutput
-from jax_agent_rl.utils.packages import is_installed
+from jax_agent_rl.utils.packages import install_command, is_installed
+from jax_agent_rl.utils.text import counted
 
 COLLECTIVES = Claim(page="docs/training.md", text="Any mesh computes the gradient of one device")
 AGREEMENT = Claim(
@@ -116,7 +117,7 @@ def _meshes(machine: Machine, devices: Sequence[Any]) -> Iterator[tuple[str, Mes
     for number, axis in enumerate(MESH_AXES):
         shape = [1] * len(MESH_AXES)
         shape[number] = len(devices)
-        yield f"{len(devices)} devices", place_mesh(shape, devices, key=axis)
+        yield counted(len(devices), "device"), place_mesh(shape, devices, key=axis)
     if jax.process_count() == 1:
         placement = place_devices(machine.alone, devices)
         yield "learner.mesh", placement.learner
@@ -194,9 +195,7 @@ def check_conformance(machine: Machine, record: CheckResult) -> None:
     except (ImportError, ConfigError) as error:
         raise NotRunError(str(error)) from None
     if not is_installed("torch"):
-        raise NotRunError(
-            "the suite's reference runs on torch: pip install 'jax_agent_rl[conformance]'"
-        )
+        raise NotRunError(f"the suite's reference runs on torch: {install_command('conformance')}")
 
     tolerated_gap = 0.1
     if product_precision("float32", machine.platform) == "float32":
@@ -243,7 +242,7 @@ def check_agreement(machine: Machine, record: CheckResult) -> None:
         precisions = [precision, config.learner.compute_dtype]
         tolerated = tolerance(precisions, jax_engine=jax_engine, platform=machine.platform)
         row = coarsest([product_precision(one, machine.platform) for one in precisions])
-        detail = f"{gap.tokens} tokens; row {row} of the table"
+        detail = f"{counted(gap.tokens, 'token')}; row {row} of the table"
 
         mean = gap.mean
         largest = gap.largest
@@ -416,7 +415,7 @@ def _record_training(record: CheckResult, config: Config, summary: Mapping[str, 
         summary["train_seconds"],
         "s",
         claim=ACCOUNTING,
-        detail=f"{summary['steps']} steps",
+        detail=counted(summary["steps"], "step"),
     )
 
 

@@ -27,7 +27,7 @@ from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.utils.files import cache_root
 from jax_agent_rl.utils.network import listen_on
-from jax_agent_rl.utils.packages import is_installed
+from jax_agent_rl.utils.packages import DISTRIBUTION, install_command, is_installed
 from jax_agent_rl.utils.startup import own_python
 
 
@@ -108,7 +108,6 @@ async def run_checks(
             yield finding
 
 
-DISTRIBUTION = "jax_agent_rl"
 MIN_PYTHON = (3, 11)
 MIN_DISK = 2 << 30
 MIN_DESCRIPTORS = 4096
@@ -141,13 +140,14 @@ async def packages(report: Reporter) -> None:
     requirements = _requirements()
     if requirements is None:
         report.warn(
-            f"{DISTRIBUTION} is not installed, so versions are not compared; run: pip install -e ."
+            f"{DISTRIBUTION} is not installed, so versions are not compared; run:"
+            f" {install_command()}"
         )
         return
     problems = list(missing(requirements, extra=None))
     if problems:
         for problem in problems:
-            report.fail(f"{problem}; run: pip install --upgrade {DISTRIBUTION}")
+            report.fail(f"{problem}; run: {install_command()}")
         return
 
     complete_extras = []
@@ -219,10 +219,7 @@ def require_extra(report: Reporter, extra: str, setting: str) -> None:
             " list; reinstall it"
         )
     elif problems:
-        report.fail(
-            f"{setting} needs the extra {extra!r} ({problems}): pip install"
-            f" '{DISTRIBUTION}[{extra}]'"
-        )
+        report.fail(f"{setting} needs the extra {extra!r} ({problems}): {install_command(extra)}")
     else:
         report.ok(f"the extra {extra!r}, for {setting}, is complete")
 
@@ -230,7 +227,8 @@ def require_extra(report: Reporter, extra: str, setting: str) -> None:
 async def processors(report: Reporter) -> None:
     """Check the cores and memory that this process may use: of the machine, or of its container."""
     cores = usable_cores()
-    text = f"{cores:g} cores, {format_gib(usable_memory())} of memory"
+    noun = "core" if cores == 1 else "cores"  # a container may have half a one
+    text = f"{cores:g} {noun}, {format_gib(usable_memory())} of memory"
     if cores < 2:
         report.warn(
             f"{text}: tools and engine will wait for each other; 2 cores or more are better"

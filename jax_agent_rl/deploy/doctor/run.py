@@ -45,6 +45,7 @@ from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.tools.registry import ToolRegistry, list_schemas, open_tools
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
 from jax_agent_rl.utils.media import text_message
+from jax_agent_rl.utils.text import counted
 
 MAX_PROMPTS = 1000
 """Rows whose prompts are counted; evenly spread ones of larger files."""
@@ -173,7 +174,8 @@ class RunChecks:
         need = saved + gradients + engine_weights
         memory = machine.usable_memory()
         size = f"{count / 1e6:.1f} M parameters"
-        report.ok(f"{path}: {model.family}, {size}, {model.num_layers} layers, files complete")
+        layers = counted(model.num_layers, "layer")
+        report.ok(f"{path}: {model.family}, {size}, {layers}, files complete")
         if self.config.learner.lora is None and need > memory:
             report.warn(
                 f"{size} with gradients and optimizer are about {machine.format_gib(need)}; the"
@@ -263,15 +265,17 @@ class RunChecks:
             if row.get("ground_truth") is not None:
                 misplaced += 1
         report.ok(
-            f"{', '.join(map(str, files))}: {len(rows)} rows; agents"
+            f"{', '.join(map(str, files))}: {counted(len(rows), 'row')}; agents"
             f" {machine.format_counts(agents)}; data sources {machine.format_counts(data_sources)}"
         )
         if unlabelled:
-            report.warn(f"{unlabelled} of {len(rows)} rows have no reward_model.ground_truth")
+            report.warn(
+                f"no reward_model.ground_truth in {unlabelled} of {counted(len(rows), 'row')}"
+            )
         if misplaced:
             report.warn(
-                f"{misplaced} of {len(rows)} rows have a column ground_truth, which no reward"
-                " function is given as ground_truth: write it into reward_model,"
+                f"a column ground_truth in {misplaced} of {counted(len(rows), 'row')}, which no"
+                " reward function is given as ground_truth: write it into reward_model,"
                 " {'ground_truth': …}"
             )
         idle_tools = report_idle_tools(self.config, rows)
@@ -311,7 +315,7 @@ class RunChecks:
         text = f"{len(lengths)} counted"
         if tools is not None and len(tools):
             text += ", with the tools they describe"
-        text += f", the longest has {longest} ids; agent.max_prompt_length={limit}"
+        text += f", the longest has {counted(longest, 'id')}; agent.max_prompt_length={limit}"
         if not too_long:
             report.ok(text)
             return
@@ -476,7 +480,10 @@ class RunChecks:
                 " choose one"
             )
         else:
-            report.ok(f"{multihost.coordinator}, {multihost.num_processes or '?'} processes")
+            processes = "as many processes as JAX detects"
+            if multihost.num_processes is not None:
+                processes = counted(multihost.num_processes, "process")
+            report.ok(f"{multihost.coordinator}, {processes}")
 
 
 async def _check_server(report: Reporter, url: str, token: str | None) -> None:

@@ -36,7 +36,7 @@ from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 from jax_agent_rl.runtime.ray_cluster import RAY_FIX
 from jax_agent_rl.utils.services import start_service_blocking
 from jax_agent_rl.utils.shutdown import EXIT_CODE
-from jax_agent_rl.utils.text import printable
+from jax_agent_rl.utils.text import counted, printable
 
 OWN_KEYS = ("learner.multihost.coordinator", "learner.multihost.process_id", "rollout.ray_address")
 """Keys that the driver sets itself."""
@@ -151,11 +151,12 @@ class Driver:
                 return status
             resume = ["--auto-resume"]
             _print_line(
-                f"a process of the learner was lost ({attempt + 1} of {max_restarts} times)"
+                "a process of the learner was lost"
+                f" ({attempt + 1} of {counted(max_restarts, 'time')})"
             )
         raise LaunchError(
-            f"gave up after {max_restarts} restarts (--max-restarts); --resume goes on from the"
-            " last checkpoint"
+            f"gave up after {counted(max_restarts, 'restart')} (--max-restarts); --resume goes on"
+            " from the last checkpoint"
         )
 
     def _tools(self, group: Any, attempt: int) -> contextlib.AbstractContextManager[None]:
@@ -194,7 +195,7 @@ class Driver:
                 if elapsed > next_report:
                     next_report = elapsed + _PROGRESS_SECONDS
                     _print_line(
-                        f"waiting for room: {self.count} node(s) for the learner with"
+                        f"waiting for room: {counted(self.count, 'node')} for the learner with"
                         f" {_format_resources(bundle)} each, and {_format_resources(engine_needs)}"
                         f" for the engines; free: {_format_resources(free)}"
                     )

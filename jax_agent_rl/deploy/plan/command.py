@@ -33,6 +33,7 @@ from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
 from jax_agent_rl.observe.progress import print_line
 from jax_agent_rl.utils.files import replacing
 from jax_agent_rl.utils.startup import own_environment, own_python, quiet_logging
+from jax_agent_rl.utils.text import counted
 
 PLANNER = own_python("-m", "jax_agent_rl.deploy.plan.command")
 # Settings of libtpu that avoid a fault, by a function on its stack. Seen on v5p with libtpu
@@ -133,8 +134,8 @@ def _search(
     layouts = candidates(configured, model, slice)
     limit = min(TRIES * budget, len(layouts))
     console.print(
-        f"{len(layouts)} layouts could do; compiling until {min(budget, limit)} fit, {limit} at"
-        " most",
+        f"{counted(len(layouts), 'layout')} could do; compiling until {min(budget, limit)} fit,"
+        f" {limit} at most",
         highlight=False,
     )
     tried = search(layouts, compile_layout, capacity=slice.chip.hbm_bytes, budget=budget)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from jax_agent_rl.deploy.plan.compiled import Compiled, format_seconds, ideal_seconds
 from jax_agent_rl.deploy.plan.topology import Chip
+from jax_agent_rl.utils.text import counted
 
 ROWS = 25
 """Places that are shown; the others count together."""
@@ -70,7 +71,10 @@ def profile_table(compiled: Compiled) -> Table:
     seconds = sum(part.seconds for part in shorter)
     if seconds:
         table.add_row(
-            format_seconds(seconds / steps), f"{seconds / total:.1%}", "", f"{len(shorter)} others"
+            format_seconds(seconds / steps),
+            f"{seconds / total:.1%}",
+            "",
+            counted(len(shorter), "other"),
         )
     return table
 

@@ -34,6 +34,7 @@ from jax_agent_rl.deploy.plan.topology import (
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.runtime.engine_devices import engine_shapes
+from jax_agent_rl.utils.text import counted
 
 COLUMNS = {
     "program": "what a run compiles, the largest of each kind",
@@ -297,7 +298,7 @@ def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
         yield (
             f"{label}: {at_least}{_cost(plan, price):.3g} a step,"
             f" {_cost_of_million(plan, price):.3g} a million trained tokens;"
-            f" {plan.slice.chips} chips at {price:g} an hour"
+            f" {counted(plan.slice.chips, 'chip')} at {price:g} an hour"
         )
     yield (
         "Assumed: trajectories of full length, rows full, slots as far as trajectories and KV"

@@ -233,6 +233,8 @@ def verdict(tried: Sequence[Candidate]) -> str:
     """Return a sentence on which layout to take."""
     best = tried[0]
     if best.plan is None or not best.plan.fits:
+        if len(tried) == 1:
+            return "this one does not fit"
         return f"none of these {len(tried)} fits; what follows is of the one that takes least"
     if not best.changes:
         return "what is configured is the best of these"

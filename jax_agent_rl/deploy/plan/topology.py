@@ -36,7 +36,7 @@ from jax_agent_rl.runtime.engine_devices import (
     with_engine_mesh,
 )
 from jax_agent_rl.utils.near_names import did_you_mean
-from jax_agent_rl.utils.packages import is_installed
+from jax_agent_rl.utils.packages import install_command, is_installed
 
 GIB = 1 << 30
 
@@ -221,8 +221,7 @@ class Slice:
         """
         if not is_installed("libtpu"):
             raise ConfigError(
-                "plan compiles with libtpu, which is not installed: pip install"
-                " 'jax_agent_rl[plan]'"
+                f"plan compiles with libtpu, which is not installed: {install_command('plan')}"
             )
         for name, value in _LIBTPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)

@@ -42,6 +42,7 @@ from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, FactTable, choose
 from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.files import make_folder, replacing
 from jax_agent_rl.utils.surrogates import replace_lone_surrogates
+from jax_agent_rl.utils.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +162,9 @@ def choose_for_page(records: RecordSource, limit: int) -> PageChoice:
         if is_full:
             remedy = f"a page takes {MAX_TOKENS:,} tokens, --limit 0 shows all"
         notes.append(
-            f"{len(chosen)} of {len(facts)} trajectories are shown, from {chosen_steps} of"
-            f" {all_steps} steps: the best and the worst of each, and random others; {remedy}"
+            f"shown: {len(chosen)} of {counted(len(facts), 'trajectory')}, from {chosen_steps} of"
+            f" {counted(all_steps, 'step')}: the best and the worst of each, and random others;"
+            f" {remedy}"
         )
 
     groups: dict[tuple[str, int, str], list[int]] = {}

@@ -24,7 +24,7 @@ from jax_agent_rl.observe.sinks.threads import Sink, SinkThread, SinkThreads
 from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.fences import fenced
 from jax_agent_rl.utils.files import write_atomically
-from jax_agent_rl.utils.packages import import_installed
+from jax_agent_rl.utils.packages import import_installed, install_command
 from jax_agent_rl.utils.plugins import load_installed
 from jax_agent_rl.utils.services import start_service_blocking
 
@@ -206,8 +206,8 @@ def check_sinks(names: Sequence[str]) -> None:
             missing.append(name)
     if missing:
         raise ConfigError(
-            f"trainer.logger names {', '.join(missing)}, which is not installed: "
-            f"pip install 'jax_agent_rl[{','.join(missing)}]', or remove it"
+            f"trainer.logger names {', '.join(missing)}, which is not installed:"
+            f" {install_command(*missing)}, or remove it"
         )
 
     if "wandb" in names:

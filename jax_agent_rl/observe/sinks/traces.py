@@ -21,7 +21,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.threads import Sink, SinkThread, SinkThreads
 from jax_agent_rl.tracing import Span, Trace, Tracer
-from jax_agent_rl.utils.packages import import_installed
+from jax_agent_rl.utils.packages import import_installed, install_command
 from jax_agent_rl.utils.plugins import load_installed
 from jax_agent_rl.utils.services import start_service_blocking
 
@@ -321,8 +321,8 @@ def _import(name: str) -> ModuleType:
         return import_installed(name)
     except ImportError as error:
         raise ConfigError(
-            f"trace.sinks: {name} is not installed ({error}); pip install 'jax_agent_rl[trace]', or"
-            " leave it out"
+            f"trace.sinks: {name} is not installed ({error}): {install_command('trace')}, or leave"
+            " it out"
         ) from error
 
 

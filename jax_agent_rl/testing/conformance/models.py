@@ -19,6 +19,7 @@ import numpy as np
 
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.utils.hub import model_folder, read_pretrained
+from jax_agent_rl.utils.packages import install_command
 from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 _SPECIAL = ("<unk>", "<bos>", "<eos>")
@@ -276,7 +277,7 @@ class TransformersReference:
             import torch  # noqa: F401
         except ImportError:
             raise ConfigError(
-                "the reference runs on torch: pip install 'jax_agent_rl[conformance]'"
+                f"the reference runs on torch: {install_command('conformance')}"
             ) from None
         self._folders = dict(folders)
         self._models: dict[str, Any] = {}

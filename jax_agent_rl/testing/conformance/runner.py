@@ -41,13 +41,14 @@ from jax_agent_rl.testing.conformance.backends import (
 from jax_agent_rl.testing.conformance.models import prepare_folders
 from jax_agent_rl.testing.conformance.probe import CheckFailed, Probe
 from jax_agent_rl.testing.leaks import Footprint
+from jax_agent_rl.utils.packages import install_command
 from jax_agent_rl.utils.text import printable
 
 try:
     import pytest
 except ImportError:
     raise ConfigError(
-        "the conformance suite runs on pytest: pip install 'jax_agent_rl[conformance]'"
+        f"the conformance suite runs on pytest: {install_command('conformance')}"
     ) from None
 
 SUITE = Path(__file__).parent / "suite"

@@ -46,6 +46,7 @@ from jax_agent_rl.testing.simulate.workload import (
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import Trajectory
+from jax_agent_rl.utils.text import counted
 
 POLICIES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
@@ -415,11 +416,12 @@ def run_command(
     assumptions = load_assumptions(assume, assumption_overrides)
 
     rollout = config.rollout
+    engines = assumptions.engines
     compared, variants = _variants(config, assumptions)
     console.print(
-        f"{rollout.prompts_per_step} x {rollout.group_size} trajectories a step,"
-        f" {assumptions.engines.count} engines of {assumptions.engines.slots} slots;"
-        f" {assumptions.steps} steps of each {compared}",
+        f"{rollout.prompts_per_step} x {counted(rollout.group_size, 'trajectory')} a step,"
+        f" {counted(engines.count, 'engine')} of {counted(engines.slots, 'slot')};"
+        f" {counted(assumptions.steps, 'step')} of each {compared}",
         highlight=False,
     )
     outcomes = []

@@ -8,6 +8,7 @@ import inspect
 from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugins.base import ServerTool
+from jax_agent_rl.utils.packages import install_command
 from jax_agent_rl.utils.plugins import load_user_module
 
 FINISH = "finish"
@@ -64,8 +65,8 @@ def _tool_class(name: str, user_classes: dict[str, type[ServerTool]]) -> type[Se
         return getattr(module, class_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"tool {name!r} needs {error.name}, which is not installed: pip install"
-            " 'jax_agent_rl[tool-server]'"
+            f"tool {name!r} needs {error.name}, which is not installed:"
+            f" {install_command('tool-server')}"
         ) from error
 
 

@@ -27,6 +27,7 @@ from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObserva
 from jax_agent_rl.tool_server.plugins.markup import tag_blocks
 from jax_agent_rl.utils.files import file_stamp, make_folder, write_atomically
 from jax_agent_rl.utils.fingerprints import file_fingerprint, folder_fingerprint
+from jax_agent_rl.utils.packages import install_command
 
 
 class SearchTool(ServerTool[tuple[str, str], None]):
@@ -301,7 +302,7 @@ def _load_encoder(folder: str) -> Any:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise ConfigError(
-            f"search.encoder needs sentence-transformers ({error}); pip install"
-            " 'jax_agent_rl[dense-search]'"
+            f"search.encoder needs sentence-transformers ({error}):"
+            f" {install_command('dense-search')}"
         ) from error
     return SentenceTransformer(folder, local_files_only=True, trust_remote_code=False)

@@ -63,7 +63,7 @@ IDLE = {
 @pytest.mark.parametrize(("setting", "fix"), IDLE.items())
 def test_settings_that_plain_generation_never_reads_are_named_with_a_fix(setting, fix):
     seen, advice = report_idle_tools(build(MINIMAL, [setting]), ROWS)
-    assert "2 of 3 rows have no agent_name" in seen and setting.partition("=")[0] in seen
+    assert "no agent_name in 2 of 3 rows" in seen and setting.partition("=")[0] in seen
     assert f"set {fix}, or agent_name in the rows" in advice
     assert report_idle_tools(build(MINIMAL, [setting, fix]), ROWS) is None, "the fix is one"
     assert (
@@ -116,7 +116,7 @@ def test_loading_rows_warns_of_what_they_leave_idle(tmp_path, caplog):
         record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
     ]
     assert (
-        said.startswith(f"TOOLS ARE CONFIGURED BUT NOT USED: {rows}: 1 of 1 rows")
+        said.startswith(f"TOOLS ARE CONFIGURED BUT NOT USED: {rows}: no agent_name in 1 of 1 row")
         and "What to do: set " in said
     )
 

@@ -15,6 +15,7 @@ from PIL import Image
 from jax_agent_rl.data.dataset import open_dataset
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.media import MAX_FRAMES, read_media, text_message, without_sources
+from jax_agent_rl.utils.packages import install_command
 from tests.dataset_rows import load_rows
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
@@ -216,10 +217,8 @@ def test_what_cannot_be_shown_is_named_with_file_row_and_field(
 
 def test_a_video_file_without_its_decoder_says_what_to_install(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        DataError,
-        match=r"videos\[0\]: a video file needs PyAV: pip install 'jax_agent_rl\[video\]'",
-    ):
+    message = f"videos[0]: a video file needs PyAV: {install_command('video')}"
+    with pytest.raises(DataError, match=re.escape(message)):
         load_rows(written(tmp_path, row("<video>", videos=["clip.mp4"])))
 
 

@@ -4,6 +4,7 @@ run.
 
 import datetime
 import json
+import re
 import sys
 import threading
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks import traces as sinks
 from jax_agent_rl.observe.sinks.traces import MAX_FAILURES, TraceSinks, open_tracer, shortened
+from jax_agent_rl.utils.packages import install_command
 from tests.trajectories import EPOCH, SECOND, a_trace
 
 
@@ -185,9 +187,8 @@ async def test_a_tracer_writes_what_was_traced_before_it_closes(tmp_path: Path):
 
 def test_a_sink_whose_package_is_missing_is_a_message(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"weave is not installed.*pip install 'jax_agent_rl\[trace\]'"
-    ):
+    command = re.escape(install_command("trace"))
+    with pytest.raises(ConfigError, match=f"weave is not installed.*{command}"):
         sinks.open_sinks(TraceConfig(sinks=("weave",)), RunDir(tmp_path))
 
 

@@ -8,6 +8,7 @@ import pytest
 from jax_agent_rl.errors import RewardError, RewardTimeoutError
 from jax_agent_rl.rewards.rules import POOL, math_equal
 from jax_agent_rl.rewards.workers import WorkerPool
+from jax_agent_rl.utils.packages import install_command
 
 ECHO = "import sys, json\nfor line in sys.stdin:\n    print(line, end='', flush=True)\n"
 HANG_ON_SLOW = (
@@ -141,4 +142,4 @@ def test_a_worker_without_the_library_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     monkeypatch.setattr("logging.disable", lambda level: None)
     answer = workers._answer({"solution": "1", "truth": "1", "seconds": 1})
-    assert "pip install 'jax_agent_rl[math]'" in answer["error"]
+    assert install_command("math") in answer["error"]

@@ -1,5 +1,6 @@
 """What has to be so before Ray is started; none is."""
 
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.runtime import ray_cluster
 from jax_agent_rl.runtime.ray_cluster import open_ray
+from jax_agent_rl.utils.packages import install_command
 
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_ADDRESS")
 
@@ -65,6 +67,6 @@ async def test_a_cluster_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch
 
 async def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'jax_agent_rl\[ray\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("ray"))):
         async with open_ray("10.0.0.5:6379"):
             raise AssertionError("there is none")

@@ -30,6 +30,7 @@ from jax_agent_rl.deploy.launch.tpu import job
 from jax_agent_rl.deploy.launch.tpu.gcloud import Call, Gcloud
 from jax_agent_rl.deploy.launch.tpu.job import Job
 from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
+from jax_agent_rl.utils.text import counted
 
 T = TypeVar("T")
 
@@ -212,7 +213,7 @@ class SliceLaunch:
         """Copy the project to all hosts, and install and prepare what the run needs there."""
         task = self.task
         hosts = range(task.hosts)
-        self.print_line(f"copying the code to {task.hosts} host(s)")
+        self.print_line(f"copying the code to {counted(task.hosts, 'host')}")
         with tempfile.TemporaryDirectory(prefix="jax_agent_rl-") as folder:
             archive = Path(folder) / job.ARCHIVE
             extra = {}

@@ -142,7 +142,7 @@ async def test_a_reward_function_that_fails_on_the_ground_truth_is_told(recipe, 
     found = await findings(recipe, f"data.train={rows}", "data.eval=null")
     status, text = only(found, "rewards")
     assert status == "fail" and "must hold a number" in text
-    assert ("warn", "1 of 2 rows have no reward_model.ground_truth") in found["data.train"]
+    assert ("warn", "no reward_model.ground_truth in 1 of 2 rows") in found["data.train"]
 
 
 async def test_json_lines_and_parquet_are_told_alike(recipe, tmp_path):
@@ -236,7 +236,7 @@ async def test_a_ground_truth_that_earns_nothing_is_told_with_what_to_check(reci
 async def test_rows_that_would_call_no_tool_are_told(recipe):
     found = await findings(recipe, "tools.function_tool_path=jax_agent_rl.tools.calculator")
     assert any(
-        s == "warn" and "11 rows have no agent_name" in text for s, text in found["data.train"]
+        s == "warn" and "no agent_name in 11 of 11 rows" in text for s, text in found["data.train"]
     )
 
 

@@ -1,5 +1,7 @@
 """Names of slices, without the compiler that knows them."""
 
+import re
+
 import pytest
 
 from jax_agent_rl.config import load
@@ -7,6 +9,7 @@ from jax_agent_rl.deploy.launch.tpu.gcloud import GENERATIONS, SHAPES, parse_top
 from jax_agent_rl.deploy.plan.topology import CHIPS, Slice, choose_engine_mesh, place_devices
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config
+from jax_agent_rl.utils.packages import install_command
 from tests.unit.deploy.plan.recipe import recipe
 from tests.unit.deploy.plan.slices import described
 
@@ -50,7 +53,7 @@ def test_slices_are_those_that_the_launcher_makes():
 
 def test_without_the_compiler_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'jax_agent_rl\[plan\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("plan"))):
         len(Slice.parse("v5e:2x2").devices)
 
 
