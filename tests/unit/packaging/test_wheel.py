@@ -59,11 +59,15 @@ def test_every_extra_that_a_message_page_or_script_names_exists():
         for file in (ROOT / folder).rglob("*")
         if file.suffix in {".py", ".md", ".sh", ".ipynb", ".Dockerfile"}
     ]
-    named = {
-        (extra, str(file.relative_to(ROOT)))
-        for file in [*texts, ROOT / "README.md"]
-        for extras in re.findall(r"jax_agent_rl\[([a-z,-]+)\]", file.read_text())
-        for extra in extras.split(",")
-    }
-    assert len(named) > 10  # the pattern still finds them
-    assert {(extra, file) for extra, file in named if extra not in EXTRAS} == set()
+    for pattern, least in (
+        (r"jax_agent_rl\[([a-z,-]+)\]", 10),
+        (r"install_command\([\"']([a-z-]+)[\"']\)", 15),
+    ):
+        named = {
+            (extra, str(file.relative_to(ROOT)))
+            for file in [*texts, ROOT / "README.md"]
+            for extras in re.findall(pattern, file.read_text())
+            for extra in extras.split(",")
+        }
+        assert len(named) > least  # the pattern still finds them
+        assert {(extra, file) for extra, file in named if extra not in EXTRAS} == set()
