@@ -144,15 +144,13 @@ def observation_problems(agent: AgentConfig, algorithm: AlgorithmConfig) -> Iter
 
 
 def distill_problems(
-    distill: DistillConfig | None, kl: KLConfig, rollout: RolloutConfig, *, replays_supports: bool
+    distill: DistillConfig, kl: KLConfig, rollout: RolloutConfig, *, replays_supports: bool
 ) -> Iterator[str]:
     """Compare the teachers with the KL, and with what the policy samples from.
 
     Args:
         replays_supports: see :attr:`~jax_agent_rl.config.Config.replays_supports`.
     """
-    if distill is None:
-        return
     if kl.where == "none":
         yield (
             "distill.teachers, but algorithm.kl.where=none compares with none; set it to advantage"
@@ -239,7 +237,7 @@ def deterministic_problems(
 
 
 def adapter_problems(agent: AgentConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Compare the adapter to sample with with those that the engine serves."""
+    """Compare the adapter that agents sample with to those that the engine serves."""
     adapter = agent.adapter
     # The servers of a remote backend may have adapters that the configuration does not name.
     if adapter is not None and rollout.backend != "remote" and adapter not in rollout.adapters:

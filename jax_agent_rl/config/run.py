@@ -113,30 +113,29 @@ class Config(Section):
         critic = self.critic
         trainer = self.trainer
 
-        problems = [
-            *unused(self),
-            # what a section finds by itself
-            *rollout.problems(),
-            *algorithm.problems(),
-            *(self.distill.problems() if self.distill is not None else ()),
-            *learner.problems("learner"),
-            *critic.problems("critic"),
-            *trainer.problems(),
-            # what several sections do not agree on
-            *checks.group_problems(rollout, agent, algorithm, learner),
-            *checks.strategy_problems(rollout, agent, algorithm),
-            *checks.length_problems(agent, rollout, learner, algorithm),
-            *checks.schedule_problems(learner, critic, trainer),
-            *checks.observation_problems(agent, algorithm),
-            *checks.distill_problems(
+        problems = list(unused(self))
+        # what a section finds by itself
+        problems += rollout.problems()
+        problems += algorithm.problems()
+        problems += learner.problems("learner")
+        problems += critic.problems("critic")
+        problems += trainer.problems()
+        # where sections do not agree
+        problems += checks.group_problems(rollout, agent, algorithm, learner)
+        problems += checks.strategy_problems(rollout, agent, algorithm)
+        problems += checks.length_problems(agent, rollout, learner, algorithm)
+        problems += checks.schedule_problems(learner, critic, trainer)
+        problems += checks.observation_problems(agent, algorithm)
+        problems += checks.sleep_problems(rollout, trainer)
+        problems += checks.quantized_lora_problems(learner, rollout)
+        problems += checks.deterministic_problems(rollout, learner, algorithm)
+        problems += checks.adapter_problems(agent, rollout)
+        problems += checks.role_adapter_problems(agent, rollout, learner, algorithm)
+        if self.distill is not None:
+            problems += self.distill.problems()
+            problems += checks.distill_problems(
                 self.distill, algorithm.kl, rollout, replays_supports=self.replays_supports
-            ),
-            *checks.sleep_problems(rollout, trainer),
-            *checks.quantized_lora_problems(learner, rollout),
-            *checks.deterministic_problems(rollout, learner, algorithm),
-            *checks.adapter_problems(agent, rollout),
-            *checks.role_adapter_problems(agent, rollout, learner, algorithm),
-        ]
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self
