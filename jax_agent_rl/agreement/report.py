@@ -23,7 +23,6 @@ from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.models.tensors import TensorSample
 from jax_agent_rl.observe.run_dir import DISAGREEMENT
 from jax_agent_rl.utils.bounded_json import read_json_object
-from jax_agent_rl.utils.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +334,7 @@ def breach_line(comparison: Comparison, tolerance: Tolerance, version: int) -> s
     """Return what was measured between engine and learner, and what is allowed, in one line."""
     return (
         f"engine and learner disagree about the weights of version {version}: over"
-        f" {counted(comparison.tokens, 'token')} {comparison.mean:.1e} nats on average (allowed"
+        f" {comparison.tokens} tokens {comparison.mean:.1e} nats on average (allowed"
         f" {tolerance.mean:.1e}), {comparison.largest:.1e} at most (allowed {tolerance.token:.1e})"
     )
 

@@ -345,7 +345,7 @@ def diagnose(
         print_line(
             console,
             f"engine and learner agree about the weights of version {result.version}: over"
-            f" {counted(comparison.tokens, 'token')} {comparison.mean:.1e} nats on average (allowed"
+            f" {comparison.tokens} tokens {comparison.mean:.1e} nats on average (allowed"
             f" {allowed.mean:.1e}), {comparison.largest:.1e} at most (allowed {allowed.token:.1e})",
         )
     else:

@@ -165,7 +165,7 @@ def test_common_turns_stand_once_with_the_mean_reward_of_what_followed():
         "2 trajectories, 1 tree, mean reward 0.50, 2 of 7 sampled tokens shared",
     ]
     assert "turn 1  2 tokens  mean reward 0.50 of 2  10 11" in first
-    assert "turn 2  1 tokens  mean reward 1.00 of 1  g-0 (tree 1) answer  12" in leaves[0]
+    assert "turn 2  1 token  mean reward 1.00 of 1  g-0 (tree 1) answer  12" in leaves[0]
     assert "turn 2  2 tokens  mean reward 0.00 of 1  g-1 (tree 1) answer  13 14" in leaves[1]
 
 
