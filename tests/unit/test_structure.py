@@ -18,11 +18,6 @@ def tree_of(file: Path) -> ast.Module:
 CLOSING_IMPORTS: set[tuple[str, str]] = {
     ("jax_agent_rl.agents.context", "jax_agent_rl.agents.episode"),
     ("jax_agent_rl.agents.session_tree", "jax_agent_rl.agents.recorder"),
-    ("jax_agent_rl.jetstream.backend", "jax_agent_rl.jetstream.data_parallel"),
-    ("jax_agent_rl.jetstream.engine", "jax_agent_rl.jetstream.data_parallel"),
-    ("jax_agent_rl.jetstream.kv_cache", "jax_agent_rl.jetstream.engine"),
-    ("jax_agent_rl.jetstream.request", "jax_agent_rl.jetstream.engine"),
-    ("jax_agent_rl.jetstream.speculation", "jax_agent_rl.jetstream.engine"),
 }
 """Imports (module, imported) that still close a cycle. Lines are only removed here."""
 
