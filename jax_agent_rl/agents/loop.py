@@ -16,6 +16,7 @@ loop only decides what happens next.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -131,10 +132,15 @@ def register_agent(name: str) -> Callable[[_Loop], _Loop]:
     """Register an :class:`AgentLoop` subclass under the name that rows give in ``agent_name``.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is taken, or the class does not say how it plays.
     """
 
     def register(cls: _Loop) -> _Loop:
+        if inspect.isabstract(cls):
+            raise ConfigError(
+                f"agent {name!r} ({cls.__module__}.{cls.__qualname__}) has no `play`; define"
+                " `async def play(self, request)`, which returns the trajectory of a request"
+            )
         if name in _AGENTS:
             known = _AGENTS[name]
             raise ConfigError(

@@ -10,6 +10,7 @@ from jax_agent_rl.agents import (
     AgentSelector,
     SingleTurnAgent,
     ToolAgent,
+    agent_names,
     derive_seed,
     get_agent,
     register_agent,
@@ -54,6 +55,17 @@ def test_a_name_is_registered_once():
             pass
 
     assert get_agent("tool_agent") is ToolAgent
+
+
+def test_a_loop_that_cannot_play_is_refused_when_it_is_registered():
+    with pytest.raises(ConfigError, match=r"agent 'mute_for_test' .*Mute.* `play`"):
+
+        @register_agent("mute_for_test")
+        class Mute(AgentLoop):
+            async def run(self, row, **parts):
+                raise NotImplementedError
+
+    assert "mute_for_test" not in agent_names()
 
 
 async def test_a_loop_of_ones_own_runs_on_an_episode():
