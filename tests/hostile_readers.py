@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator
 
 from jax_agent_rl.agents.conversation import _UNFINISHED_TAG
-from jax_agent_rl.agents.text_tool import bare_result
 from jax_agent_rl.chat.formats import FORMATS
 from jax_agent_rl.chat.special_tokens import unused_word
 from jax_agent_rl.chat.thinking import answer_of
@@ -24,6 +23,7 @@ from jax_agent_rl.rewards.rules import last_number, marked_number, qa_exact_matc
 from jax_agent_rl.tool_server.plugins import ServerTool, markup
 from jax_agent_rl.tool_server.plugins.interpreters import BashTool, SqlTool, parse_python
 from jax_agent_rl.tool_server.plugins.search import SearchTool
+from jax_agent_rl.tools.marker_services import bare_result
 from jax_agent_rl.utils.fences import fenced_blocks
 from jax_agent_rl.utils.text import any_of
 

@@ -5,8 +5,8 @@
 - ``context``: what all loops share.
 - ``episode``: a trajectory as it grows.
 - ``turn_loop``: the loop of all agents here, its replay on branches, and ``single_turn_agent``.
-- ``tool_agent``, ``environment_agent``, ``server_tool``, ``text_tool``: what answers the policy's
-  turns.
+- ``tool_agent``, ``environment_agent``, ``marker_agent``: what answers the policy's turns.
+- ``markers``, ``observations``: how a marker agent reads turns, and writes answers after them.
 
 Agents of other frameworks:
 
@@ -38,9 +38,8 @@ from jax_agent_rl.agents.loop import (
     register_agent,
     select_agents,
 )
+from jax_agent_rl.agents.marker_agent import SearchAgent, ServerToolAgent, TextToolAgent
 from jax_agent_rl.agents.request import EpisodeRequest, Prefix, derive_seed, role_id
-from jax_agent_rl.agents.server_tool import ServerToolAgent
-from jax_agent_rl.agents.text_tool import SearchAgent, TextToolAgent
 from jax_agent_rl.agents.tool_agent import InteractionAgent, ToolAgent
 from jax_agent_rl.agents.turn_loop import SingleTurnAgent
 

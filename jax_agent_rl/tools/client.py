@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from jax_agent_rl.checks import as_score
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.tracing import span
 from jax_agent_rl.utils.media import read_images
 from jax_agent_rl.utils.network import JsonService
 from jax_agent_rl.utils.surrogates import replace_lone_surrogates
@@ -87,11 +87,40 @@ class ToolServerClient:
 
     Args:
         service: its ``url`` ends with :data:`PATH`, see :func:`observation_url`.
+        max_turns: maximum number of actions in a trajectory, which tools are told with every
+            action, besides how many are left; None tells them neither.
+        in_lockstep: send actions as :class:`Lockstep` does, instead of at once.
     """
 
-    def __init__(self, service: JsonService):
+    def __init__(
+        self, service: JsonService, *, max_turns: int | None = None, in_lockstep: bool = False
+    ):
+        self.max_turns = max_turns
         self._service = service
+        self._lockstep = Lockstep(self.get_observation) if in_lockstep else None
         self._detached: set[asyncio.Future[None]] = set()
+
+    @asynccontextmanager
+    async def open(
+        self, trajectory_id: str, extra_info: Mapping[str, Any]
+    ) -> AsyncIterator[ToolEnvironment]:
+        """Open the environment of a trajectory, and close it in the end.
+
+        ``extra_info`` is the row's, for the tools.
+        """
+        environment = ToolEnvironment(self, trajectory_id, extra_info)
+        async with environment, self._lockstep or nullcontext():
+            yield environment
+
+    async def execute(self, action: ServerAction) -> ServerObservation:
+        """Deliver an action of an environment.
+
+        Raises:
+            ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
+        """
+        if self._lockstep is not None:
+            return await self._lockstep.send(action)
+        return await self.step(action)
 
     async def get_observation(
         self, actions: Sequence[ServerAction], *, repeatable: bool = False
@@ -262,8 +291,6 @@ def _observation(
     )
 
 
-Send = Callable[[ServerAction], Awaitable[ServerObservation]]
-"""Delivers one action; raises ToolServerError."""
 Result = ServerObservation | ToolServerError
 
 
@@ -339,31 +366,28 @@ class ToolEnvironment:
     It is closed exactly once, also when the trajectory fails.
 
     Args:
-        server: closes environments.
-        send: delivers actions.
-        modalities: kinds of media its agent can show the model; an observation with other kinds
-            becomes an error.
-
-    Attributes:
-        close_failures: 1 if closing it on the server failed, else 0.
+        server: executes its actions, and closes it.
+        extra_fields: passed to the tool only.
     """
 
     def __init__(
         self,
         server: ToolServerClient,
-        send: Send,
         trajectory_id: str,
-        *,
-        modalities: frozenset[str] = frozenset(),
+        extra_fields: Mapping[str, Any],
     ):
-        self.close_failures = 0
-        self._modalities = modalities
         self._server = server
-        self._send = send
         self._id = trajectory_id
+        self._extra_fields = extra_fields
         self._used = False
+        self._close_failures = 0
 
-    async def __aenter__(self) -> ToolEnvironment:
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers to add to the trajectory once the environment is closed."""
+        return {"tool_close_failures": self._close_failures}
+
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -371,46 +395,27 @@ class ToolEnvironment:
         if self._used:
             await self._server.complete(self._close())
 
-    async def step(
-        self, text: str, *, name: str, extra_fields: Mapping[str, Any]
-    ) -> ServerObservation:
-        """Take one action.
-
-        Args:
-            text: the action.
-            name: the tool's name in traces.
-            extra_fields: passed to the tool only.
+    async def ask(self, action: str, step: int) -> ServerObservation:
+        """Take one action, after ``step`` earlier turns.
 
         Raises:
             ToolServerError: the server gave no observation.
         """
+        extra_fields = dict(self._extra_fields)
+        max_turns = self._server.max_turns
+        if max_turns is not None:
+            extra_fields["current_step"] = step
+            extra_fields["max_turns"] = max_turns
+            extra_fields["turns_left"] = max_turns - step
+
         # Before sending: the server may know of the environment although its answer is lost.
         self._used = True
-        action = ServerAction(trajectory_id=self._id, text=text, extra_fields=extra_fields)
-        with span("tool", name) as traced:
-            traced.set(arguments={"action": text})
-            observation = self._check_media(await self._send(action))
-            traced.set(observation=observation.text, tool_error=observation.error)
-        return observation
-
-    def _check_media(self, observation: ServerObservation) -> ServerObservation:
-        """Turn an observation with media that cannot be shown into an error."""
-        unseen = sorted(observation.media.keys() - self._modalities)
-        if not unseen:
-            return observation
-        logger.warning(
-            "the tool server returned media %s for %s, which cannot be shown: that takes a model,"
-            " chat template and engine for them, server_tool_agent and agent.enable_mtrl=true"
-            " without agent.mtrl_sep",
-            unseen,
-            self._id,
-        )
-        text = f"Error: the tool returned {' and '.join(unseen)} data, which cannot be shown here."
-        return replace(observation, text=text, error="raised", media={})
+        request = ServerAction(trajectory_id=self._id, text=action, extra_fields=extra_fields)
+        return await self._server.execute(request)
 
     async def _close(self) -> None:
         try:
             await self._server.finish(self._id)
         except ToolServerError as error:
-            self.close_failures += 1
+            self._close_failures += 1
             logger.warning("the environment of %s may still be open: %s", self._id, error)

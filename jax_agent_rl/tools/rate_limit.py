@@ -11,10 +11,10 @@ from typing import Any
 class RateLimit:
     """At most so many starts a second; first come, first served.
 
-    After a second without starts, a second's worth may start at once.
-
     Args:
         per_second: positive.
+        burst: number of starts that may come at once after a pause; 1 spaces all starts evenly.
+            None: a second's worth.
         clock: seconds, monotonic.
         sleep: waits so many seconds.
     """
@@ -23,13 +23,14 @@ class RateLimit:
         self,
         per_second: float,
         *,
+        burst: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
     ):
         self.per_second = per_second
         self._clock = clock
         self._sleep = sleep
-        self._max_permits = max(1.0, per_second)
+        self._max_permits = max(1.0, per_second) if burst is None else float(burst)
         self._permits = self._max_permits  # negative while starts wait for theirs
         self._refilled = clock()
 

@@ -200,7 +200,7 @@ async def test_sync_mode_waits_for_nobody_who_has_answered_or_failed(server):
 async def test_sync_mode_survives_a_member_that_is_cancelled_while_it_waits(server):
     it = stage(server, [ACT, "so 3"], backend=HeldBackend, rollout_mode="sync")
     quick, slow = (asyncio.create_task(it.run(trajectory_id=name)) for name in ("quick", "slow"))
-    while it.backend._running != {"slow/0"} or not it.agent._lockstep._waiting:
+    while it.backend._running != {"slow/0"} or not it.agent._service._lockstep._waiting:
         await asyncio.sleep(0)
     quick.cancel()
     it.backend.released.set()

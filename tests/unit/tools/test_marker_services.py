@@ -5,10 +5,11 @@ import asyncio
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from jax_agent_rl.agents.text_tool import RateLimiter, ToolClient, bare_result
 from jax_agent_rl.config import ToolClientConfig, build
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tools.client import ServerAction
+from jax_agent_rl.tools.marker_services import ToolClient, bare_result
+from jax_agent_rl.tools.request_limiter import RequestLimiter
 from tests.http_service import ToolServer
 from tests.ports import free_port
 
@@ -45,7 +46,7 @@ async def test_request_interval_separates_starts():
         nonlocal now
         now += seconds
 
-    pace = RateLimiter(max_workers=10, interval=0.5, clock=lambda: now, sleep=sleep)
+    pace = RequestLimiter(max_workers=10, interval=0.5, clock=lambda: now, sleep=sleep)
     for _ in range(3):
         async with pace.slot():
             starts.append(now)
@@ -71,7 +72,7 @@ async def test_an_interval_that_bounds_the_rollout_is_warned_about_once(
             await asyncio.sleep(0)
             now += 0.001
 
-    pace = RateLimiter(max_workers=10, interval=interval, clock=lambda: now, sleep=sleep)
+    pace = RequestLimiter(max_workers=10, interval=interval, clock=lambda: now, sleep=sleep)
 
     async def trajectory():
         for _ in range(20):
@@ -92,7 +93,7 @@ async def test_a_cancelled_wait_gives_its_place_back():
     async def hang(seconds):
         await asyncio.Event().wait()
 
-    pace = RateLimiter(max_workers=1, interval=5.0, clock=lambda: 0.0, sleep=hang)
+    pace = RequestLimiter(max_workers=1, interval=5.0, clock=lambda: 0.0, sleep=hang)
     async with pace.slot():
         pass
 
