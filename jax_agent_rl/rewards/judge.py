@@ -26,6 +26,7 @@ from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import Score, register_reward
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from jax_agent_rl.utils.network import JsonService
+from jax_agent_rl.utils.rate_limit import RateLimit
 
 if TYPE_CHECKING:
     import httpx
@@ -181,8 +182,12 @@ class RemoteReward:
     ):
         self.url = url
         self._slots = asyncio.Semaphore(max_concurrency)
-        self._interval = 0.0 if requests_per_second is None else 1.0 / requests_per_second
-        self._next_start = 0.0
+        pace = None
+        if requests_per_second is not None:
+            rate = RateLimit(
+                requests_per_second, burst=1, clock=time.monotonic, sleep=asyncio.sleep
+            )
+            pace = rate.wait
         self._service = JsonService(
             url=url,
             url_key="reward.remote.url",
@@ -195,7 +200,7 @@ class RemoteReward:
             token_hint="set it in reward.remote.headers",
             trust_env=True,
             error=RewardError,
-            pace=self._wait_for_turn,
+            pace=pace,
             sleep=asyncio.sleep,
             transport=transport,
         )
@@ -223,10 +228,3 @@ class RemoteReward:
     async def close(self) -> None:
         """Close the connections."""
         await self._service.close()
-
-    async def _wait_for_turn(self) -> None:
-        """Wait so that requests start at least ``interval`` seconds apart, in their order."""
-        now = time.monotonic()
-        start = max(now, self._next_start)
-        self._next_start = start + self._interval
-        await asyncio.sleep(start - now)

@@ -4,7 +4,7 @@
 JSON Schemas and arguments · ``registry`` the tools of a run · ``mcp`` tools of MCP servers ·
 ``session`` the tools of one trajectory · ``client`` the client of tool servers ·
 ``marker_services`` what agents ask with text between markers · ``request_limiter`` how often they
-may · ``rate_limit`` calls in a second · ``calculator``, ``shop`` tools of the built-in tasks.
+may · ``calculator``, ``shop`` tools of the built-in tasks.
 """
 
 from jax_agent_rl.tools.base import BaseTool, ToolResponse

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.errors import ConfigError, ToolError, ToolTimeoutError
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, ToolResult
 from jax_agent_rl.tools.mcp_transport import http_transport, stdio_transport
-from jax_agent_rl.tools.rate_limit import RateLimit
 from jax_agent_rl.utils.media import read_images
 from jax_agent_rl.utils.packages import install_command
+from jax_agent_rl.utils.rate_limit import RateLimit
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -36,10 +36,10 @@ from jax_agent_rl.config import ToolsConfig
 from jax_agent_rl.errors import ConfigError, DataError, ToolDefinitionError
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
-from jax_agent_rl.tools.rate_limit import RateLimit
 from jax_agent_rl.tools.schema import check_parameters, unwrap_function
 from jax_agent_rl.tools.verl import VerlTool, is_verl_tool, verl_modules
 from jax_agent_rl.utils.plugins import find_class, load_user_module, read_entries
+from jax_agent_rl.utils.rate_limit import RateLimit
 
 _KEY = "tools.tool_config_path"
 _ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}

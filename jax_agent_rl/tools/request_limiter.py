@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from jax_agent_rl.tools.rate_limit import RateLimit
+from jax_agent_rl.utils.rate_limit import RateLimit
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from jax_agent_rl.config import ToolsConfig
 from jax_agent_rl.errors import ConfigError, ToolDefinitionError, ToolError
 from jax_agent_rl.tools import ToolSession
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig, as_tool_response
-from jax_agent_rl.tools.rate_limit import RateLimit
 from jax_agent_rl.tools.registry import open_tools
+from jax_agent_rl.utils.rate_limit import RateLimit
 from tests.fakes import FakeCodec
 from tests.ports import free_port
 
