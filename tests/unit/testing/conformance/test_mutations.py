@@ -16,6 +16,7 @@ from jax_agent_rl.testing.conformance.models import log_softmax
 from jax_agent_rl.testing.conformance.probe import CheckFailed
 from jax_agent_rl.testing.conformance.runner import run_suite
 from jax_agent_rl.types import PauseMode, RoutedExperts, StopReason, digest_ids
+from jax_agent_rl.utils.packages import install_command
 from tests.toy_backend import (
     EOS,
     IMAGE,
@@ -626,7 +627,7 @@ def test_a_backend_that_dies_is_replaced_and_the_suite_goes_on():
 def test_without_pytest_the_suite_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytest", None)
     monkeypatch.delitem(sys.modules, run_suite.__module__)
-    with pytest.raises(ConfigError, match=r"jax_agent_rl\[conformance\]"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("conformance"))):
         importlib.import_module(run_suite.__module__)
 
 
