@@ -34,9 +34,9 @@ from jax_agent_rl.testing.conformance.backends import (
     ServedBackend,
 )
 from jax_agent_rl.testing.conformance.models import log_softmax, truncate
-from jax_agent_rl.testing.fakes import BatchingEngine, Run
 from jax_agent_rl.types import PauseMode, TokenScores
 from jax_agent_rl.types.supports import encode_supports
+from tests.batching_engine import BatchingEngine, Run
 
 EOS, VOCAB, IMAGE = 2, 61, 60
 LAYERS, EXPERTS, PER_TOKEN = 3, 6, 2

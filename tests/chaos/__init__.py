@@ -9,7 +9,8 @@
     proxy        the network before each server
     invariants   what has to hold, and the verification of every token
     leaks        what must not be left behind
-    engine       what the servers run
+    engine       what the rollout servers run
+    tool         what the tool server runs
 
 An engine's model is a table whose tokens follow from weights, context and seed. So an engine starts
 in half a second, and every token that reaches the learner can be verified against its version of

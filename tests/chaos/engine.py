@@ -1,7 +1,6 @@
-"""What the servers run: an engine whose tokens can be recomputed, and a tool that counts actions.
+"""What the rollout servers run: an engine whose tokens can be recomputed.
 
-``python -m tests.chaos.engine PORT SEED`` serves the engine; the tool server loads this file as
-``tool_path``.
+``python -m tests.chaos.engine PORT SEED`` serves it.
 
 The weights are a table of logits. A checksum of the whole context selects the row for the next id;
 seed and position determine the draw. So a token sampled from stale or half-written weights, from
@@ -19,20 +18,18 @@ import signal
 import sys
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jax_agent_rl.errors import BackendError, WeightUpdateError
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, WeightUpdate
-from jax_agent_rl.testing.fakes import BatchingEngine, Run
-from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.utils.shutdown import run_server
+from tests.batching_engine import BatchingEngine, Run
 
 HEARTBEAT_SECONDS = 0.5
 UNTRAINED = -1
@@ -41,8 +38,6 @@ FIRST_BYTE = 3
 """Id of byte 0 in :func:`tests.chaos.testbed.codec`; smaller ids are special."""
 VOCABULARY = FIRST_BYTE + 256
 _ROWS = 64
-_TOOL_SECONDS = 0.05
-_ACTIONS_PER_END = 8
 _PRINTABLE = range(FIRST_BYTE + ord("a"), FIRST_BYTE + ord("z") + 1)
 _EOS_LOGIT = 1.2  # turns are 12 ids long on average, so that faults interrupt them
 
@@ -203,37 +198,6 @@ class PacedBackend(BatchingEngine):
             self._policy = await asyncio.to_thread(HashPolicy.read, Path(update.payload[0]))
         except (OSError, ValueError) as error:
             raise WeightUpdateError(f"version {update.version} cannot be read: {error}") from error
-
-
-class TallyTool(ServerTool[str, list[str]]):
-    """A stateful tool, so that a killed server loses something.
-
-    The reward of an action is its number within the trajectory. One action in eight, by its text,
-    ends the trajectory.
-    """
-
-    name = "tally"
-    usage = "anything"
-    stateful = True
-
-    def parse_action(self, action: str) -> str:
-        return action
-
-    async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> list[str]:
-        return []
-
-    async def act(self, action: ToolAction[str, list[str]]) -> ToolObservation:
-        await asyncio.sleep(_TOOL_SECONDS)
-        action.environment.append(action.parsed)
-        checksum = zlib.crc32(action.parsed.encode("utf-8", "surrogatepass"))
-        return ToolObservation(
-            text=f"ok {len(action.parsed)}",
-            reward=float(len(action.environment)),
-            done=checksum % _ACTIONS_PER_END == 0,
-        )
-
-    async def close(self, environment: list[str]) -> None:
-        environment.clear()
 
 
 async def serve(port: int, seed: int) -> None:

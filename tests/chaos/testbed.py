@@ -52,7 +52,7 @@ from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.step import all_trajectories
 from jax_agent_rl.types import Group, PauseMode, Trajectory
 from jax_agent_rl.utils.startup import own_environment
-from tests.chaos import engine
+from tests.chaos import tool
 from tests.chaos.engine import hash_policy
 from tests.chaos.faults import Child
 from tests.chaos.invariants import Ledger, WatchedAccounting, WatchedClient
@@ -312,7 +312,7 @@ def _tool_server(env: dict[str, str], scratch: Path) -> Child:
         "tool-server",
         f"port={port}",
         "tools=[tally]",
-        f"tool_path={engine.__file__}",
+        f"tool_path={tool.__file__}",
     ]
     return Child("tool-server", command, port=port, env=env, log=scratch / "tool-server.log")
 

@@ -13,9 +13,9 @@ from jax_agent_rl.collect.groups import GroupRecord
 from jax_agent_rl.config import ToolClientConfig
 from jax_agent_rl.errors import ReplayError
 from jax_agent_rl.rollout.protocol import Capabilities
-from jax_agent_rl.testing.fakes import BatchingEngine
 from jax_agent_rl.types import PauseMode, SamplingParams, Trajectory
 from tests.agent_testbed import ROW, AgentHarness, episode_request
+from tests.batching_engine import BatchingEngine
 from tests.fakes import EOS, FakeCodec
 from tests.http_service import JSONResponse, ToolServer
 
