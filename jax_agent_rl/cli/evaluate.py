@@ -134,7 +134,7 @@ def evaluate(
     """
     from jax_agent_rl.data.dataset import evaluation_sources
     from jax_agent_rl.deploy.preflight import check_policy
-    from jax_agent_rl.runtime.choice import choose
+    from jax_agent_rl.runtime.policy_choice import choose
 
     choice = policy_choice(
         config,
@@ -217,7 +217,7 @@ def rollout(
     """
     from jax_agent_rl.data.dataset import collection_sources, find_files
     from jax_agent_rl.deploy.preflight import check_policy
-    from jax_agent_rl.runtime.choice import choose
+    from jax_agent_rl.runtime.policy_choice import choose
 
     choice = policy_choice(
         config,

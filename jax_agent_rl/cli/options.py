@@ -34,7 +34,7 @@ from typer.core import TyperCommand, TyperGroup
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from jax_agent_rl.runtime.choice import PolicyChoice
+    from jax_agent_rl.runtime.policy_choice import PolicyChoice
 
 T = TypeVar("T")
 
@@ -442,7 +442,7 @@ def policy_choice(
     Raises:
         ConfigError: several files are named.
     """
-    from jax_agent_rl.runtime.choice import PolicyChoice
+    from jax_agent_rl.runtime.policy_choice import PolicyChoice
 
     command_line = given_config(config, overrides, config_file)
     return PolicyChoice(

@@ -34,7 +34,7 @@ from jax_agent_rl.observe.progress import print_line
 from jax_agent_rl.utils.text import counted
 
 if TYPE_CHECKING:
-    from jax_agent_rl.runtime.choice import PolicyChoice
+    from jax_agent_rl.runtime.policy_choice import PolicyChoice
 
 engines = typer.Typer(
     help="List, add and remove the engines of a run that trains.",
@@ -156,7 +156,7 @@ def rollout_server(
 ) -> None:
     """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
     from jax_agent_rl.deploy.preflight import check_policy
-    from jax_agent_rl.runtime.choice import choose
+    from jax_agent_rl.runtime.policy_choice import choose
 
     choice = policy_choice(
         config,
@@ -201,7 +201,7 @@ def serve(
     rollout.max_model_len=N is given here. With /sessions/ID/v1 as base_url, exact ids are recorded.
     """
     from jax_agent_rl.deploy.preflight import check_policy
-    from jax_agent_rl.runtime.choice import choose
+    from jax_agent_rl.runtime.policy_choice import choose
 
     choice = policy_choice(
         config,
@@ -329,7 +329,7 @@ def diagnose(
     """
     from dataclasses import asdict
 
-    from jax_agent_rl.runtime.choice import run_config
+    from jax_agent_rl.runtime.policy_choice import run_config
 
     run_config(run)  # before anything is imported for what is no run
     from jax_agent_rl.agreement.report import breach_line

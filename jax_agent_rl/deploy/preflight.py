@@ -28,7 +28,7 @@ from jax_agent_rl.utils.network import listen_on, require_token, token_from
 
 if TYPE_CHECKING:
     from jax_agent_rl.config.commands import SftConfig, TinkerServerSettings, ToolServerSettings
-    from jax_agent_rl.runtime.choice import PolicyChoice
+    from jax_agent_rl.runtime.policy_choice import PolicyChoice
 
 
 COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"
@@ -74,7 +74,7 @@ class Preflight:
             path: as in ``model.path``.
             tokenizer: whether the model's tokenizer is needed.
         """
-        from jax_agent_rl.runtime.choice import saved_step
+        from jax_agent_rl.runtime.policy_choice import saved_step
 
         with self._collecting():
             if hub_name(path) is not None:
@@ -89,7 +89,7 @@ class Preflight:
 
     def checkpoint(self, run: Path, step: int | None) -> None:
         """Check that a run has a checkpoint of a step; None: any."""
-        from jax_agent_rl.runtime.choice import saved_step
+        from jax_agent_rl.runtime.policy_choice import saved_step
 
         with self._collecting():
             saved_step(run, step)

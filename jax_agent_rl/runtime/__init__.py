@@ -4,6 +4,6 @@
 is of · ``build`` its components · ``rollouts`` and ``scoring`` the half without a learner ·
 ``teachers`` and ``served_teachers`` of distillation · ``engines`` and ``placement`` which engines
 sample, and where · ``ray_cluster`` · ``transports`` how weights reach them · ``multihost`` and
-``multihost_engines`` several processes · ``policy`` which weights a command uses · ``serve`` ·
-``diagnosis`` · ``compilation_cache``.
+``multihost_engines`` several processes · ``policy_choice`` and ``policy`` which weights a command
+uses · ``serve`` · ``diagnosis`` · ``compilation_cache``.
 """

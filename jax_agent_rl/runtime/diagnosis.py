@@ -23,8 +23,8 @@ from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.observe.run_dir import Record, read_trajectories, restore_trajectory
 from jax_agent_rl.runtime.build import make_learner
-from jax_agent_rl.runtime.choice import run_config
 from jax_agent_rl.runtime.policy import saved_run
+from jax_agent_rl.runtime.policy_choice import run_config
 from jax_agent_rl.trainer.record import RunRecord
 
 

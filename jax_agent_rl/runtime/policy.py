@@ -22,7 +22,7 @@ from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.models.identity import WEIGHTS, model_fingerprints
 from jax_agent_rl.models.lora import save_peft
 from jax_agent_rl.models.sharding import make_mesh
-from jax_agent_rl.runtime.choice import (
+from jax_agent_rl.runtime.policy_choice import (
     PolicyChoice,
     checkpoint_folder,
     choose,

@@ -8,9 +8,9 @@ import pytest
 
 from jax_agent_rl.errors import CheckpointError, ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
-from jax_agent_rl.runtime.choice import NO_ROWS, PolicyChoice, choose
 from jax_agent_rl.runtime.diagnosis import saved_versions
 from jax_agent_rl.runtime.policy import ServedPolicy, open_policy, saved_run
+from jax_agent_rl.runtime.policy_choice import NO_ROWS, PolicyChoice, choose
 from jax_agent_rl.trainer.record import RunRecord
 
 RECIPE = Path(__file__).parents[3] / "configs" / "quickstart.yaml"

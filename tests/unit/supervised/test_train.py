@@ -25,8 +25,8 @@ from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
 from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.observe.run_dir import read_metrics
-from jax_agent_rl.runtime.choice import PolicyChoice
 from jax_agent_rl.runtime.policy import export_run, open_policy, resolve_model
+from jax_agent_rl.runtime.policy_choice import PolicyChoice
 from jax_agent_rl.runtime.resume import CHANGES
 from jax_agent_rl.supervised.conversations import Pair
 from jax_agent_rl.supervised.train import Dpo, Sft, train
