@@ -108,7 +108,7 @@ class VllmBackend:
         payloads = frozenset({FILES})
         if self._started is not None:
             platform = self._started.platform
-            # A broadcast needs a sender, which RayBackend has: it adds the kind.
+            # A broadcast needs a sender: `runtime.placement` adds the kind where there is one.
             payloads = self._updater.kinds - {BROADCAST}
         return Capabilities(
             max_model_len=self._settings.max_model_len,

@@ -94,9 +94,11 @@ test_vllm() {
   make_vllm_environment dev
   say "tests on vLLM"
   # Other folders have none, and import what this environment lacks.
-  local tests=(tests/conformance tests/gpu_backend)
-  if [ $# -gt 0 ]; then tests=("$@"); fi
-  run "$VLLM_VENV/bin/python" -m pytest -m vllm --durations=10 "${VLLM_SIDE_BY_SIDE[@]}" "${tests[@]}"
+  local tests=(tests/conformance tests/gpu_backend) argument
+  for argument in "$@"; do
+    if [ -e "${argument%%::*}" ]; then tests=(); fi
+  done
+  run "$VLLM_VENV/bin/python" -m pytest -m vllm --durations=10 "${VLLM_SIDE_BY_SIDE[@]}" "${tests[@]}" "$@"
 }
 
 for part in $PARTS; do

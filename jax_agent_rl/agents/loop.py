@@ -102,6 +102,8 @@ class AgentLoop(ABC):
 
     def branching_problem(self, row: Mapping[str, Any]) -> str | None:
         """Return why trajectories of this row cannot go on from a prefix, or None."""
+        if self.roles:
+            return f"agent {self.name!r} plays several roles, which do not branch"
         if self.can_branch():
             return None
         return f"agent {self.name!r} cannot branch; there are {branching_agents()}"
@@ -125,6 +127,9 @@ class AgentLoop(ABC):
 
 
 _AGENTS: dict[str, type[AgentLoop]] = {}
+_EARLIER_METHODS = ("run", "branch", "resume")
+"""What agents implemented before ``play``: a class that still does would play another agent."""
+
 _Loop = TypeVar("_Loop", bound=type[AgentLoop])
 
 
@@ -141,6 +146,13 @@ def register_agent(name: str) -> Callable[[_Loop], _Loop]:
                 f"agent {name!r} ({cls.__module__}.{cls.__qualname__}) has no `play`; define"
                 " `async def play(self, request)`, which returns the trajectory of a request"
             )
+        for method in _EARLIER_METHODS:
+            if hasattr(cls, method):
+                raise ConfigError(
+                    f"agent {name!r} ({cls.__module__}.{cls.__qualname__}) defines `{method}`,"
+                    " which nothing calls; define `async def play(self, request)` instead, which"
+                    " goes on from `request.prefix` if the class says `continues_prefix = True`"
+                )
         if name in _AGENTS:
             known = _AGENTS[name]
             raise ConfigError(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
 
 _REPORTED_LENGTH = 100
-"""Characters shown of a malformed action, before its marker."""
+"""Characters shown of a malformed action, from its end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -89,6 +89,7 @@ class ObservationWriter:
 
     def _append(self, episode: Episode, ids: Sequence[int], text: str, media: Media) -> bool:
         messages = []
+        # A frame of its own is seen by the model even where the text is empty.
         if self._frame.format(text) or media:
             messages.append(self._message(text, media))
         learn = not self._settings.mask_observations

@@ -378,6 +378,11 @@ class RolloutCollector:
                 del group.record.partial[number]
                 with _named(loop):
                     result = await loop.play(replace(request, prefix=None))
+            finally:
+                # Roles do not branch: nothing goes on from their contexts while they are scored.
+                for role in loop.roles:
+                    client = self._context.client_of(role)
+                    client.end_session(role_id(request.trajectory_id, role))
 
             if isinstance(result, Trajectory):
                 result = [replace(result, fork=start.fork)]
@@ -386,8 +391,6 @@ class RolloutCollector:
         finally:
             if not self._strategy.branches:
                 self._client.end_session(request.trajectory_id)
-            for role in loop.roles:  # they do not branch: nothing will go on from here
-                self._context.client_of(role).end_session(role_id(request.trajectory_id, role))
         seconds = time.perf_counter() - start_time
 
         timed = []

@@ -415,9 +415,8 @@ class GroupStream:
     async def _run(self, ticket: Ticket, row: Any, growing: _Growing) -> None:
         try:
             group = await self._grow(ticket, row, lambda: growing.reason)
-        except (
-            Exception
-        ) as error:  # outside a trajectory: raised to the caller that waits for groups
+        except Exception as error:
+            # Outside a trajectory: raised to the caller that waits for groups.
             self._error = self._error or error
             self._growing.pop(ticket.number, None)
             self._notify()

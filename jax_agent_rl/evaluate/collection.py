@@ -248,7 +248,7 @@ def _show_progress(progress: Progress, journal: Journal, row_count: int) -> None
     start_count = len(journal.sizes)
     start = time.monotonic()
     if start_count:
-        progress.print_line(f"continuing: done are {start_count} of {counted(row_count, 'prompt')}")
+        progress.print_line(f"continuing: {start_count} of {counted(row_count, 'prompt')} done")
 
     def describe() -> str:
         finished = len(journal.sizes)

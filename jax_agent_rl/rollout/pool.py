@@ -68,7 +68,7 @@ class ServerPool:
 
     Attributes:
         queue: the requests that wait for a server, and the servers in rotation.
-        servers_added: how many servers entered the rotation, each time that they did.
+        servers_added: how often a server has entered the rotation.
         servers_lost: how many died, were cut off, stalled or refused weights that others took.
     """
 

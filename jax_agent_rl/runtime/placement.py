@@ -101,11 +101,12 @@ def place_engines(
         case "separate":
             return _actor_engines(config, actor_options)
         case "hybrid":
-            engines = _actor_engines(config, actor_options)
+            # At equal load, requests go to the engine that is named first.
+            engines: dict[str, BackendFactory] = {}
             for name, factory in local_engines.items():
                 # All engines get the same updates, whose weights are in the object store.
                 engines[name] = functools.partial(_fetching, factory)
-            return engines
+            return engines | _actor_engines(config, actor_options)
 
 
 def _fetching(factory: BackendFactory) -> RolloutBackend:

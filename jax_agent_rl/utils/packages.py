@@ -85,6 +85,9 @@ def _installer_command(extras: tuple[str, ...]) -> str:
         installer = metadata.distribution(DISTRIBUTION).read_text("INSTALLER")
     except metadata.PackageNotFoundError:
         installer = None
+        if (_ROOT / "pyproject.toml").is_file():
+            names = f"[{','.join(extras)}]" if extras else ""
+            return f"pip install -e {shlex.quote(f'{_ROOT}{names}')}"
     command = "uv pip install" if installer and installer.strip() == "uv" else "pip install"
     requirement = f"'{DISTRIBUTION}[{','.join(extras)}]'" if extras else DISTRIBUTION
     return f"{command} {requirement}"

@@ -128,7 +128,9 @@ def read_probe(paths: Sequence[str]) -> LogprobProbe | None:
                 metadata = file.metadata() or {}
             if METADATA_KEY in metadata:
                 return LogprobProbe.from_json(json.loads(metadata[METADATA_KEY]))
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        except (SafetensorError, OSError) as error:
+            raise WeightUpdateError(f"weight file {path} cannot be read: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
             raise WeightUpdateError(f"the log-prob probe in {path} is damaged: {error}") from error
     return None
 

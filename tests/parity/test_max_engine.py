@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("maxtext")
 
 from examples.maxtext_engine import engine as example
-from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.jetstream.external_engine import ExternalBackend
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams
@@ -38,8 +38,8 @@ MODELS = {
 async def running(model: DecoderConfig, monkeypatch):
     monkeypatch.setattr(example, "DTYPE", "float32")
     monkeypatch.setattr(example, "MAX_NEW_TOKENS", 32)
-    backend = JetStreamBackend(
-        model, tiny_params(config=model), SHAPES, external_engine=example.make, version=1
+    backend = ExternalBackend(
+        model, tiny_params(config=model), SHAPES, make_external=example.make, version=1
     )
     await backend.start()
     try:

@@ -68,6 +68,14 @@ def test_a_loop_that_cannot_play_is_refused_when_it_is_registered():
     assert "mute_for_test" not in agent_names()
 
 
+@pytest.mark.parametrize("method", ["run", "branch", "resume"])
+def test_a_loop_whose_own_method_nothing_calls_is_refused(method):
+    """It would train the agent that it is derived from."""
+    with pytest.raises(ConfigError, match=rf"agent 'old_for_test' .*Old.* `{method}`.* `async def"):
+        register_agent("old_for_test")(type("Old", (ToolAgent,), {method: lambda self: None}))
+    assert "old_for_test" not in agent_names()
+
+
 async def test_a_loop_of_ones_own_runs_on_an_episode():
     @register_agent("greeter_for_test")
     class Greeter(AgentLoop):

@@ -67,8 +67,7 @@ class CountingEngine:
 
     def __init__(self, shapes: EngineShapes) -> None:
         self.config, self.shapes = TINY, shapes
-        self.max_concurrent_decodes = shapes.max_concurrent_decodes
-        self.table = SimpleNamespace(recompilations=0, compile_seconds=0.0)
+        self.program_table = SimpleNamespace(recompilations=0, compile_seconds=0.0)
         self.gate = Gate()
         self.broken: Exception | None = None
         self.refusal: Exception | None = None
