@@ -431,12 +431,11 @@ def run_command(
         raise ConfigError(
             f"--engine-factory {engine_factory} needs backend jetstream; got --backend {backend}"
         )
-    for option in ("adapters", "quantize", "kv_dtype"):
-        if engine_factory is not None and options[option]:
-            raise ConfigError(
-                f"--engine-factory {engine_factory} does not go with"
-                f" --{option.replace('_', '-')}: an engine of its own decides that itself"
-            )
+    if engine_factory is not None and options["adapters"]:
+        raise ConfigError(
+            f"--engine-factory {engine_factory} does not go with --adapters: such an engine serves"
+            " none"
+        )
     if engine in ("remote", "ray"):
         raise ConfigError(
             f"--engine {engine}: it needs an engine of its own behind it; use jetstream or vllm"

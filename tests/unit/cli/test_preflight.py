@@ -103,6 +103,11 @@ def cases() -> Iterator[tuple[str, list[str], str]]:
         ["conformance", "--backend", "jetstream", "--model", "/no/model"],
         "no model at '/no/model'",
     )
+    yield (
+        "conformance",
+        ["conformance", "--backend", "jetstream", "--engine-factory", "a:b", "--adapters"],
+        "--engine-factory a:b does not go with --adapters",
+    )
 
 
 CASES = list(cases())
