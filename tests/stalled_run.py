@@ -84,7 +84,7 @@ match phase:
     case "evaluate":
         waiting("heldout-")
     case "train":
-        learner.Learner._train = blocking(learner.Learner._train)
+        learner.Learner._gradients = blocking(learner.Learner._gradients)
     case "save":
         checkpoint.Checkpointer.save = saving(checkpoint.Checkpointer.save)
 
