@@ -34,11 +34,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 ID_BOUND = 2**31
-MAX_STOPS = 1024
-MAX_STOP_LENGTH = 1024
-"""Limits of stop strings and ids: all are looked for after each id."""
-MAX_GRAMMAR_LENGTH = 1_000_000
 """Exclusive bound of ids and counts: engines store them as int32."""
+
+MAX_STOPS = 1024
+"""Most stop strings, and most stop ids: all are looked for after each id."""
+
+MAX_STOP_LENGTH = 1024
+"""Most characters of a stop string."""
+
+MAX_GRAMMAR_LENGTH = 1_000_000
+"""Most characters of a grammar."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
