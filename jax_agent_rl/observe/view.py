@@ -60,12 +60,13 @@ _VERSIONS = ("blue", "dark_orange", "green", "red", "magenta", "cyan", "yellow",
 
 
 def _logprob_style(record: Mapping[str, Any], index: int) -> str:
-    probability = math.exp(record["rollout_logprobs"][index])
-    if probability > 0.9:
+    # Compared as a log-prob: a damaged one may have no exponential.
+    logprob = record["rollout_logprobs"][index]
+    if logprob > math.log(0.9):
         return "green"
-    if probability > 0.5:
+    if logprob > math.log(0.5):
         return "yellow"
-    if probability > 0.1:
+    if logprob > math.log(0.1):
         return "dark_orange"
     return "bold red"
 

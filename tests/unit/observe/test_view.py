@@ -4,6 +4,7 @@ damaged.
 
 import io
 import json
+import math
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +21,7 @@ from jax_agent_rl.errors import DataError, JaxAgentRLError
 from jax_agent_rl.observe import run_dir
 from jax_agent_rl.observe.report.command import RunData, render_report
 from jax_agent_rl.observe.run_dir import read_trajectories, restore_trajectory, trajectory_record
+from jax_agent_rl.observe.schema import is_trajectory_record
 from jax_agent_rl.observe.selection import TrajectoryFilter, group_of
 from jax_agent_rl.observe.view import (
     COLOURS,
@@ -365,6 +367,15 @@ def changed(record: dict, path: tuple, value) -> dict:
     else:
         at[path[-1]] = value
     return copy
+
+
+@pytest.mark.parametrize("logprob", [710.0, 1e308, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("colour", COLOURS)
+def test_any_number_as_a_logprob_is_shown(logprob, colour):
+    record = json.loads(json.dumps(next(iter(records_of(trajectory([1, 3], [8, 2]))))))
+    record["rollout_logprobs"][0] = logprob
+    assert is_trajectory_record(record)
+    Console(file=io.StringIO()).print(render(record, str, colour=colour))
 
 
 @settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -48,7 +48,7 @@ function shade(token, mode, scale) {
   if (token.kind === "inserted" && mode !== "advantage") return mode === "mask" ? mix(1, 0.17) : "";
   switch (mode) {
     case "mask": return mix(2, 0.24);
-    case "log-prob": return token.logprob === null ? "" : graded(3, 0.75 * Math.min(1, Math.sqrt(-token.logprob / 4)));
+    case "log-prob": return token.logprob === null ? "" : graded(3, 0.75 * Math.min(1, Math.sqrt(Math.max(0, -token.logprob) / 4)));
     case "advantage": return !isTrained(token) ? "" : graded(token.advantage >= 0 ? 0 : 1, 0.08 + 0.6 * Math.min(1, Math.abs(token.advantage) / scale.advantage));
     case "version": return mix(token.version - scale.version, 0.35);
     default: return token.gap === null ? "" : graded(4, 0.8 * Math.min(1, token.gap / scale.gap));
