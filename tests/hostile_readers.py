@@ -27,7 +27,7 @@ from jax_agent_rl.tools.marker_services import bare_result
 from jax_agent_rl.utils.fences import fenced_blocks
 from jax_agent_rl.utils.text import any_of
 
-LENGTH = 60_000
+LENGTH = 100_000
 """Characters of an attack, unless it is a single longer fragment."""
 
 _COUNTED = "".join(f"mark{number}x" for number in range(200_000))
@@ -93,8 +93,18 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
 }
 
 
+FURTHER_FRAGMENTS = {
+    "hermes": ("<think>", "</think>", "a"),
+    "qwen3_coder": ("<function=f>", "<parameter=x>", "\n"),
+}
+"""Of formats, beside their own markup."""
+
 for tool_format in FORMATS.values():
-    READERS[tool_format.name] = (tool_format.parse, format_fragments(tool_format.example))
+    fragments_of_format = (
+        *format_fragments(tool_format.example),
+        *FURTHER_FRAGMENTS.get(tool_format.name, ()),
+    )
+    READERS[tool_format.name] = (tool_format.parse, fragments_of_format)
 
 
 def attacks(fragments: tuple[str, ...]) -> Iterator[str]:

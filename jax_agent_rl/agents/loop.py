@@ -95,10 +95,7 @@ class AgentLoop(ABC):
     @classmethod
     def can_branch(cls) -> bool:
         """Return whether :meth:`play` goes on from prefixes, as the class that defines it says."""
-        for ancestor in cls.__mro__:
-            if "play" in vars(ancestor):
-                return vars(ancestor).get("continues_prefix", False)
-        return False
+        return vars(_class_of_play(cls)).get("continues_prefix", False)
 
     def branching_problem(self, row: Mapping[str, Any]) -> str | None:
         """Return why trajectories of this row cannot go on from a prefix, or None."""
@@ -126,9 +123,14 @@ class AgentLoop(ABC):
         return None
 
 
+def _class_of_play(cls: type[AgentLoop]) -> type:
+    """Return the class that defines the :meth:`AgentLoop.play` of ``cls``."""
+    return next(ancestor for ancestor in cls.__mro__ if "play" in vars(ancestor))
+
+
 _AGENTS: dict[str, type[AgentLoop]] = {}
 _EARLIER_METHODS = ("run", "branch", "resume")
-"""What agents implemented before ``play``: a class that still does would play another agent."""
+"""What agents implemented before ``play``; overriding only these would play the base class."""
 
 _Loop = TypeVar("_Loop", bound=type[AgentLoop])
 
@@ -146,8 +148,10 @@ def register_agent(name: str) -> Callable[[_Loop], _Loop]:
                 f"agent {name!r} ({cls.__module__}.{cls.__qualname__}) has no `play`; define"
                 " `async def play(self, request)`, which returns the trajectory of a request"
             )
+        # A class with a `play` of its own may have methods of any name.
+        derived_classes = cls.__mro__[: cls.__mro__.index(_class_of_play(cls))]
         for method in _EARLIER_METHODS:
-            if hasattr(cls, method):
+            if any(method in vars(derived) for derived in derived_classes):
                 raise ConfigError(
                     f"agent {name!r} ({cls.__module__}.{cls.__qualname__}) defines `{method}`,"
                     " which nothing calls; define `async def play(self, request)` instead, which"

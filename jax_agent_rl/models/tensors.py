@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -427,7 +427,6 @@ def places(shape: Sequence[int]) -> np.ndarray:
     return np.sort(np.random.default_rng(seed).integers(0, size, ELEMENTS))
 
 
-@runtime_checkable
 class Inspectable(Protocol):
     """A backend that allows inspection of the model it really runs."""
 

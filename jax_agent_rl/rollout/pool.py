@@ -34,7 +34,7 @@ from jax_agent_rl.errors import (
     EngineDiedError,
     WeightUpdateError,
 )
-from jax_agent_rl.rollout.protocol import IdentifiesWeights, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.request_queue import RequestQueue
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.rollout.watchdog import watch_servers
@@ -539,9 +539,8 @@ class ServerPool:
 
 def _weights_of(server: AsyncServer) -> str:
     """Return the fingerprint of a server's weights; empty where it is not known."""
-    if isinstance(server.backend, IdentifiesWeights):
-        return server.backend.weights_fingerprint
-    return ""
+    # Not isinstance: from Python 3.12 on it does not look through a FetchingBackend.
+    return getattr(server.backend, "weights_fingerprint", "")
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

@@ -342,7 +342,6 @@ class BackendSpec:
     decode_text: Callable[[Sequence[int]], str] | None = None
 
 
-@runtime_checkable
 class IdentifiesWeights(Protocol):
     """A backend whose engine outlives a run, and knows which weights it serves.
 

@@ -20,7 +20,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -310,7 +310,11 @@ class AgreementWatch:
         # The weights of a vLLM engine that sleeps are nowhere that could be read.
         config = self._runtime.config.rollout
         is_asleep = config.backend == "vllm" and config.sleep_during_update
-        inspectable = [engine for engine in engines if isinstance(engine, Inspectable)]
+        inspectable: list[Inspectable] = []
+        for engine in engines:
+            # Not isinstance: from Python 3.12 on it does not look through a FetchingBackend.
+            if hasattr(engine, "tensor_samples"):
+                inspectable.append(cast(Inspectable, engine))
         if is_asleep or not inspectable:
             return EngineView(precision=precision)
 

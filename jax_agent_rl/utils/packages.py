@@ -80,17 +80,19 @@ def install_command(*extras: str) -> str:
 
 
 def _installer_command(extras: tuple[str, ...]) -> str:
-    """Return the command of the installer that this package came by; of pip if that is unknown."""
+    """Return the command of the installer that this package came by; of pip if that is unknown.
+
+    A checkout that is not installed is installed as it is: no index may have the package.
+    """
+    brackets = f"[{','.join(extras)}]" if extras else ""
     try:
         installer = metadata.distribution(DISTRIBUTION).read_text("INSTALLER")
     except metadata.PackageNotFoundError:
-        installer = None
         if (_ROOT / "pyproject.toml").is_file():
-            names = f"[{','.join(extras)}]" if extras else ""
-            return f"pip install -e {shlex.quote(f'{_ROOT}{names}')}"
+            return f"pip install -e {shlex.quote(f'{_ROOT}{brackets}')}"
+        installer = None
     command = "uv pip install" if installer and installer.strip() == "uv" else "pip install"
-    requirement = f"'{DISTRIBUTION}[{','.join(extras)}]'" if extras else DISTRIBUTION
-    return f"{command} {requirement}"
+    return f"{command} {shlex.quote(f'{DISTRIBUTION}{brackets}')}"
 
 
 def _real_spec(name: str) -> ModuleSpec | None:

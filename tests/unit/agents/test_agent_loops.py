@@ -76,6 +76,14 @@ def test_a_loop_whose_own_method_nothing_calls_is_refused(method):
     assert "old_for_test" not in agent_names()
 
 
+@pytest.mark.parametrize("method", ["run", "branch", "resume"])
+def test_a_loop_that_plays_itself_may_have_methods_of_any_name(method):
+    name = f"{method}s_for_test"
+    methods = {method: lambda self: None, "play": ToolAgent.play}
+    register_agent(name)(type("Own", (ToolAgent,), methods))
+    assert name in agent_names()
+
+
 async def test_a_loop_of_ones_own_runs_on_an_episode():
     @register_agent("greeter_for_test")
     class Greeter(AgentLoop):

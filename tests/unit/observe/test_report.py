@@ -486,13 +486,15 @@ def test_of_many_trajectories_every_step_keeps_its_best_and_worst(tmp_path: Path
     assert listed(index, "step") == [step for step in range(1, 7) for _ in range(2)]
     assert listed(index, "reward") == [1.0, -1.0] * 6
     (note,) = index["notes"]
-    assert "12 of 24 trajectories, from 6 of 6 steps" in note and "--limit shows more" in note
+    assert (
+        "shown: 12 of 24 trajectories, from 6 of 6 steps" in note and "--limit shows more" in note
+    )
 
 
 def test_few_trajectories_of_many_steps_are_from_steps_equally_far_apart(tmp_path: Path):
     index, _ = page_of(make_run(tmp_path / "run", steps=9), limit=7)
     assert listed(index, "step") == [1, 1, 5, 5, 9, 9]
-    assert "6 of 36 trajectories, from 3 of 9 steps" in index["notes"][0]
+    assert "shown: 6 of 36 trajectories, from 3 of 9 steps" in index["notes"][0]
 
 
 def test_members_of_a_group_follow_each_other_on_the_page_wherever_they_are_recorded(

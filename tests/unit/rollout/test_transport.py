@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import BROADCAST, OBJECT_STORE, WeightUpdate
 from jax_agent_rl.rollout.transport import fetching
 from jax_agent_rl.testing.conformance.backends import OTHER
@@ -42,6 +43,16 @@ class Transport:
             yield replace(update, kind="toy", payload=OTHER)
         finally:
             self.lends = False
+
+
+async def test_a_pool_knows_the_weights_of_an_engine_that_fetches_them():
+    """Python 3.12 and later do not look through a wrapper when they ask for a protocol."""
+    engine = Engine()
+    engine.weights_fingerprint = "abc"  # type: ignore[attr-defined]
+    client = LLMServerClient([])
+    await client.pool.start({"one": lambda: fetching(engine, BROADCAST, Transport().fetch)})
+    assert client.pool.weights_fingerprint == "abc"
+    await client.pool.close()
 
 
 async def test_an_engine_gets_what_was_fetched_while_it_loads_it():

@@ -1,6 +1,7 @@
 """What a message tells a user to run, by how the package came to be where it is."""
 
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ def test_a_wheel_gets_its_extras_by_the_installer_it_came_by(
     assert install_command("ray") == f"{command} 'jax_agent_rl[ray]'"
     assert install_command("wandb", "trackio") == f"{command} 'jax_agent_rl[wandb,trackio]'"
     assert install_command() == f"{command} jax_agent_rl"
+
+
+def test_a_checkout_that_is_not_installed_is_installed_as_it_is(
+    environment: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def find_none(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", find_none)
+    assert install_command() == f"pip install -e {ROOT}"
+    assert install_command("ray", "math") == f"pip install -e '{ROOT}[ray,math]'"
 
 
 def test_an_environment_of_a_launcher_gets_them_by_a_launcher(environment: Path):
