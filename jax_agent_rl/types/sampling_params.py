@@ -8,9 +8,11 @@ from jax_agent_rl.checks import check_bool, check_collection, check_finite, chec
 from jax_agent_rl.types.token_ids import ID_BOUND
 
 MAX_STOPS = 1024
+"""Most stop strings, and most stop ids: all are looked for after each id."""
 MAX_STOP_LENGTH = 1024
-"""Limits of stop strings and ids: all are looked for after each id."""
+"""Most characters of a stop string."""
 MAX_GRAMMAR_LENGTH = 1_000_000
+"""Most characters of a grammar."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
