@@ -219,12 +219,18 @@ def conformance(
     json: JsonOption = False,
 ) -> None:
     """Test a rollout backend by the protocol; a server's weights are changed and put back."""
-    from jax_agent_rl.deploy.preflight import check_model
+    from jax_agent_rl.deploy.preflight import check_conformance
     from jax_agent_rl.utils.network import token_from
 
     token = token_from(token_env, key="--token-env")
-    if model is not None:
-        check_model(str(model))
+    check_conformance(
+        backend,
+        model=model,
+        url=url,
+        engine=engine,
+        engine_factory=engine_factory,
+        adapters=adapters,
+    )
     from jax_agent_rl.testing.conformance.runner import run_command
 
     report = run_command(

@@ -252,6 +252,42 @@ def check_model(path: str) -> None:
     checks.finish()
 
 
+def check_conformance(
+    backend: str,
+    *,
+    model: Path | None,
+    url: str | None,
+    engine: str,
+    engine_factory: str | None,
+    adapters: bool,
+) -> None:
+    """Check what ``conformance`` needs; its options are those of the command.
+
+    Raises:
+        ConfigError: options do not go together, or there is no model.
+    """
+    if url is not None and (backend != "remote" or model is None):
+        raise ConfigError(
+            f"--url {url} goes with --backend remote and --model: the folder of the model that"
+            f" server serves, to compare with; got --backend {backend}, --model {model}"
+        )
+    if engine_factory is not None and "jetstream" not in (backend, engine):
+        raise ConfigError(
+            f"--engine-factory {engine_factory} needs backend jetstream; got --backend {backend}"
+        )
+    if engine_factory is not None and adapters:
+        raise ConfigError(
+            f"--engine-factory {engine_factory} does not go with --adapters: such an engine serves"
+            " none"
+        )
+    if engine in ("remote", "ray"):
+        raise ConfigError(
+            f"--engine {engine}: it needs an engine of its own behind it; use jetstream or vllm"
+        )
+    if model is not None:
+        check_model(str(model))
+
+
 def check_checkpoint(run: Path, step: int | None, *, out: Path | None = None) -> None:
     """Check what a command needs that reads a run's checkpoint, and writes a folder."""
     checks = Preflight()

@@ -417,29 +417,8 @@ def run_command(
         options: fields of :class:`~jax_agent_rl.testing.conformance.backends.BackendOptions`.
 
     Raises:
-        ConfigError: the options are incompatible, or the backend is not available.
+        ConfigError: the backend is not available.
     """
-    url = options["url"]
-    engine = options["engine"]
-    engine_factory = options["engine_factory"]
-    if url is not None and (backend != "remote" or model is None):
-        raise ConfigError(
-            f"--url {url} goes with --backend remote and --model: the folder of the model that"
-            f" server serves, to compare with; got --backend {backend}, --model {model}"
-        )
-    if engine_factory is not None and "jetstream" not in (backend, engine):
-        raise ConfigError(
-            f"--engine-factory {engine_factory} needs backend jetstream; got --backend {backend}"
-        )
-    if engine_factory is not None and options["adapters"]:
-        raise ConfigError(
-            f"--engine-factory {engine_factory} does not go with --adapters: such an engine serves"
-            " none"
-        )
-    if engine in ("remote", "ray"):
-        raise ConfigError(
-            f"--engine {engine}: it needs an engine of its own behind it; use jetstream or vllm"
-        )
     with (
         tempfile.TemporaryDirectory(prefix="conformance-") as scratch,
         console.status("preparing") as status,

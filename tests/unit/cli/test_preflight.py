@@ -108,6 +108,16 @@ def cases() -> Iterator[tuple[str, list[str], str]]:
         ["conformance", "--backend", "jetstream", "--engine-factory", "a:b", "--adapters"],
         "--engine-factory a:b does not go with --adapters",
     )
+    yield (
+        "conformance",
+        ["conformance", "--backend", "vllm", "--engine-factory", "a:b"],
+        "--engine-factory a:b needs backend jetstream",
+    )
+    yield (
+        "conformance",
+        ["conformance", "--backend", "remote", "--url", "http://localhost:1"],
+        "--url http://localhost:1 goes with --backend remote and --model",
+    )
 
 
 CASES = list(cases())
