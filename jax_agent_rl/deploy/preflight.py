@@ -271,7 +271,9 @@ def check_conformance(
             f"--url {url} goes with --backend remote and --model: the folder of the model that"
             f" server serves, to compare with; got --backend {backend}, --model {model}"
         )
-    if engine_factory is not None and "jetstream" not in (backend, engine):
+    # --engine says what serves behind these two, and nothing of any other backend.
+    serving = engine if backend in ("remote", "ray") else backend
+    if engine_factory is not None and serving != "jetstream":
         raise ConfigError(
             f"--engine-factory {engine_factory} needs backend jetstream; got --backend {backend}"
         )
