@@ -230,6 +230,7 @@ def conformance(
         engine=engine,
         engine_factory=engine_factory,
         adapters=adapters,
+        data_parallel=data_parallel,
     )
     from jax_agent_rl.testing.conformance.runner import run_command
 

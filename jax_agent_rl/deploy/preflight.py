@@ -260,6 +260,7 @@ def check_conformance(
     engine: str,
     engine_factory: str | None,
     adapters: bool,
+    data_parallel: int,
 ) -> None:
     """Check what ``conformance`` needs; its options are those of the command.
 
@@ -272,10 +273,15 @@ def check_conformance(
             f" server serves, to compare with; got --backend {backend}, --model {model}"
         )
     # --engine says what serves behind these two, and nothing of any other backend.
-    serving = engine if backend in ("remote", "ray") else backend
-    if engine_factory is not None and serving != "jetstream":
+    serving = engine if backend in ("remote", "ray") and url is None else backend
+    of_jetstream = []
+    if engine_factory is not None:
+        of_jetstream.append(f"--engine-factory {engine_factory}")
+    if data_parallel > 1:
+        of_jetstream.append(f"--data-parallel {data_parallel}")
+    if of_jetstream and serving != "jetstream":
         raise ConfigError(
-            f"--engine-factory {engine_factory} needs backend jetstream; got --backend {backend}"
+            f"{' and '.join(of_jetstream)} needs backend jetstream; got --backend {backend}"
         )
     if engine_factory is not None and adapters:
         raise ConfigError(

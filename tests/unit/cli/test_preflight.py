@@ -115,6 +115,11 @@ def cases() -> Iterator[tuple[str, list[str], str]]:
     )
     yield (
         "conformance",
+        ["conformance", "--backend", "ray", "--engine", "vllm", "--data-parallel", "2"],
+        "--data-parallel 2 needs backend jetstream",
+    )
+    yield (
+        "conformance",
         ["conformance", "--backend", "remote", "--url", "http://localhost:1"],
         "--url http://localhost:1 goes with --backend remote and --model",
     )
