@@ -134,12 +134,12 @@ def updated(params: Params) -> Params:
 
 def later_positions() -> AbstractContextManager[Any]:
     """Shift positions from 280 on, which are in a later turn, by two."""
-    rope = forward._rope
+    rope = forward.all_rope_tables
 
     def shifted_rope(config: DecoderConfig, positions: jax.Array) -> Any:
         return rope(config, jnp.where(positions >= 280, positions + 2, positions))
 
-    return mock.patch.object(forward, "_rope", shifted_rope)
+    return mock.patch.object(forward, "all_rope_tables", shifted_rope)
 
 
 def permuted_scales() -> AbstractContextManager[Any]:
@@ -154,7 +154,7 @@ def permuted_scales() -> AbstractContextManager[Any]:
 
 def stale_cache(backend: JetStreamBackend) -> AbstractContextManager[Any]:
     """Let the prefix cache outlive its weights."""
-    return mock.patch.object(backend._core.scheduler.block_manager, "reset", return_value=None)
+    return mock.patch.object(backend.core.scheduler.block_manager, "reset", return_value=None)
 
 
 def without_an_id(ids: tuple[int, ...], prompt: int) -> tuple[int, ...]:

@@ -131,8 +131,8 @@ def body_seconds(timed: Callable[..., float], learner: Learner, remat: str) -> d
 
 def optimizer_seconds(learner: Learner, batch: Batch, repeats: int) -> float:
     """Time norm, clip and AdamW."""
-    policy = learner._policy
-    gradients, _ = policy.gradients(learner._scorer.micro_batches(batch))
+    policy = learner.policy
+    gradients, _ = policy.gradients(learner.scorer.micro_batches(batch))
     return best_seconds(lambda: policy.apply(gradients, 0), repeats)
 
 
@@ -183,9 +183,9 @@ def profile(learner: Learner, group: Group, repeats: int) -> dict[str, Any]:
     )
     show("rematerialisation", sum(rematerialised.values()) - sum(plain.values()))
 
-    (mini_batch,), experience = learner._prepare([group])
-    show("packing", best_seconds(lambda: learner._prepare([group]), repeats))
-    _, policy_batch = learner._batches(mini_batch, experience.updates[0])[-1]
+    (mini_batch,), experience = learner.prepare([group])
+    show("packing", best_seconds(lambda: learner.prepare([group]), repeats))
+    _, policy_batch = learner.batches(mini_batch, experience.updates[0])[-1]
     show("optimizer", optimizer_seconds(learner, policy_batch, repeats))
 
     step = best_seconds(lambda: learner.update([group]), repeats)

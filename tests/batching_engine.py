@@ -73,7 +73,7 @@ class BatchingEngine(FakeBackend):
         self._eos = eos
         self._metrics = BackendMetrics()
         self._arrivals = itertools.count()
-        self._frozen = False
+        self.frozen = False
         self._drains: list[object] = []  # one per pause that waits for running requests
         self._changed = asyncio.Event()
         self._responsive = asyncio.Event()
@@ -100,7 +100,7 @@ class BatchingEngine(FakeBackend):
         self._task = asyncio.create_task(self._serve(), name=self.name)
 
     async def close(self) -> None:
-        self._closed = True
+        self.closed = True
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -114,7 +114,7 @@ class BatchingEngine(FakeBackend):
         return last.final
 
     async def chunks(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        self._check(request)
+        self.check_request(request)
         seed = request.sampling.seed
         if seed is None:
             seed = 10**6 + next(self._arrivals)
@@ -149,7 +149,8 @@ class BatchingEngine(FakeBackend):
                 return True
         return False
 
-    def _check(self, request: GenerateRequest) -> None:
+    def check_request(self, request: GenerateRequest) -> None:
+        """Refuse a request that cannot be served; subclasses add their own reasons."""
         self.require_open()
         length = len(request.prompt_ids)
         limit = self.capabilities.max_model_len
@@ -169,7 +170,7 @@ class BatchingEngine(FakeBackend):
             await asyncio.sleep(self._tick_seconds)
             await self._responsive.wait()
             can_admit = self.waiting and not self._drains
-            if self._frozen or not (self.running or can_admit):
+            if self.frozen or not (self.running or can_admit):
                 self._changed.clear()
                 await self._changed.wait()
                 continue
@@ -279,12 +280,12 @@ class BatchingEngine(FakeBackend):
                 self.finish(run, StopReason.ABORTED)
         if mode is PauseMode.WAIT:
             await self._drain()
-        self._frozen = True
+        self.frozen = True
 
     async def _drain(self) -> None:
         drain = object()
         self._drains.append(drain)
-        self._frozen = False
+        self.frozen = False
         self._changed.set()
         try:
             while self.running:
@@ -297,7 +298,7 @@ class BatchingEngine(FakeBackend):
 
     async def resume(self) -> None:
         await self._responsive.wait()
-        self._frozen = False
+        self.frozen = False
         self._drains.clear()
         self._changed.set()
 
@@ -316,10 +317,10 @@ class BatchingEngine(FakeBackend):
 
     async def health(self) -> Health:
         detail = ""
-        if self._closed:
+        if self.closed:
             detail = "closed"
         return Health(
-            ok=not self._closed,
+            ok=not self.closed,
             detail=detail,
             policy_version=self._version,
             running=len(self.running),

@@ -90,6 +90,8 @@ def make_trainer(
     ema_decay: float = 0.0,
     tracer: Tracer | None = None,
     agent: dict | None = None,
+    screen: io.StringIO | None = None,
+    version: int = 0,
     **rollout,
 ) -> Trainer:
     clock = Clock()
@@ -106,7 +108,7 @@ def make_trainer(
         }
     )
     codec = FakeCodec()
-    backend = SlowToUpdate(clock, codec, script, capabilities=capabilities)
+    backend = SlowToUpdate(clock, codec, script, capabilities=capabilities, version=version)
     client = LLMServerClient([AsyncServer(backend)])
     context = AgentContext(client=client, codec=codec, limits=settings.agent, max_model_len=1000)
     strategies = [make_strategy(settings.rollout.strategy), None]  # evaluations are chains
@@ -138,7 +140,7 @@ def make_trainer(
     if record.cursor:
         runtime.cursor.restore(record.cursor)
         runtime.collector.accounting.restore(record.accounting)
-    progress = Progress(Console(file=io.StringIO()), total_steps=steps)
+    progress = Progress(Console(file=screen or io.StringIO()), total_steps=steps)
     return TRAINERS[settings.trainer.mode](
         runtime=runtime,
         folder=RunDir(tmp_path),

@@ -184,6 +184,7 @@ class ScriptedBackend(FakeBackend):
     Attributes:
         requests: all requests, in order.
         unpaused: while cleared, no id is sampled.
+        running: ids of the running requests.
         max_running: largest number of concurrent requests.
         hold: whether a request must wait before its next id, given how many it has.
     """
@@ -194,6 +195,7 @@ class ScriptedBackend(FakeBackend):
         script: Sequence[str] | Script,
         *,
         capabilities: Capabilities | None = None,
+        version: int = 0,
     ) -> None:
         declared = Capabilities(
             max_model_len=4096,
@@ -202,7 +204,7 @@ class ScriptedBackend(FakeBackend):
             in_flight_update=True,
             weight_payloads=frozenset({"arrays"}),
         )
-        super().__init__(capabilities or declared)
+        super().__init__(capabilities or declared, version=version)
         self.codec = codec
         self.requests: list[GenerateRequest] = []
         self.unpaused = asyncio.Event()
@@ -210,29 +212,29 @@ class ScriptedBackend(FakeBackend):
         self.max_running = 0
         self.hold: Callable[[GenerateRequest, int], bool] = lambda request, sampled: False
         self.sampled = 0
-        self._script = script
+        self.script = script
         self._turns: dict[str, int] = {}
         self._plans: dict[
             str, tuple[list[int], int]
         ] = {}  # request id -> its ids, length of its first prompt
-        self._running: set[str] = set()
+        self.running: set[str] = set()
         self._aborted: set[str] = set()
         self._dead: EngineDiedError | None = None
 
     name = "scripted backend"
 
     async def start(self) -> None:
-        self._closed = False
+        self.closed = False
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         self._check_alive()
         self.requests.append(request)
-        self._running.add(request.request_id)
-        self.max_running = max(self.max_running, len(self._running))
+        self.running.add(request.request_id)
+        self.max_running = max(self.max_running, len(self.running))
         try:
             return await self._sample(request)
         finally:
-            self._running.discard(request.request_id)
+            self.running.discard(request.request_id)
             self._aborted.discard(request.request_id)
 
     async def _sample(self, request: GenerateRequest) -> TokenOutput:
@@ -241,10 +243,10 @@ class ScriptedBackend(FakeBackend):
         versions: list[int] = []
         reason, match = StopReason.LENGTH, None
         while len(ids) < request.sampling.max_tokens:
-            await self._wait_for_turn(request.request_id)
+            await self.wait_for_turn(request.request_id)
             sampled = len(request.prompt_ids) - start + len(ids)
             while self.hold(request, sampled) and request.request_id not in self._aborted:
-                await self._wait_for_turn(request.request_id)
+                await self.wait_for_turn(request.request_id)
             if request.request_id in self._aborted:
                 reason = StopReason.ABORTED
                 break
@@ -282,20 +284,20 @@ class ScriptedBackend(FakeBackend):
             session = request.session_id or request.request_id
             turn = self._turns.get(session, 0)
             self._turns[session] = turn + 1
-            if callable(self._script):
-                ids = list(self._script(request))
+            if callable(self.script):
+                ids = list(self.script(request))
             else:
-                ids = self.codec.reply_ids(self._script[min(turn, len(self._script) - 1)])
+                ids = self.codec.reply_ids(self.script[min(turn, len(self.script) - 1)])
             self._plans[request.request_id] = (ids, len(request.prompt_ids))
         return self._plans[request.request_id]
 
-    async def _wait_for_turn(self, request_id: str) -> None:
+    async def wait_for_turn(self, request_id: str) -> None:
         await asyncio.sleep(0)
         while (
             not self.unpaused.is_set()
             and request_id not in self._aborted
             and not self._dead
-            and not self._closed
+            and not self.closed
         ):
             await asyncio.sleep(0)
         self._check_alive()
@@ -314,17 +316,17 @@ class ScriptedBackend(FakeBackend):
         self._dead = EngineDiedError("the scripted engine died")
 
     async def abort(self, request_id: str) -> bool:
-        if request_id not in self._running:
+        if request_id not in self.running:
             return False
         self._aborted.add(request_id)
         return True
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.WAIT:
-            while self._running:
+            while self.running:
                 await asyncio.sleep(0)
         elif mode is PauseMode.ABORT:
-            self._aborted |= self._running
+            self._aborted |= self.running
         self.unpaused.clear()
 
     async def resume(self) -> None:
@@ -337,15 +339,15 @@ class ScriptedBackend(FakeBackend):
 
     async def health(self) -> Health:
         return Health(
-            ok=not self._dead and not self._closed,
+            ok=not self._dead and not self.closed,
             policy_version=self._version,
-            running=len(self._running),
+            running=len(self.running),
         )
 
     async def metrics(self) -> BackendMetrics:
         return BackendMetrics(
-            generated_tokens=self.sampled, requests_finished=len(self.requests) - len(self._running)
+            generated_tokens=self.sampled, requests_finished=len(self.requests) - len(self.running)
         )
 
     async def close(self) -> None:
-        self._closed = True
+        self.closed = True

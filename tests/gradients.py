@@ -13,12 +13,12 @@ from jax_agent_rl.types import Group
 
 def policy_batch(learner: Learner, groups: Sequence[Group]) -> Batch:
     """The policy's batch of a step of one update."""
-    (mini_batch,), experience = learner._prepare(groups)
+    (mini_batch,), experience = learner.prepare(groups)
     (terms,) = experience.updates
-    _, batch = learner._batches(mini_batch, terms)[-1]
+    _, batch = learner.batches(mini_batch, terms)[-1]
     return batch
 
 
 def policy_gradient(learner: Learner, groups: Sequence[Group]) -> tuple[Params, Statistics]:
     """The accumulated gradient of a step of one update, and its statistics."""
-    return learner._gradients(learner._policy, policy_batch(learner, groups), iter)
+    return learner.gradients(learner.policy, policy_batch(learner, groups), iter)

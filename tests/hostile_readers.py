@@ -11,14 +11,14 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 
-from jax_agent_rl.agents.conversation import _UNFINISHED_TAG
+from jax_agent_rl.agents.conversation import UNFINISHED_TAG
 from jax_agent_rl.chat.formats import FORMATS
 from jax_agent_rl.chat.special_tokens import unused_word
 from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.environments.adapters import parse_command
 from jax_agent_rl.rewards import boxed, has_format, tagged
 from jax_agent_rl.rewards.code import extract_program
-from jax_agent_rl.rewards.judge import _GRADE
+from jax_agent_rl.rewards.judge import GRADE
 from jax_agent_rl.rewards.rules import last_number, marked_number, qa_exact_match, qa_f1
 from jax_agent_rl.tool_server.plugins import ServerTool, markup
 from jax_agent_rl.tool_server.plugins.interpreters import BashTool, SqlTool, parse_python
@@ -69,7 +69,7 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
         lambda text: list(fenced_blocks(text)),
         ("````\n", "~~~", "- ", "1. ", "\t", " ", "\n", "`"),
     ),
-    "judge": (_GRADE.findall, ("[[", "]]", " ", "1", ".")),
+    "judge": (GRADE.findall, ("[[", "]]", " ", "1", ".")),
     "python": (
         parse_python,
         ("<python>", "</python>", "```", "python", "input", " ", "\t", "\n", "<tool_call>"),
@@ -86,7 +86,7 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
         ("```", "</", "<result>", " ", "\n"),
     ),
     "bare_result": (bare_result, ("<result>", "</result>", "\n")),
-    "unfinished_tag": (lambda text: _UNFINISHED_TAG.sub("", text), ("<", "a", " ", ">")),
+    "unfinished_tag": (lambda text: UNFINISHED_TAG.sub("", text), ("<", "a", " ", ">")),
     "marks": (lambda text: unused_word("mark", text), ("mark", "0", "x", _COUNTED)),
     "control_tokens": (_PLACEHOLDERS.findall, ("<", "<unused", "1", "<unused5999")),
     "command": (parse_command, ("<command>", "</command>", "\n", " ", "A")),

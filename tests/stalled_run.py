@@ -84,7 +84,7 @@ match phase:
     case "evaluate":
         waiting("heldout-")
     case "train":
-        learner.Learner._gradients = blocking(learner.Learner._gradients)
+        learner.Learner.gradients = blocking(learner.Learner.gradients)
     case "save":
         checkpoint.Checkpointer.save = saving(checkpoint.Checkpointer.save)
 

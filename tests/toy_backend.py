@@ -144,8 +144,8 @@ class ToyBackend(BatchingEngine):
         self.model = MODELS[BASE]
         self.cache: set[tuple[int, ...]] = set()
 
-    def _check(self, request: GenerateRequest) -> None:
-        super()._check(request)
+    def check_request(self, request: GenerateRequest) -> None:
+        super().check_request(request)
         if not all(0 <= i < VOCAB for i in request.prompt_ids):
             raise BackendError(f"prompt ids must be in [0, {VOCAB})")
         if request.multi_modal.keys() - self.capabilities.multi_modal:

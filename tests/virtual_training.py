@@ -185,9 +185,10 @@ def make_virtual(
         }
     )
     record = RunRecord.from_json(json.loads(saved)) if saved else RunRecord()
-    backends = [SimulatedEngine(SPEED, max_model_len=4000) for _ in range(engines)]
-    for backend in backends:
-        backend._version = record.step  # as published when the run resumes
+    backends = []
+    for _ in range(engines):
+        # A run that resumes publishes the weights of its step first.
+        backends.append(SimulatedEngine(SPEED, max_model_len=4000, version=record.step))
     client = LLMServerClient(
         AsyncServer(backend, name=f"engine-{i}") for i, backend in enumerate(backends)
     )

@@ -190,7 +190,7 @@ def _as_text(message: Mapping[str, Any]) -> str:
     return " ".join(texts).strip()
 
 
-_UNFINISHED_TAG = re.compile(r"<[^<>\s]*\Z")
+UNFINISHED_TAG = re.compile(r"<[^<>\s]*\Z")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -463,7 +463,7 @@ class TurnStream:
         if last.kind == "reasoning":
             return parts if last.is_closed else complete
         text = last.text.rstrip().rstrip("\ufffd")
-        text = _UNFINISHED_TAG.sub("", text).rstrip()
+        text = UNFINISHED_TAG.sub("", text).rstrip()
         text = text[: len(text) - self._partial_stop_length(text)].rstrip()
         return [*complete, replace(last, text=text)]
 

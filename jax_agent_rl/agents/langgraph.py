@@ -165,7 +165,7 @@ class ChatModel(BaseChatModel):
                 " the run sets the rest"
             )
         return self.recorder.chat(
-            _openai_messages(messages),
+            openai_messages(messages),
             tools=tools,
             sampling=self._sampling(stop, max_tokens),
             on_text=on_text,
@@ -273,7 +273,7 @@ class ChatModel(BaseChatModel):
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
 
-def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
+def openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
     """Return OpenAI-style dicts.
 
     The model's own messages become text, calls and reasoning, which distinguishes samples of the

@@ -128,7 +128,9 @@ def _class_of_play(cls: type[AgentLoop]) -> type:
     return next(ancestor for ancestor in cls.__mro__ if "play" in vars(ancestor))
 
 
-_AGENTS: dict[str, type[AgentLoop]] = {}
+AGENTS: dict[str, type[AgentLoop]] = {}
+"""The registered agents, by name."""
+
 _EARLIER_METHODS = ("run", "branch", "resume")
 """What agents implemented before ``play``; overriding only these would play the base class."""
 
@@ -157,14 +159,14 @@ def register_agent(name: str) -> Callable[[_Loop], _Loop]:
                     " which nothing calls; define `async def play(self, request)` instead, which"
                     " goes on from `request.prefix` if the class says `continues_prefix = True`"
                 )
-        if name in _AGENTS:
-            known = _AGENTS[name]
+        if name in AGENTS:
+            known = AGENTS[name]
             raise ConfigError(
                 f"two agents are called {name!r}: {known.__module__}.{known.__qualname__} and"
                 f" {cls.__module__}.{cls.__qualname__}; rename one"
             )
         cls.name = name
-        _AGENTS[name] = cls
+        AGENTS[name] = cls
         return cls
 
     return register
@@ -176,17 +178,17 @@ def get_agent(name: str) -> type[AgentLoop]:
     Raises:
         ConfigError: there is none; the message lists the nearest name and all names.
     """
-    if name not in _AGENTS:
+    if name not in AGENTS:
         cls = load_installed("agents", name, fits=_is_loop, expected="a subclass of AgentLoop")
-        is_registered = name in _AGENTS  # its module may have done so when it was imported
+        is_registered = name in AGENTS  # its module may have done so when it was imported
         if cls is not None and not is_registered:
             register_agent(name)(cls)
-    if name not in _AGENTS:
+    if name not in AGENTS:
         guess = did_you_mean(name, agent_names())
         raise ConfigError(
             f"no agent is called {name!r}; {guess}there are {agent_names()} (see @register_agent)"
         )
-    return _AGENTS[name]
+    return AGENTS[name]
 
 
 def load_agents(path: str | None) -> None:
@@ -201,7 +203,7 @@ def load_agents(path: str | None) -> None:
 
 def agent_names() -> list[str]:
     """Return the names of all loops, those that installed packages register included."""
-    return sorted({*_AGENTS, *installed("agents")})
+    return sorted({*AGENTS, *installed("agents")})
 
 
 def _is_loop(value: Any) -> bool:
@@ -210,7 +212,7 @@ def _is_loop(value: Any) -> bool:
 
 def branching_agents() -> list[str]:
     """Return the names of the loops that can branch."""
-    return sorted(name for name, cls in _AGENTS.items() if cls.can_branch())
+    return sorted(name for name, cls in AGENTS.items() if cls.can_branch())
 
 
 def select_agents(config: Config, rows: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:

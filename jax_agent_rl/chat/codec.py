@@ -65,6 +65,12 @@ class ChatCodec:
         template_kwargs: further arguments of the chat template, such as ``enable_thinking``
             (``agent.chat_template_kwargs``).
 
+    Attributes:
+        tokenizer: as given.
+        control: the tokenizer's control tokens.
+        template: renders conversations.
+        boundary: what the template writes after an assistant turn.
+
     Raises:
         ConfigError: the tool format is unknown, or the template cannot be given these arguments.
     """
@@ -83,7 +89,7 @@ class ChatCodec:
             raise ModelError(
                 "the tokenizer has no chat template; choose an instruction-tuned model"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._unknown_format: ConfigError | None = None
         if tool_format == "auto":
             try:
@@ -98,7 +104,7 @@ class ChatCodec:
         if eos_token_ids is None:
             eos_token_ids = [tokenizer.eos_token_id]
         self.eos_token_ids = tuple(eos_token_ids)
-        self._control = ControlTokens(tokenizer)
+        self.control = ControlTokens(tokenizer)
         self._tool_prompt: ToolPrompt = tool_prompt
         self._media = media
         self._modalities: frozenset[str] | None = None
@@ -114,8 +120,8 @@ class ChatCodec:
 
     def _use_template(self, kwargs: Mapping[str, Any]) -> None:
         self._template_kwargs = dict(kwargs)
-        self._template = ChatTemplate(self._tokenizer, self._format, self._tool_prompt, kwargs)
-        self._boundary = TurnBoundary(self._template, self._control, call_end=self._format.call_end)
+        self.template = ChatTemplate(self.tokenizer, self._format, self._tool_prompt, kwargs)
+        self.boundary = TurnBoundary(self.template, self.control, call_end=self._format.call_end)
 
     def with_template_kwargs(self, kwargs: Mapping[str, Any] | None) -> ChatCodec:
         """Return a codec that also gives these arguments to the chat template.
@@ -202,8 +208,8 @@ class ChatCodec:
             return prompt_ids + self.encode_prefill(messages[-1], tools)
 
         messages, tools, mark = self._mark(messages, tools)
-        text = self._template.render(messages, tools, generation_prompt=True)
-        return self._control.encode_rendered(text, mark)
+        text = self.template.render(messages, tools, generation_prompt=True)
+        return self.control.encode_rendered(text, mark)
 
     def encode_prefill(
         self, message: Message, tools: Sequence[Mapping[str, Any]] = ()
@@ -237,14 +243,14 @@ class ChatCodec:
         if not content:
             return []
 
-        marked_message = self._control.mark_message({"role": "assistant", "content": content}, mark)
+        marked_message = self.control.mark_message({"role": "assistant", "content": content}, mark)
         marked_content = marked_message["content"]
         start = turn_text.rfind(marked_content)
         if start < 0:
             raise TemplateError(
                 f"the chat template rewrites the text to be continued: {content[-80:]!r}"
             )
-        return self._control.encode_rendered(turn_text[: start + len(marked_content)], mark)
+        return self.control.encode_rendered(turn_text[: start + len(marked_content)], mark)
 
     def encode_turn(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the ids of an assistant message as the model would have sampled them.
@@ -262,8 +268,8 @@ class ChatCodec:
                 for one.
         """
         text, mark = self._render_turn(message, tools)
-        ids = self._control.encode_rendered(text, mark)
-        end_ids = {*self.eos_token_ids, *self._boundary.ends}
+        ids = self.control.encode_rendered(text, mark)
+        end_ids = {*self.eos_token_ids, *self.boundary.ends}
         for index, token in enumerate(ids):
             if token in end_ids:
                 return ids[: index + 1]
@@ -275,8 +281,8 @@ class ChatCodec:
         Also return the mark that breaks the control tokens in it.
         """
         (message,), tools, mark = self._mark([message], tools)
-        prompt = self._template.render([ASKED], tools, generation_prompt=True)
-        text = self._template.render([ASKED, message], tools, generation_prompt=False)
+        prompt = self.template.render([ASKED], tools, generation_prompt=True)
+        text = self.template.render([ASKED, message], tools, generation_prompt=False)
         if text.startswith(prompt):
             return text.removeprefix(prompt), mark
 
@@ -325,14 +331,14 @@ class ChatCodec:
             TemplateError: the template refuses the messages after an assistant turn.
         """
         messages, tools, mark = self._mark(messages, tools)
-        addition = self._boundary.addition(messages, _with_call_ids(messages, sampled_ids), tools)
-        ids = self._control.encode_rendered(addition, mark)
+        addition = self.boundary.addition(messages, _with_call_ids(messages, sampled_ids), tools)
+        ids = self.control.encode_rendered(addition, mark)
         sampled_end = sampled_ids[-1] if sampled_ids else None
         if sampled_end not in self.eos_token_ids or not ids:
             return ids
 
         # An end that opens the next message is followed by the end of the turn, if there is one.
-        boundary = self._boundary
+        boundary = self.boundary
         ends_again = ids[0] in boundary.ends and sampled_end not in boundary.openings
         if ids[0] == sampled_end or ends_again:
             return ids[1:]
@@ -348,7 +354,7 @@ class ChatCodec:
         if len(sampled_ids) < 2 or not appended_ids:
             return False
         sampled_end = sampled_ids[-1]
-        boundary = self._boundary
+        boundary = self.boundary
         if sampled_end not in self.eos_token_ids or sampled_end not in boundary.openings:
             return False
         return appended_ids[0] in boundary.openings | boundary.ends
@@ -369,14 +375,14 @@ class ChatCodec:
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of plain text; control tokens are neither added nor recognised."""
-        return self._control.encode_text(text)
+        return self.control.encode_text(text)
 
     def encode_markup(self, text: str) -> list[int]:
         """Return the ids of text whose control tokens are recognised; none is added.
 
         For configured separators and prompts rendered elsewhere, never for data.
         """
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _mark(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
@@ -395,8 +401,8 @@ class ChatCodec:
         mark = unused_word("mark", messages, tools)
         marked_messages: list[Message] = []
         for message in messages:
-            marked_messages.append(self._control.mark_message(message, mark))
-        marked_tools = self._control.mark(list(tools), mark)
+            marked_messages.append(self.control.mark_message(message, mark))
+        marked_tools = self.control.mark(list(tools), mark)
         return marked_messages, marked_tools, mark
 
     def _require_format(self, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -407,7 +413,7 @@ class ChatCodec:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids, with white space unchanged."""
-        return self._tokenizer.decode(
+        return self.tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
@@ -415,19 +421,19 @@ class ChatCodec:
     def modalities(self) -> frozenset[str]:
         """Kinds of media (``image``, ``video``) that the template can show in a tool result."""
         if self._modalities is None:
-            kinds = filter(self._template.shows, ("image", "video"))
+            kinds = filter(self.template.shows, ("image", "video"))
             self._modalities = frozenset(kinds)
         return self._modalities
 
     @functools.cached_property
     def vocab_size(self) -> int:
         """One more than the largest id."""
-        return 1 + max(self._tokenizer.get_vocab().values())
+        return 1 + max(self.tokenizer.get_vocab().values())
 
     @functools.cached_property
     def longest_token(self) -> int:
         """Length of the longest token, in characters."""
-        return max(map(len, self._tokenizer.get_vocab()))
+        return max(map(len, self.tokenizer.get_vocab()))
 
     @property
     def tool_format(self) -> str:
@@ -454,7 +460,7 @@ class ChatCodec:
         if context_ids is not None:
             thinking = bool(self.thinking_after(context_ids))
         else:
-            thinking = True if self._boundary.think_tag else None
+            thinking = True if self.boundary.think_tag else None
         ids = self._without_end(sampled_ids)
         text = self.decode(ids, skip_special_tokens=False)
         reply = self._format.parse(text, tools, thinking=thinking)
@@ -485,7 +491,7 @@ class ChatCodec:
 
         It is empty if the turn begins outside of one.
         """
-        header = self._boundary.header
+        header = self.boundary.header
         tail = self.decode(context_ids[-_TAIL_IDS:], skip_special_tokens=False)
         if header and header not in tail and len(context_ids) > _TAIL_IDS:
             # The turn to be continued is long, so its header is further in front.
@@ -532,19 +538,19 @@ class ChatCodec:
     @functools.cached_property
     def _special(self) -> re.Pattern[str]:
         """Pattern of the tokens that decoding leaves out."""
-        tokens = sorted(self._tokenizer.all_special_tokens, key=len, reverse=True)
+        tokens = sorted(self.tokenizer.all_special_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
     @functools.cached_property
     def _special_ids(self) -> frozenset[int]:
-        return frozenset(self._tokenizer.all_special_ids)
+        return frozenset(self.tokenizer.all_special_ids)
 
     @functools.cached_property
     def _marks_thinking_specially(self) -> bool:
         """Whether decoding leaves out what tells reasoning from text."""
         if self._format.name == "harmony":
             return True
-        special_tokens = set(self._tokenizer.all_special_tokens)
+        special_tokens = set(self.tokenizer.all_special_tokens)
         return any(not special_tokens.isdisjoint(tags) for tags in ALL_THINK_TAGS)
 
     def _without_end(self, sampled_ids: Sequence[int]) -> list[int]:
@@ -569,14 +575,14 @@ class ChatCodec:
             GrammarError: there is no grammar for the tool-call format, or a schema is wrong; the
                 message says which part.
         """
-        syntax = self._call_syntax
+        syntax = self.call_syntax
         if tools and syntax is None:
             raise GrammarError(
                 f"there is no grammar of calls in the format {self.tool_format!r}; leave it out, or"
                 " let the server run with agent.tool_format=hermes"
             )
         grammar = self._turns.turn(syntax=syntax, tools=tools, several=several, answer=answer)
-        self._grammars.start(grammar)
+        self.grammars.start(grammar)
         return grammar
 
     def free_turn_grammar(self, *, tools: Sequence[Mapping[str, Any]], several: bool = True) -> str:
@@ -590,34 +596,36 @@ class ChatCodec:
             GrammarError: there is no grammar for the tool-call format, or a schema is wrong; the
                 message says which part.
         """
-        if self._call_syntax is None:
+        if self.call_syntax is None:
             raise GrammarError(f"there is no grammar of calls in the format {self.tool_format!r}")
-        grammar = self._turns.free_turn(syntax=self._call_syntax, tools=tools, several=several)
-        self._grammars.start(grammar)
+        grammar = self._turns.free_turn(syntax=self.call_syntax, tools=tools, several=several)
+        self.grammars.start(grammar)
         return grammar
 
     @property
-    def _call_syntax(self) -> CallSyntax | None:
-        """The first syntax of the tool-call format whose tokens the tokenizer has."""
+    def call_syntax(self) -> CallSyntax | None:
+        """The first syntax of the tool-call format whose tokens the tokenizer has.
+
+        None if the format is unknown or has no such syntax.
+        """
         if self._unknown_format:
             return None
         for syntax in self._format.syntaxes:
-            if not syntax.needs or syntax.needs in self._control.ids:
+            if not syntax.needs or syntax.needs in self.control.ids:
                 return syntax
         return None
 
     @functools.cached_property
     def _turns(self) -> TurnGrammar:
-        thinking = self._boundary.thinking(str(self._tokenizer.chat_template))
-        return TurnGrammar(
-            self._control.ids, is_special=self._grammars.is_special, thinking=thinking
-        )
+        thinking = self.boundary.thinking(str(self.tokenizer.chat_template))
+        return TurnGrammar(self.control.ids, is_special=self.grammars.is_special, thinking=thinking)
 
     @property
-    def _grammars(self) -> GrammarCompiler:
+    def grammars(self) -> GrammarCompiler:
+        """The compiler that checks grammars of turns."""
         if not self._grammar_compilers:
             self._grammar_compilers.append(
-                GrammarCompiler(self._tokenizer, eos_ids=self.eos_token_ids)
+                GrammarCompiler(self.tokenizer, eos_ids=self.eos_token_ids)
             )
         return self._grammar_compilers[0]
 
@@ -628,7 +636,7 @@ class ChatCodec:
             eos_ids: ids that end an output of the model.
             vocab_size: number of ids for which the model has logits.
         """
-        return GrammarCompiler(self._tokenizer, eos_ids=eos_ids, vocab_size=vocab_size)
+        return GrammarCompiler(self.tokenizer, eos_ids=eos_ids, vocab_size=vocab_size)
 
 
 _THINK_OPENINGS = tuple(opening for opening, _ in ALL_THINK_TAGS)

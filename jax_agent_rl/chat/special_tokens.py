@@ -132,7 +132,7 @@ class ControlTokens:
             return ids
 
         # Some text looks like a control token once its mark is removed.
-        secret_names, encode = self._under_secret_names
+        secret_names, encode = self.under_secret_names
         renamed = self._token.sub(lambda token: secret_names[token.group()], text)
         return encode(renamed.replace(mark, ""))
 
@@ -141,11 +141,11 @@ class ControlTokens:
         ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         if self._id_set.isdisjoint(ids):
             return ids
-        _, encode = self._under_secret_names
+        _, encode = self.under_secret_names
         return encode(text)
 
     @functools.cached_property
-    def _under_secret_names(self) -> tuple[dict[str, str], Any]:
+    def under_secret_names(self) -> tuple[dict[str, str], Any]:
         """Names of control tokens that no text from outside can hold, and an encoder with them.
 
         Nothing but the names differs, so ordinary text has the ids it always has.

@@ -151,7 +151,8 @@ async def in_thread(function: Callable[[], T], *, name: str) -> T:
     return await _THREADS.run(function, name=name)
 
 
-_ENVIRONMENTS: dict[str, type[Environment]] = {}
+ENVIRONMENTS: dict[str, type[Environment]] = {}
+"""The registered environments, by name."""
 _Class = TypeVar("_Class", bound=type[Environment])
 
 
@@ -165,13 +166,13 @@ def register_environment(name: str) -> Callable[[_Class], _Class]:
     """
 
     def register(cls: _Class) -> _Class:
-        if name in _ENVIRONMENTS:
+        if name in ENVIRONMENTS:
             raise ConfigError(
-                f"two environments are called {name!r}: {_ENVIRONMENTS[name]!r} and {cls!r};"
+                f"two environments are called {name!r}: {ENVIRONMENTS[name]!r} and {cls!r};"
                 " rename one"
             )
         cls.name = name
-        _ENVIRONMENTS[name] = cls
+        ENVIRONMENTS[name] = cls
         return cls
 
     return register
@@ -183,20 +184,20 @@ def get_environment(name: str) -> type[Environment]:
     Raises:
         ConfigError: there is none; the message lists the nearest name and all names.
     """
-    if name not in _ENVIRONMENTS:
+    if name not in ENVIRONMENTS:
         cls = load_installed(
             "environments", name, fits=_is_environment, expected="a subclass of Environment"
         )
-        is_registered = name in _ENVIRONMENTS  # its module may have done so when it was imported
+        is_registered = name in ENVIRONMENTS  # its module may have done so when it was imported
         if cls is not None and not is_registered:
             register_environment(name)(cls)
-    if name not in _ENVIRONMENTS:
-        known = sorted({*_ENVIRONMENTS, *installed("environments")})
+    if name not in ENVIRONMENTS:
+        known = sorted({*ENVIRONMENTS, *installed("environments")})
         raise ConfigError(
             f"no environment is called {name!r}; {did_you_mean(name, known)}there are {known} (see "
             "@register_environment)"
         )
-    return _ENVIRONMENTS[name]
+    return ENVIRONMENTS[name]
 
 
 def _is_environment(value: Any) -> bool:

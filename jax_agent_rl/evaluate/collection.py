@@ -103,7 +103,7 @@ class CollectionRequest:
 
 
 @dataclass(kw_only=True)
-class _Collection:
+class CollectionRun:
     """A collection in progress: the state that its slots share.
 
     Attributes:
@@ -212,7 +212,7 @@ async def collect(
                         {"version": pool.policy_version, "weights": pool.weights_fingerprint}
                     )
                 _show_progress(progress, journal, len(rollouts.rows))
-                collection = _Collection(
+                collection = CollectionRun(
                     rollouts=rollouts,
                     journal=journal,
                     group_size=group_size,

@@ -231,11 +231,14 @@ class ReturnTimes:
 
     Args:
         clock: seconds.
+
+    Attributes:
+        sessions: known sessions, the latest last.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._sessions: dict[str, _Session] = {}  # the latest last
+        self.sessions: dict[str, _Session] = {}
         self._all = RecentWaits()
         self._kinds: dict[int | None, RecentWaits] = {}
 
@@ -256,7 +259,7 @@ class ReturnTimes:
 
     def forget(self, session: str) -> None:
         """Drop a session of which no further request is expected."""
-        self._sessions.pop(session, None)
+        self.sessions.pop(session, None)
 
     def rate(self, session: str) -> float:
         """Return the returns per second of keeping this session's KV.
@@ -264,7 +267,7 @@ class ReturnTimes:
         It is infinite for a session whose next request is queued, and 0 for an unknown one or while
         there is nothing to learn from.
         """
-        known = self._sessions.get(session)
+        known = self.sessions.get(session)
         if known is None:
             return 0.0
         if known.waits_since is None:
@@ -279,13 +282,13 @@ class ReturnTimes:
 
     def _latest(self, session: str) -> _Session:
         """Return a session, which is now the latest; the oldest is forgotten if there are many."""
-        known = self._sessions.pop(session, None)
+        known = self.sessions.pop(session, None)
         if known is None:
             known = _Session()
-        self._sessions[session] = known
-        if len(self._sessions) > MAX_SESSIONS:
-            oldest = next(iter(self._sessions))
-            del self._sessions[oldest]
+        self.sessions[session] = known
+        if len(self.sessions) > MAX_SESSIONS:
+            oldest = next(iter(self.sessions))
+            del self.sessions[oldest]
         return known
 
 

@@ -59,7 +59,7 @@ def decode_attention(
     Returns:
         [B, K, G, h], and the updated cache.
     """
-    attend = _plain_decode if pages is None else _decode_by_kernels
+    attend = plain_decode if pages is None else _decode_by_kernels
     specs = {
         "q": _HEADS_SECOND,
         "cached": _HEADS_SECOND,
@@ -110,7 +110,7 @@ def chunk_attention(
     }
     attend = functools.partial(
         by_platform,
-        tpu=functools.partial(_chunk_by_kernel, window=window),
+        tpu=functools.partial(chunk_by_kernel, window=window),
         default=functools.partial(_plain_chunk, window=window),
     )
     run = _on_each_device(attend, mesh, tuple(specs.values()), _HEADS_FIRST)
@@ -126,7 +126,7 @@ def _on_each_device(
     return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
 
 
-def _plain_decode(
+def plain_decode(
     q: jax.Array,
     cached: LayerKV,
     new: tuple[jax.Array, jax.Array],
@@ -136,11 +136,13 @@ def _plain_decode(
     *,
     window: int | None,
 ) -> tuple[jax.Array, LayerKV]:
+    """Write and attend as :func:`decode_attention` does, by plain operations on gathered KV."""
+
     def write(axis: int, old: jax.Array, token: jax.Array) -> jax.Array:
         index = (jnp.arange(len(positions)), *[slice(None)] * (axis - 1), positions)
         return old.at[index].set(jnp.squeeze(token, axis))
 
-    cached = cached.by_position(write, _one_position(new, cached))
+    cached = cached.by_position(write, one_position(new, cached))
     length = cached.values.shape[2]
     scales = cached.scales
     distance = positions[:, None] - jnp.arange(length)  # [B, S]
@@ -171,7 +173,7 @@ def _decode_by_kernels(
     *,
     window: int | None,
 ) -> tuple[jax.Array, LayerKV]:
-    cached = write_kernel(cached, _one_position(new, cached), pages, positions)
+    cached = write_kernel(cached, one_position(new, cached), pages, positions)
     return decode_kernel(q, cached, pages, positions, sinks, window=window), cached
 
 
@@ -185,7 +187,7 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
     return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - peak))
 
 
-def _one_position(new: tuple[jax.Array, jax.Array], cached: LayerKV) -> LayerKV:
+def one_position(new: tuple[jax.Array, jax.Array], cached: LayerKV) -> LayerKV:
     """Return keys and values [B, K, h] of one position per row in the cache's layout."""
     k, v = new
     return to_cache(k[..., None], v[:, :, None], cached.keys.dtype)
@@ -200,7 +202,7 @@ def _plain_chunk(
     *,
     window: int | None,
 ) -> jax.Array:
-    visible = _chunk_mask(starts, new.values.shape[2], cached.values.shape[2], window)
+    visible = chunk_mask(starts, new.values.shape[2], cached.values.shape[2], window)
     keys, values = _join(cached, new, q.dtype)
     scores = jnp.einsum("kghrt,rkhs->rkgts", q, keys, preferred_element_type=jnp.float32)
     scores = jnp.where(visible, scores, MASK_VALUE)
@@ -214,7 +216,7 @@ def _join(cached: LayerKV, new: LayerKV, dtype: jnp.dtype) -> tuple[jax.Array, j
     return from_cache(joined, dtype)
 
 
-def _chunk_mask(starts: jax.Array, count: int, length: int, window: int | None) -> jax.Array:
+def chunk_mask(starts: jax.Array, count: int, length: int, window: int | None) -> jax.Array:
     """Return the mask of each chunk position, bool [R, 1, 1, T, length + T].
 
     It sees the cache below ``starts``, then the chunk up to itself.
@@ -232,7 +234,7 @@ def _chunk_mask(starts: jax.Array, count: int, length: int, window: int | None) 
     return visible[:, None, None]
 
 
-def _chunk_by_kernel(
+def chunk_by_kernel(
     q: jax.Array,
     cached: LayerKV,
     new: LayerKV,

@@ -130,7 +130,7 @@ class JetStreamBackend:
         self._streams: dict[str, ChunkSink] = {}
         self._preparing: dict[str, asyncio.Event] = {}  # requests that are not queued yet
         self._thread = EngineThread(self._fail_streams)
-        self._core = EngineCore(self._thread, self._make_scheduler, self._weights, version=version)
+        self.core = EngineCore(self._thread, self._make_scheduler, self._weights, version=version)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -159,12 +159,12 @@ class JetStreamBackend:
 
     @property
     def policy_version(self) -> int:
-        return self._core.version
+        return self.core.version
 
     # --- start and close --------------------------------------------------------------------------
 
     async def start(self) -> None:
-        await self._thread.start(self._core)
+        await self._thread.start(self.core)
 
     async def close(self) -> None:
         await self._thread.close()
@@ -241,7 +241,7 @@ class JetStreamBackend:
         finally:
             self._streams.pop(request.request_id, None)
             if not finished:
-                self._post_quietly(lambda: self._core.abort(request.request_id))
+                self._post_quietly(lambda: self.core.abort(request.request_id))
 
     async def _submit(self, request: GenerateRequest, sink: ChunkSink) -> None:
         """Read a request's images and compile its grammar in other threads, then queue it."""
@@ -250,7 +250,7 @@ class JetStreamBackend:
         try:
             multimodal = await self._image_reader.read(request)
             grammar = await self._start_grammar(request)
-            self._thread.post(lambda: self._core.submit(request, multimodal, grammar, sink))
+            self._thread.post(lambda: self.core.submit(request, multimodal, grammar, sink))
         finally:
             del self._preparing[request.request_id]
             submitted.set()
@@ -292,13 +292,13 @@ class JetStreamBackend:
             raise BackendError(f"id {largest} is not one of the model's {self._config.vocab_size}")
 
         run = functools.partial(inspection.score, token_ids=token_ids, start=start, top_k=top_k)
-        return await self._thread.call(lambda: self._core.score(run))
+        return await self._thread.call(lambda: self.core.score(run))
 
     async def abort(self, request_id: str) -> bool:
         submitted = self._preparing.get(request_id)
         if submitted is not None:
             await submitted.wait()
-        return await self._thread.call(lambda: self._core.abort(request_id))
+        return await self._thread.call(lambda: self.core.abort(request_id))
 
     def _post_quietly(self, command: Callable[[], object]) -> None:
         """Post a command unless the thread has ended: the caller went away."""
@@ -315,18 +315,18 @@ class JetStreamBackend:
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is not PauseMode.WAIT:
-            await self._thread.call(lambda: self._core.pause(mode))
+            await self._thread.call(lambda: self.core.pause(mode))
             return
         drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._thread.post(lambda: self._core.drain(drained), drained)
+        self._thread.post(lambda: self.core.drain(drained), drained)
         try:
             await drained
         except asyncio.CancelledError:
-            self._post_quietly(lambda: self._core.cancel_drain(drained))
+            self._post_quietly(lambda: self.core.cancel_drain(drained))
             raise
 
     async def resume(self) -> None:
-        await self._thread.call(self._core.resume)
+        await self._thread.call(self.core.resume)
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Serve new weights.
@@ -337,37 +337,37 @@ class JetStreamBackend:
                 update succeeds.
         """
         update = await self._weights.receive(update)
-        await self._thread.call(lambda: self._core.update_weights(update))
+        await self._thread.call(lambda: self.core.update_weights(update))
 
     async def reset_prefix_cache(self) -> None:
-        await self._thread.call(lambda: self._core.scheduler.block_manager.reset())
+        await self._thread.call(lambda: self.core.scheduler.block_manager.reset())
 
     async def sleep(self) -> None:
         """Move weights to the host and drop the KV cache.
 
         Running requests are aborted, new ones wait.
         """
-        await self._thread.call(self._core.sleep)
+        await self._thread.call(self.core.sleep)
 
     async def wake(self) -> None:
-        await self._thread.call(self._core.wake)
+        await self._thread.call(self.core.wake)
 
     # --- state ------------------------------------------------------------------------------------
 
     async def health(self) -> Health:
         try:
-            return await self._thread.call(self._core.health)
+            return await self._thread.call(self.core.health)
         except BackendError as error:
             return Health(ok=False, detail=str(error), policy_version=self.policy_version)
 
     async def metrics(self) -> BackendMetrics:
-        return await self._thread.call(lambda: self._core.scheduler.metrics())
+        return await self._thread.call(lambda: self.core.scheduler.metrics())
 
     # --- diagnosis --------------------------------------------------------------------------------
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
         return await self._thread.call(
-            lambda: inspection.tensor_samples(self._config, self._core.scheduler)
+            lambda: inspection.tensor_samples(self._config, self.core.scheduler)
         )
 
     async def replica_samples(self) -> Sequence[Mapping[str, TensorSample]]:
@@ -375,5 +375,5 @@ class JetStreamBackend:
 
     async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
         return await self._thread.call(
-            lambda: inspection.layer_outputs(self._core.scheduler, token_ids)
+            lambda: inspection.layer_outputs(self.core.scheduler, token_ids)
         )

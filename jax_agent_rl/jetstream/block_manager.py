@@ -76,6 +76,10 @@ class BlockManager:
     number 0 on. ``return_rate`` is :meth:`ReturnTimes.rate`; without it the least recently used
     pages go first.
 
+    Its bookkeeping can be read: ``cached_pages`` by number, ``free_pages``, ``leaves`` (pages that
+    can be evicted), ``idle_count`` (cached pages without references); on the host
+    ``pages_on_host`` and ``free_host_pages``.
+
     >>> blocks = BlockManager(pages=8, size=4, max_context_pages=8)
     >>> first = blocks.allocate([1, 2, 3, 4, 5, 6, 7], session=None)
     >>> first.pages, first.reused, first.copy
@@ -105,15 +109,15 @@ class BlockManager:
         self._total = pages
         self._return_rate = return_rate
 
-        self._free = list(range(pages, 0, -1))
+        self.free_pages = list(range(pages, 0, -1))
         self._roots: dict[str | None, _Page] = {}  # a tree per adapter, and one for the base model
-        self._pages: dict[int, _Page] = {}
+        self.cached_pages: dict[int, _Page] = {}
         self._contexts: dict[int, _Context] = {}
         self._between_turns: dict[str, list[_Page]] = {}  # session: pages of its last context
-        self._idle = 0  # cached pages without references
-        self._leaves: dict[int, _Page] = {}  # pages that can be evicted
-        self._host_free = list(range(host_pages))
-        self._on_host: dict[int, _Page] = {}
+        self.idle_count = 0  # cached pages without references
+        self.leaves: dict[int, _Page] = {}  # pages that can be evicted
+        self.free_host_pages = list(range(host_pages))
+        self.pages_on_host: dict[int, _Page] = {}
         self._clock = 0  # contexts that ended so far
         self._allocated = 0  # contexts so far
 
@@ -154,7 +158,7 @@ class BlockManager:
         num_needed = num_new + len(returning)
 
         protected: set[_Page] = set()
-        is_scarce = num_needed + self._growing > len(self._free)
+        is_scarce = num_needed + self._growing > len(self.free_pages)
         if is_scarce and not self.holds_most(session, len(ids)):
             protected = self._protected_pages(recompute_cost)
 
@@ -202,7 +206,7 @@ class BlockManager:
         growing = self._contexts[context]
         total = -(-(growing.count + count) // self.size)
         num_new = total - len(growing.pages)
-        if num_new > len(self._free) + self._idle:
+        if num_new > len(self.free_pages) + self.idle_count:
             return False
         self._reclaim(num_new)
         growing.pages += self._new_pages(growing.pages[-1], num_new)
@@ -268,26 +272,26 @@ class BlockManager:
         """
         for context in self._contexts.values():
             context.shareable = False
-        for page in [*self._pages.values(), *self._on_host.values()]:
+        for page in [*self.cached_pages.values(), *self.pages_on_host.values()]:
             page.sessions.clear()
 
         # Dropping a page drops the host pages that continue it, so each turn takes what is left.
-        while self._on_host:
-            self._drop(next(iter(self._on_host.values())))
-        unused = [page for page in self._pages.values() if not page.ref_count]
+        while self.pages_on_host:
+            self._drop(next(iter(self.pages_on_host.values())))
+        unused = [page for page in self.cached_pages.values() if not page.ref_count]
         for page in unused:
             self._drop(page)
 
         self._roots.clear()
         self._between_turns.clear()
-        self._leaves.clear()
+        self.leaves.clear()
         self.saved.clear()
-        self._idle = 0
+        self.idle_count = 0
 
     @property
     def used_share(self) -> float:
         """Share of positions that hold KV, in [0, 1]."""
-        used = sum(len(page.ids) for page in self._pages.values())
+        used = sum(len(page.ids) for page in self.cached_pages.values())
         return used / (self._total * self.size)
 
     # --- pages ------------------------------------------------------------------------------------
@@ -344,7 +348,7 @@ class BlockManager:
             count: pages needed.
             excluded: pages that must not be evicted for them.
         """
-        available = len(self._free) + self._idle
+        available = len(self.free_pages) + self.idle_count
         for page in excluded:
             if not page.ref_count and not page.on_host:  # it is one of the idle ones
                 available -= 1
@@ -362,7 +366,7 @@ class BlockManager:
     def _protected_pages(self, recompute_cost: float) -> set[_Page]:
         """Return the pages of waiting sessions that are worth a slot until these return."""
         protected: set[_Page] = set()
-        if not recompute_cost or self._host_free:  # they would move to the host
+        if not recompute_cost or self.free_host_pages:  # they would move to the host
             return protected
         for session, pages in self._between_turns.items():
             # What only this session waits for.
@@ -379,8 +383,8 @@ class BlockManager:
         """Allocate consecutive free pages after a referenced one."""
         new_pages: list[_Page] = []
         for _ in range(count):
-            page = _Page(self._free.pop(), parent, ref_count=1)
-            self._pages[page.number] = page
+            page = _Page(self.free_pages.pop(), parent, ref_count=1)
+            self.cached_pages[page.number] = page
             parent.children.append(page)
             new_pages.append(page)
             parent = page
@@ -389,15 +393,15 @@ class BlockManager:
     def _reference(self, pages: Iterable[_Page]) -> None:
         for page in pages:
             if not (page.ref_count or page.on_host):
-                self._idle -= 1
-                self._leaves.pop(page.number, None)
+                self.idle_count -= 1
+                self.leaves.pop(page.number, None)
             page.ref_count += 1
 
     def _unreference(self, pages: Sequence[_Page]) -> None:
         for page in reversed(pages):
             page.ref_count -= 1
             if not page.ref_count:
-                self._idle += 1
+                self.idle_count += 1
             self._offer_eviction(page)
 
     def _forget_session(self, session: str | None) -> None:
@@ -413,15 +417,15 @@ class BlockManager:
 
     def _reclaim(self, count: int) -> None:
         """Evict pages until ``count`` are free."""
-        if count <= len(self._free):
+        if count <= len(self.free_pages):
             return
-        queue = [(self._rank(page), page.number) for page in self._leaves.values()]
+        queue = [(self._rank(page), page.number) for page in self.leaves.values()]
         heapq.heapify(queue)
-        while len(self._free) < count:
+        while len(self.free_pages) < count:
             _, number = heapq.heappop(queue)
-            page = self._leaves.pop(number)
+            page = self.leaves.pop(number)
             parent = page.parent
-            self._idle -= 1
+            self.idle_count -= 1
             self._evict(page)
             # Without its last child a page is a leaf itself.
             if parent is not None and self._offer_eviction(parent):
@@ -438,7 +442,7 @@ class BlockManager:
             return False
         if not all(child.on_host for child in page.children):
             return False
-        self._leaves[page.number] = page
+        self.leaves[page.number] = page
         return True
 
     def _evict(self, page: _Page) -> None:
@@ -446,33 +450,35 @@ class BlockManager:
         if not page.sessions or not self._make_host_room(self._rank(page)):
             self._drop(page)
             return
-        host_number = self._host_free.pop()
+        host_number = self.free_host_pages.pop()
         self.saved.append((page.number, host_number))
-        del self._pages[page.number]
-        self._free.append(page.number)
+        del self.cached_pages[page.number]
+        self.free_pages.append(page.number)
         page.number = host_number
         page.on_host = True
-        self._on_host[host_number] = page
+        self.pages_on_host[host_number] = page
 
     def _make_host_room(self, rank: tuple[bool, float, int]) -> bool:
         """Free a host page of no higher rank; False if there is none."""
-        if not self._host_free:
+        if not self.free_host_pages:
             leaves = [
-                page for page in self._on_host.values() if not (page.children or page.ref_count)
+                page
+                for page in self.pages_on_host.values()
+                if not (page.children or page.ref_count)
             ]
             lowest = min(leaves, key=self._rank, default=None)
             if lowest is not None and self._rank(lowest) <= rank:
                 self._drop(lowest)
-        return bool(self._host_free)
+        return bool(self.free_host_pages)
 
     def _restore(self, page: _Page) -> tuple[int, int]:
         """Move a referenced page to a free one of the device; return both numbers."""
         host_number = page.number
-        page.number = self._free.pop()
+        page.number = self.free_pages.pop()
         page.on_host = False
-        self._pages[page.number] = page
-        del self._on_host[host_number]
-        self._host_free.append(host_number)
+        self.cached_pages[page.number] = page
+        del self.pages_on_host[host_number]
+        self.free_host_pages.append(host_number)
         return host_number, page.number
 
     def _drop(self, page: _Page) -> None:
@@ -486,11 +492,11 @@ class BlockManager:
         assert page.parent is not None  # not a root
         page.parent.children.remove(page)
         if page.on_host:
-            del self._on_host[page.number]
-            self._host_free.append(page.number)
+            del self.pages_on_host[page.number]
+            self.free_host_pages.append(page.number)
         else:
-            del self._pages[page.number]
-            self._free.append(page.number)
+            del self.cached_pages[page.number]
+            self.free_pages.append(page.number)
 
 
 def _common(a: list[int], b: list[int]) -> int:

@@ -53,11 +53,11 @@ def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax
     # Copies of the kernel's own, unlike the grid's, take whole tiles.
     fills_tiles = size % LANES == 0 and cached.values.shape[3] % LANES == 0
     if fills_tiles:
-        return _write_together(page, positions % size, cached, new)
-    return _write_each(page, positions % size, cached, new)
+        return write_together(page, positions % size, cached, new)
+    return write_each(page, positions % size, cached, new)
 
 
-def _write_each(page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
+def write_each(page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
     """Write a slot per grid step.
 
     Args:
@@ -100,10 +100,10 @@ def _write_each(page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerK
     return _call(write, specs, page, within, cached, new)
 
 
-def _write_together(page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
+def write_together(page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
     """Write many slots per grid step: a step's overhead is longer than the copies of a slot.
 
-    Arguments are those of :func:`_write_each`.
+    Arguments are those of :func:`write_each`.
     """
     slots = len(page)
     arrays = len(jax.tree.leaves(cached))

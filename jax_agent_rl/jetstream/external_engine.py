@@ -371,12 +371,12 @@ class ExternalScheduler(Scheduler):
         """Prefill the requests that fit; all are dispatched before the first result is read."""
         runs: list[RunningRequest] = []
         results = []
-        while self._waiting and len(self.running) < self.engine.shapes.max_concurrent_decodes:
-            run = self._waiting[0][1]
+        while self.queue and len(self.running) < self.engine.shapes.max_concurrent_decodes:
+            run = self.queue[0][1]
             # The engine samples all slots in one mode.
             if any(_is_greedy(other) != _is_greedy(run) for other in self.running.values()):
                 break
-            heapq.heappop(self._waiting)
+            heapq.heappop(self.queue)
             results.append(self._prefill(run))
             runs.append(run)
         if not runs:
@@ -406,7 +406,7 @@ class ExternalScheduler(Scheduler):
 
     def _decode(self) -> Progress:
         runs = list(self.running.values())
-        steps = 1 if self._waiting else self.engine.shapes.decode_steps
+        steps = 1 if self.queue else self.engine.shapes.decode_steps
         steps = min(steps, *(run.remaining for run in runs))
         results = []
         for _ in range(steps):

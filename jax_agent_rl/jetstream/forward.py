@@ -185,7 +185,9 @@ def decode_step(
     native = kernels is Kernels.CPU
     pages = None if kernels is Kernels.NONE else slots.pages
     x = constrain(embed(config, params.embed, slots.tokens).T, mesh)  # [D, B]
-    tables = _rope(config, positions if slots.offsets is None else positions + slots.offsets)
+    tables = all_rope_tables(
+        config, positions if slots.offsets is None else positions + slots.offsets
+    )
     layers = []
     routed = []
     adapted = _adapted_layers(params, adapters, slots.adapter, native)
@@ -263,7 +265,7 @@ def prefill_chunks(
     x = constrain(x.T, mesh)  # [D, R T]
     if images is None:
         first = starts if rope_offsets is None else starts + rope_offsets
-        tables = _rope(config, (first[:, None] + jnp.arange(count)).reshape(-1))
+        tables = all_rope_tables(config, (first[:, None] + jnp.arange(count)).reshape(-1))
     else:
         cos, sin = mrope_tables(config.rope, config.head_dim, images.rope_positions.reshape(-1, 3))
         tables = ((cos.T, sin.T),)  # no vision model has windowed layers
@@ -482,7 +484,9 @@ def _feed_forward(
     return constrain(layer.multiply(config, "down", hidden), mesh), None
 
 
-def _rope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
+def all_rope_tables(
+    config: DecoderConfig, positions: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], ...]:
     """Return cos and sin [r/2, B] of full layers, and of windowed ones.
 
     r of a head's numbers rotate.

@@ -27,6 +27,11 @@ class HostCache:
 
     Args:
         cache: the engine's cache; only its shapes are read.
+
+    Attributes:
+        count: number of pages.
+        pages: their content; None without any.
+        arriving: pages that are being copied to the host.
     """
 
     def __init__(self, engine: JaxEngine, cache: KVCache) -> None:
@@ -35,11 +40,11 @@ class HostCache:
             page_bytes = sum(x.nbytes for x in jax.tree.leaves(cache)) // cache.count
             self.count = engine.shapes.kv_offloading_bytes // page_bytes
         self._engine = engine
-        self._pages = jax.tree.map(self._empty, cache) if self.count else None
+        self.pages = jax.tree.map(self._empty, cache) if self.count else None
         # Pages so far.
         self.saved = 0
         self.restored = 0
-        self._arriving: list[tuple[list[int], KVCache]] = []
+        self.arriving: list[tuple[list[int], KVCache]] = []
 
     def _empty(self, x: jax.Array) -> np.ndarray:
         return np.empty((self.count, *x.shape[1:]), x.dtype)
@@ -62,7 +67,7 @@ class HostCache:
             content = self._engine.get_pages(cache, pages)
             for array in jax.tree.leaves(content):
                 array.copy_to_host_async()
-            self._arriving.append((host_pages, content))
+            self.arriving.append((host_pages, content))
         moves.clear()
 
     def read(self, host_pages: Sequence[int]) -> KVCache:
@@ -70,13 +75,13 @@ class HostCache:
         self.settle()
         self.restored += len(host_pages)
         index = list(host_pages)
-        return jax.tree.map(lambda pages: pages[index], self._pages)
+        return jax.tree.map(lambda pages: pages[index], self.pages)
 
     def settle(self) -> None:
         """Wait for what the last :meth:`save` began."""
-        for host_pages, content in self._arriving:
-            pages = jax.tree.leaves(self._pages)
+        for host_pages, content in self.arriving:
+            pages = jax.tree.leaves(self.pages)
             for array, arrived in zip(pages, jax.tree.leaves(content), strict=True):
                 # Padding comes last.
                 array[host_pages] = np.asarray(arrived)[: len(host_pages)]
-        self._arriving.clear()
+        self.arriving.clear()

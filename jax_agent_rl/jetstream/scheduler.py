@@ -62,6 +62,11 @@ class Scheduler:
         decode_text: ids to text, for stop strings.
         counters: running totals.
         clock: seconds, for waits of sessions and requests.
+
+    Attributes:
+        queue: waiting requests, a heap by their order.
+        patience: what a waiting request costs.
+        host_cache: pages on the host.
     """
 
     engine: JaxEngine
@@ -78,13 +83,13 @@ class Scheduler:
         self.block_manager = self._make_block_manager()
         self.running: dict[str, RunningRequest] = {}
 
-        self._waiting: list[tuple[tuple[int, int], RunningRequest]] = []  # a heap, by order
+        self.queue: list[tuple[tuple[int, int], RunningRequest]] = []  # a heap, by order
         self._known: set[str] = set()
         self._arrivals = itertools.count()
         self._rng = np.random.default_rng(self.seed)
         self._image_keys = ImageKeys()
         self._eos = frozenset(self.engine.config.eos_token_ids)
-        self._patience = Patience(self.clock)
+        self.patience = Patience(self.clock)
 
         self.speculation: Speculation | None = None
         if self.engine.shapes.num_speculative_tokens > 0:
@@ -92,24 +97,24 @@ class Scheduler:
 
     def _make_block_manager(self) -> BlockManager:
         shapes = self.engine.shapes
-        self._host = HostCache(self.engine, self.cache)
+        self.host_cache = HostCache(self.engine, self.cache)
         return BlockManager(
             shapes.pages,
             shapes.page,
             shapes.context_pages,
-            host_pages=self._host.count,
+            host_pages=self.host_cache.count,
             return_rate=self.return_times.rate,
         )
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.queue)
 
     @property
     def started(self) -> list[str]:
         """Ids of running and preempted requests."""
         ids = list(self.running)
-        for _, run in self._waiting:
+        for _, run in self.queue:
             if run.num_preempted:
                 ids.append(run.request.request_id)
         return ids
@@ -158,7 +163,7 @@ class Scheduler:
             )
 
         self._known.add(request.request_id)
-        heapq.heappush(self._waiting, (run.order, run))
+        heapq.heappush(self.queue, (run.order, run))
         if request.session_id is not None:
             self.return_times.come_back(request.session_id)
         return run
@@ -174,7 +179,7 @@ class Scheduler:
         self.counters.prefill_seconds += time.perf_counter() - begin
 
         progress = self._decode() if self.running else []
-        self._host.settle()
+        self.host_cache.settle()
         self.counters.busy_seconds += time.perf_counter() - begin
         return progress
 
@@ -184,13 +189,13 @@ class Scheduler:
         if run is None:
             return None
         if run.request.request_id not in self.running:
-            self._waiting = [entry for entry in self._waiting if entry[1] is not run]
-            heapq.heapify(self._waiting)
+            self.queue = [entry for entry in self.queue if entry[1] is not run]
+            heapq.heapify(self.queue)
         run.stop_reason = StopReason.ABORTED
         return run, self._finish(run, 0)
 
     def _find_waiting(self, request_id: str) -> RunningRequest | None:
-        for _, run in self._waiting:
+        for _, run in self.queue:
             if run.request.request_id == request_id:
                 return run
         return None
@@ -219,8 +224,8 @@ class Scheduler:
     def metrics(self) -> BackendMetrics:
         return BackendMetrics(
             **vars(self.counters),
-            offloaded_pages=self._host.saved,
-            restored_pages=self._host.restored,
+            offloaded_pages=self.host_cache.saved,
+            restored_pages=self.host_cache.restored,
             recompilations=self.engine.program_table.recompilations,
         )
 
@@ -241,7 +246,7 @@ class Scheduler:
         prefilled_before = self.counters.prefill_tokens
 
         plan = AdmissionPlan(self.engine.shapes.page)
-        while self._waiting and len(self.running) < self.engine.shapes.max_concurrent_decodes:
+        while self.queue and len(self.running) < self.engine.shapes.max_concurrent_decodes:
             admission = self._next_admission() if new else self._next_preempted()
             if admission is None:
                 break
@@ -254,7 +259,7 @@ class Scheduler:
             # Wait for the prefill: its seconds are what patience is measured in.
             jax.block_until_ready(self.cache)
             compiling = self.engine.program_table.compile_seconds - compiled_before
-            self._patience.add_prefill(prefilled, time.perf_counter() - begin - compiling)
+            self.patience.add_prefill(prefilled, time.perf_counter() - begin - compiling)
 
     def _next_admission(self) -> tuple[RunningRequest, Allocation] | None:
         """Take the first request that can run from the queue.
@@ -262,31 +267,31 @@ class Scheduler:
         The first in the queue may be refused because the pages it needs are worth more to sessions
         that return soon. Those whose KV is in the cache then overtake it, see :class:`Patience`.
         """
-        first = self._waiting[0][1]
-        cost = self._patience.cost(first.order, len(first.context_ids), len(self.running))
+        first = self.queue[0][1]
+        cost = self.patience.cost(first.order, len(first.context_ids), len(self.running))
         allocation = self._allocate(first, cost)
         if allocation is not None:
-            heapq.heappop(self._waiting)
+            heapq.heappop(self.queue)
             return first, allocation
         if not cost:
             return None
 
         first_priority, _ = first.order
-        for order, run in sorted(self._waiting)[1:]:
+        for order, run in sorted(self.queue)[1:]:
             priority, _ = order
             holds_most = self.block_manager.holds_most(run.request.session_id, len(run.context_ids))
             if priority != first_priority or not holds_most:
                 continue
             allocation = self._allocate(run, cost)
             if allocation is not None:
-                self._waiting.remove((order, run))
-                heapq.heapify(self._waiting)
+                self.queue.remove((order, run))
+                heapq.heapify(self.queue)
                 return run, allocation
         return None
 
     def _next_preempted(self) -> tuple[RunningRequest, Allocation] | None:
         """Take the first preempted request from the queue, if there is one and it can run."""
-        preempted = [entry for entry in self._waiting if entry[1].num_preempted]
+        preempted = [entry for entry in self.queue if entry[1].num_preempted]
         if not preempted:
             return None
         first = min(preempted)
@@ -294,8 +299,8 @@ class Scheduler:
         allocation = self._allocate(run, 0.0)
         if allocation is None:
             return None
-        self._waiting.remove(first)
-        heapq.heapify(self._waiting)
+        self.queue.remove(first)
+        heapq.heapify(self.queue)
         return run, allocation
 
     def _allocate(self, run: RunningRequest, recompute_cost: float) -> Allocation | None:
@@ -308,7 +313,7 @@ class Scheduler:
             recompute_cost=recompute_cost,
         )
         # Pages that were evicted to the host must be copied before anything overwrites them.
-        self._host.save(self.cache, self.block_manager.saved)
+        self.host_cache.save(self.cache, self.block_manager.saved)
         return allocation
 
     def _start(self, plan: AdmissionPlan, run: RunningRequest, allocation: Allocation) -> None:
@@ -320,7 +325,7 @@ class Scheduler:
         new_ids = np.asarray(run.context_ids[allocation.reused : -1], np.int32)
         restored = None
         if allocation.restored:
-            restored = self._host.read([host_page for host_page, _ in allocation.restored])
+            restored = self.host_cache.read([host_page for host_page, _ in allocation.restored])
         plan.add(allocation, new_ids, run.multimodal, self._adapter_number(run), restored)
         self.block_manager.append(allocation.context, run.context_keys[allocation.reused : -1])
 
@@ -346,7 +351,7 @@ class Scheduler:
                 if self.block_manager.grow(run.context, min(steps(run), run.remaining)):
                     break
                 self._preempt(max(self.running.values(), key=lambda run: run.order))
-        self._host.save(self.cache, self.block_manager.saved)
+        self.host_cache.save(self.cache, self.block_manager.saved)
 
     def _preempt(self, run: RunningRequest) -> None:
         """Put a request back in the queue; its KV stays cached until evicted."""
@@ -356,7 +361,7 @@ class Scheduler:
         run.context = None
         run.num_preempted += 1
         del self.running[run.request.request_id]
-        heapq.heappush(self._waiting, (run.order, run))
+        heapq.heappush(self.queue, (run.order, run))
 
     def _keys(self, multimodal: MultimodalContext) -> np.ndarray:
         """Return the keys of a prompt with images.
@@ -429,7 +434,7 @@ class Scheduler:
         One if requests wait. Otherwise a quarter, whose agents soon send their next turn, or as
         many as let the others run in a program of fewer slots.
         """
-        if self._waiting:
+        if self.queue:
             return 1
         narrower = max((w for w in self.engine.shapes.slot_buckets if w < running), default=0)
         return max(1, min(running - narrower, running // 4))

@@ -166,7 +166,7 @@ class Speculation:
         candidates.sort()
 
         chances = [-negative_chance for negative_chance, _, _ in candidates]
-        self._columns = self._best_columns(plain_seconds, chances)
+        self._columns = self.best_columns(plain_seconds, chances)
         if self._columns is None:
             return None
         self._verifying = {run: [] for run in runs}
@@ -179,7 +179,7 @@ class Speculation:
         """The most columns with which drafts of the running requests can be verified, if any."""
         return max(self._engine.verified_columns(self._running), default=None)
 
-    def _best_columns(self, plain_seconds: float, chances: Sequence[float]) -> int | None:
+    def best_columns(self, plain_seconds: float, chances: Sequence[float]) -> int | None:
         """Return the columns that promise the most ids per second, None if a plain step does.
 
         Args:

@@ -108,6 +108,12 @@ class Learner:
             first teacher that fits its row, unless it brings a teacher's scores. None: the
             reference is the initial policy.
         total_steps: training steps of the run, over which a learning rate decays; None if unknown.
+
+    Attributes:
+        policy: the policy's parameters and optimizer.
+        critic: the critic's parameters and optimizer; None without one.
+        packer: packs trajectories.
+        scorer: runs forward passes over packed trajectories.
     """
 
     def __init__(
@@ -153,9 +159,9 @@ class Learner:
             scored=score_by is not None,
         )
         self._objective = self._programs.objective
-        self._packer = BatchPacker(config, images, vocab_size=model.vocab_size)
-        self._scorer = Scorer(self._programs, images)
-        self._policy = OptimizedParams(
+        self.packer = BatchPacker(config, images, vocab_size=model.vocab_size)
+        self.scorer = Scorer(self._programs, images)
+        self.policy = OptimizedParams(
             policy.params,
             frozen=policy.frozen,
             programs=self._programs.policy,
@@ -167,12 +173,12 @@ class Learner:
         if algorithm.kl.where != "none" and teachers is None:
             self._reference = policy.reference()
 
-        self._critic: OptimizedParams | None = None
+        self.critic: OptimizedParams | None = None
         if has_critic:
             initial_params = critic_params(params if critic_init is None else critic_init)
             critic_model = Parameterization.critic(model, initial_params, config, mesh=self._mesh)
             critic_rate = learning_rate(self._critic_config, total_steps)
-            self._critic = OptimizedParams(
+            self.critic = OptimizedParams(
                 critic_model.params,
                 frozen=critic_model.frozen,
                 programs=self._programs.critic(critic_model, self._critic_config, rate=critic_rate),
@@ -194,27 +200,27 @@ class Learner:
 
         critic_state = None
         critic_nonfinite = None
-        if self._critic is not None:
-            critic_state = self._critic.state
-            critic_nonfinite = scalar(np.int32(self._critic.nonfinite_steps))
+        if self.critic is not None:
+            critic_state = self.critic.state
+            critic_nonfinite = scalar(np.int32(self.critic.nonfinite_steps))
         return LearnerState(
-            policy=self._policy.state,
+            policy=self.policy.state,
             critic=critic_state,
             kl_coef=scalar(np.float32(self._kl_coef)),
             steps=scalar(np.int32(self._steps)),
-            nonfinite=scalar(np.int32(self._policy.nonfinite_steps)),
+            nonfinite=scalar(np.int32(self.policy.nonfinite_steps)),
             critic_nonfinite=critic_nonfinite,
         )
 
     @state.setter
     def state(self, state: LearnerState) -> None:
-        self._policy.state = state.policy
-        self._policy.nonfinite_steps = int(state.nonfinite)
-        self._policy.applied_rate = None
-        if self._critic is not None and state.critic is not None:
+        self.policy.state = state.policy
+        self.policy.nonfinite_steps = int(state.nonfinite)
+        self.policy.applied_rate = None
+        if self.critic is not None and state.critic is not None:
             assert state.critic_nonfinite is not None  # saved with the critic
-            self._critic.state = state.critic
-            self._critic.nonfinite_steps = int(state.critic_nonfinite)
+            self.critic.state = state.critic
+            self.critic.nonfinite_steps = int(state.critic_nonfinite)
         self._kl_coef = float(state.kl_coef)
         self._steps = int(state.steps)
 
@@ -224,27 +230,27 @@ class Learner:
 
         They are valid until the next :meth:`update`.
         """
-        return self._merge(*self._policy.weights)
+        return self._merge(*self.policy.weights)
 
     @property
     def trained(self) -> Params:
         """The trained parameters alone, e.g. adapters; valid until the next :meth:`update`."""
-        return self._policy.state.params
+        return self.policy.state.params
 
     def averaged(self) -> Learner:
         """Return a learner with the moving average as :attr:`params` (``ema_decay``).
 
         It is valid until the next update.
         """
-        state = self._policy.state
+        state = self.policy.state
         averaged = copy.copy(self)
-        averaged._policy = copy.copy(self._policy)
-        averaged._policy.state = replace(state, params=state.opt_state.average)
+        averaged.policy = copy.copy(self.policy)
+        averaged.policy.state = replace(state, params=state.opt_state.average)
         return averaged
 
     def merged(self, trained: Params) -> Params:
         """Return what :attr:`params` would be with these trained parameters."""
-        return self._merge(trained, self._policy.frozen)
+        return self._merge(trained, self.policy.frozen)
 
     def twin(self, name: str = "policy") -> Learner:
         """Return a learner that trains a copy of the parameters with an optimizer of its own.
@@ -255,11 +261,11 @@ class Learner:
         Args:
             name: names its policy in messages.
         """
-        assert self._critic is None
+        assert self.critic is None
         twin = copy.copy(self)
-        twin._policy = OptimizedParams(
+        twin.policy = OptimizedParams(
             self.trained,
-            frozen=self._policy.frozen,
+            frozen=self.policy.frozen,
             programs=self._programs.policy,
             name=name,
         )
@@ -271,11 +277,11 @@ class Learner:
         Returns:
             None if there was no update, or with another optimizer.
         """
-        rate = self._policy.applied_rate
+        rate = self.policy.applied_rate
         if rate is None:  # a checkpoint was loaded: its last update was in the step before it
             last_step = max(self._steps - 1 - self._warmup_steps, 0)
             rate = float(np.asarray(self._rate(last_step)))
-        return undo_update(self._policy.state, self._config, rate=rate)
+        return undo_update(self.policy.state, self._config, rate=rate)
 
     def previous_params(self) -> Params | None:
         """Return :attr:`params` before AdamW's last update, as :meth:`previous_trained` does."""
@@ -292,11 +298,11 @@ class Learner:
             trained: parameters in place of :attr:`trained`.
         """
         trajectories = [t for group in groups for t in group.trajectories]
-        batch = self._packer.pack(trajectories)
-        weights = self._policy.weights
+        batch = self.packer.pack(trajectories)
+        weights = self.policy.weights
         if trained is not None:
-            weights = (trained, self._policy.frozen)
-        return self._scorer.logprobs(weights, batch)
+            weights = (trained, self.policy.frozen)
+        return self.scorer.logprobs(weights, batch)
 
     def store(self, folder: str, dtype: str) -> str:
         """Write :attr:`params` to a version's folder, in the format of ``models.stored``.
@@ -313,9 +319,9 @@ class Learner:
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far; constant once warm."""
-        count = self._scorer.programs_compiled + self._policy.programs_compiled
-        if self._critic is not None:
-            count += self._critic.programs_compiled
+        count = self.scorer.programs_compiled + self.policy.programs_compiled
+        if self.critic is not None:
+            count += self.critic.programs_compiled
         for teacher in self._teachers or ():
             count += teacher.programs_compiled
         return count
@@ -347,26 +353,26 @@ class Learner:
         """
         began = time.perf_counter()
         cancellation = cancellation or StepCancellation()
-        minis, experience = self._prepare(groups, masked=masked, since=check.since)
+        minis, experience = self.prepare(groups, masked=masked, since=check.since)
         comparison = experience.comparison
         if comparison is not None:
             check.inspect(comparison)
 
-        models = 1 if self._critic is None else 2
+        models = 1 if self.critic is None else 2
         num_updates = len(minis) * self._config.ppo_epochs * models
         progress = self._progress(minis, tick, cancellation)
         policy_updates: list[UpdateRecord] = []
         critic_updates: list[UpdateRecord] = []
         with all_or_nothing(self, cancellation, updates=num_updates):
             for update in self._updates(minis, experience, progress):
-                if comparison is None and update.model is self._policy:
+                if comparison is None and update.model is self.policy:
                     # Without old log-probs, the policy's first pass is what can be compared: only
                     # this one is of the parameters that the engine has.
                     comparison = Comparison.from_statistics(update.statistics)
                     check.inspect(comparison)
 
                 record = _apply(update, cancellation)
-                if update.model is self._policy:
+                if update.model is self.policy:
                     policy_updates.append(record)
                 else:
                     critic_updates.append(record)
@@ -394,15 +400,20 @@ class Learner:
 
     # --- pack, score, build experience ------------------------------------------------------------
 
-    def _prepare(
+    def prepare(
         self,
         groups: Sequence[Group],
         *,
         masked: Collection[str] = (),
         since: int = 0,
     ) -> tuple[list[MiniBatch], Experience]:
-        """Pack mini-batches, score them, and compute what the losses need of the step."""
-        minis = self._packer.mini_batches(groups)
+        """Pack mini-batches, score them, and compute what the losses need of the step.
+
+        Args:
+            masked: ids of trajectories that count in baselines only.
+            since: first policy version of the parameters that score.
+        """
+        minis = self.packer.mini_batches(groups)
         scores = self._score(minis, groups)
         experience = build_experience(
             groups,
@@ -423,7 +434,7 @@ class Learner:
         elif not (self._objective.on_policy or self._objective.bypass):
             old_logprobs = []
             for mini in minis:
-                old_logprobs += self._scorer.logprobs(self._policy.weights, mini.batch)
+                old_logprobs += self.scorer.logprobs(self.policy.weights, mini.batch)
 
         ref: Any = None
         if self._teachers is not None:
@@ -432,13 +443,13 @@ class Learner:
         elif self._reference is not None:
             ref = []
             for mini in minis:
-                ref += self._scorer.reference(self._reference, mini.batch)
+                ref += self.scorer.reference(self._reference, mini.batch)
 
         values: list[np.ndarray] | None = None
-        if self._critic is not None:
+        if self.critic is not None:
             values = []
             for mini in minis:
-                values += self._scorer.values(self._critic.weights, mini.batch)
+                values += self.scorer.values(self.critic.weights, mini.batch)
         return Scores(old=old_logprobs, ref=ref, values=values)
 
     # --- gradients --------------------------------------------------------------------------------
@@ -451,11 +462,11 @@ class Learner:
     ) -> Progress:
         """Return the progress of a whole step."""
         models = 0
-        if self._critic is not None:
+        if self.critic is not None:
             models += 1
         if not self._is_warming_up:
             models += 1
-        micro_batches = sum(math.ceil(m.batch.num_rows / self._scorer.rows) for m in minis)
+        micro_batches = sum(math.ceil(m.batch.num_rows / self.scorer.rows) for m in minis)
         total = micro_batches * self._config.ppo_epochs * models
         completed = 0
 
@@ -478,7 +489,7 @@ class Learner:
         """Yield every update of the step, each computed once the one before it was applied."""
         for _ in range(self._config.ppo_epochs):
             for mini, terms in zip(minis, experience.updates, strict=True):
-                for model, batch in self._batches(mini, terms):
+                for model, batch in self.batches(mini, terms):
                     if not batch.terms["weight"].any():
                         # The optimizer's momentum would still move the parameters.
                         logger.warning(
@@ -487,53 +498,57 @@ class Learner:
                         continue
 
                     step = self._steps
-                    if model is self._policy:
+                    if model is self.policy:
                         step -= self._warmup_steps  # its schedule begins after the warm-up
                     # No name here holds the gradients: they are freed once they are applied.
                     yield GradientUpdate(
                         model,
-                        *self._gradients(model, batch, progress),
+                        *self.gradients(model, batch, progress),
                         members=mini.members,
                         step=step,
                     )
 
-    def _batches(self, mini: MiniBatch, terms: UpdateTerms) -> list[tuple[OptimizedParams, Batch]]:
+    def batches(self, mini: MiniBatch, terms: UpdateTerms) -> list[tuple[OptimizedParams, Batch]]:
         """Return each model that is trained, the critic first, and its batch of a mini-batch."""
         batches = []
-        if self._critic is not None:
-            batches.append((self._critic, mini.batch.with_terms(**terms.critic)))
+        if self.critic is not None:
+            batches.append((self.critic, mini.batch.with_terms(**terms.critic)))
         if self._is_warming_up:
             return batches
 
         policy_terms = dict(terms.policy)
         if self._algorithm.policy_loss.loss_mode in SELECTORS:
             policy_terms["chosen"] = select_terms(
-                self._scorer.logprobs(self._policy.weights, mini.batch),
+                self.scorer.logprobs(self.policy.weights, mini.batch),
                 policy_terms,
                 terms.active,
                 self._objective.loss,
-                seed=int(self._policy.state.updates),
+                seed=int(self.policy.state.updates),
             )
         policy_batch = mini.batch.with_terms(**policy_terms)
         if terms.candidates is not None:
             ids, logprobs = zip(*terms.candidates, strict=True)
             policy_batch = policy_batch.with_candidates(ids, logprobs)
-        batches.append((self._policy, policy_batch))
+        batches.append((self.policy, policy_batch))
         return batches
 
-    def _gradients(
+    def gradients(
         self,
         model: OptimizedParams,
         batch: Batch,
         progress: Progress,
     ) -> tuple[Params, Statistics]:
-        """Return the gradient and the statistics of a model's batch."""
+        """Return the gradient and the statistics of a model's batch.
+
+        Args:
+            progress: passes the micro-batches on, and may count them.
+        """
         balance = {}
-        if model is self._policy:
-            balance = self._scorer.router_balance(model.weights, batch)
-        for arrays in self._scorer.blanks(batch, model):  # compile what later steps may need
+        if model is self.policy:
+            balance = self.scorer.router_balance(model.weights, batch)
+        for arrays in self.scorer.blanks(batch, model):  # compile what later steps may need
             model.gradients([arrays | balance])
-        micro_batches = (arrays | balance for arrays in self._scorer.micro_batches(batch))
+        micro_batches = (arrays | balance for arrays in self.scorer.micro_batches(batch))
         return model.gradients(progress(micro_batches))
 
     # --- end of the step --------------------------------------------------------------------------
@@ -549,12 +564,12 @@ class Learner:
             NonFiniteError: a model has reached the limit of steps in a row.
         """
         limit = self._config.max_nonfinite_steps
-        self._policy.end_step(policy_updates)
-        if self._critic is not None:
-            self._critic.end_step(critic_updates)
+        self.policy.end_step(policy_updates)
+        if self.critic is not None:
+            self.critic.end_step(critic_updates)
             # The critic is named first: its values enter the policy's gradient.
-            self._critic.require_finite(limit)
-        self._policy.require_finite(limit)
+            self.critic.require_finite(limit)
+        self.policy.require_finite(limit)
 
     # --- KL to the reference ----------------------------------------------------------------------
 

@@ -51,11 +51,14 @@ class MultiAdapterLearner:
     Args:
         learner: not trained yet; every adapter begins with its parameters.
         names: of the adapters.
+
+    Attributes:
+        learners: the learner of each adapter.
     """
 
     def __init__(self, learner: Learner, lora: LoraConfig, names: Sequence[str]) -> None:
         self._lora = lora
-        self._learners = {name: learner.twin(f"adapter {name!r}") for name in sorted(set(names))}
+        self.learners = {name: learner.twin(f"adapter {name!r}") for name in sorted(set(names))}
         self.state_before: HostState | None = None
 
     @property
@@ -63,17 +66,17 @@ class MultiAdapterLearner:
         """The state to checkpoint, by adapter: after the last :meth:`update` that is final."""
         if self.state_before is not None:  # an update is in progress, and may be undone
             return self.state_before.on_device()
-        return {name: learner.state for name, learner in self._learners.items()}
+        return {name: learner.state for name, learner in self.learners.items()}
 
     @state.setter
     def state(self, state: Mapping[str, LearnerState]) -> None:
-        for name, learner in self._learners.items():
+        for name, learner in self.learners.items():
             learner.state = state[name]
 
     @property
     def params(self) -> Params:
         """The frozen model below the adapters, on device."""
-        learner = next(iter(self._learners.values()))
+        learner = next(iter(self.learners.values()))
         return learner.merged(jax.tree.map(jnp.zeros_like, learner.trained))
 
     def averaged(self) -> MultiAdapterLearner:
@@ -82,14 +85,14 @@ class MultiAdapterLearner:
         It is valid until the next update.
         """
         averaged = copy.copy(self)
-        averaged._learners = {name: learner.averaged() for name, learner in self._learners.items()}
+        averaged.learners = {name: learner.averaged() for name, learner in self.learners.items()}
         return averaged
 
     @property
     def adapters(self) -> dict[str, PeftAdapter]:
         """The adapters as they are now, on the host."""
         adapters = {}
-        for name, learner in self._learners.items():
+        for name, learner in self.learners.items():
             adapters[name] = scaled_adapter(self._lora, jax.device_get(learner.trained))
         return adapters
 
@@ -101,7 +104,7 @@ class MultiAdapterLearner:
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far; all learners run the same."""
-        return next(iter(self._learners.values())).programs_compiled
+        return next(iter(self.learners.values())).programs_compiled
 
     def update(
         self,
@@ -129,7 +132,7 @@ class MultiAdapterLearner:
             for name, adapter_groups in groups_of.items():
                 trajectories = [t for group in adapter_groups for t in group.trajectories]
                 adapter_ids = {trajectory.trajectory_id for trajectory in trajectories}
-                results[name] = self._learners[name].update(
+                results[name] = self.learners[name].update(
                     adapter_groups,
                     masked=adapter_ids.intersection(masked),
                     tick=tick,

@@ -41,6 +41,7 @@ class Scorer:
 
     Attributes:
         rows: rows of a micro-batch.
+        lengths: number of row lengths in use.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class Scorer:
         is_cut = (
             is_cpu and config.pack_length >= MIN_CUT_LENGTH and config.pack_length % lengths == 0
         )
-        self._lengths = lengths if is_cut else 1
+        self.lengths = lengths if is_cut else 1
 
     def micro_batches(self, batch: Batch) -> Iterator[Arrays]:
         """Yield the batch's micro-batches, placed on the mesh."""
-        return map(self._placed, batch.micro_batches(self.rows, lengths=self._lengths))
+        return map(self._placed, batch.micro_batches(self.rows, lengths=self.lengths))
 
     def blanks(self, batch: Batch, program: Any) -> Iterator[Arrays]:
         """Yield weightless micro-batches on the first call with a program that sees images.

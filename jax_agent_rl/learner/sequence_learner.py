@@ -102,6 +102,9 @@ class SequenceLearner:
         temperature: divides the logits.
         reference: keep a copy of the initial parameters for :meth:`forward`; adapters need none.
         lengths: number of row lengths on a CPU, each with programs of its own.
+
+    Attributes:
+        gradients: accumulated since the last update; None without any.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class SequenceLearner:
         )
         self._merge = policy.merge
         self._reference = policy.reference() if reference or config.lora else None
-        self._gradients: Params | None = None  # since the last update
+        self.gradients: Params | None = None
 
         programs = self._programs.policy
         everywhere = programs.everywhere
@@ -166,7 +169,7 @@ class SequenceLearner:
     def state(self, state: LearnerState) -> None:
         self._policy.state = state.policy
         self._policy.nonfinite_steps = int(state.nonfinite)
-        self._gradients = None
+        self.gradients = None
 
     @property
     def params(self) -> Params:
@@ -199,7 +202,7 @@ class SequenceLearner:
             frozen=self._policy.frozen,
             programs=self._programs.policy,
         )
-        twin._gradients = None
+        twin.gradients = None
         return twin
 
     def forward(
@@ -278,7 +281,7 @@ class SequenceLearner:
                 params, self._policy.frozen, gradients, arrays | shared
             )
             results.append(statistics)
-        self._gradients = gradients
+        self.gradients = gradients
 
         results = jax.device_get(results)
         sums = {}
@@ -296,8 +299,8 @@ class SequenceLearner:
 
     def _take_gradients(self) -> Params:
         """Return the gradients since the last update, and forget them: the caller donates them."""
-        gradients = self._gradients
-        self._gradients = None
+        gradients = self.gradients
+        self.gradients = None
         if gradients is None:
             gradients = self._programs.policy.zeros(self._policy.state.params)
         return gradients

@@ -142,7 +142,7 @@ def mixture_of_experts(
         transposed: the experts' matrices are [E, in, out].
     """
     weights, chosen = route(experts, layer, x, routed)
-    return _weighted(layer, x, weights, chosen, activation, transposed=transposed), chosen
+    return weighted_outputs(layer, x, weights, chosen, activation, transposed=transposed), chosen
 
 
 def sharded_mixture_of_experts(
@@ -179,7 +179,7 @@ def sharded_mixture_of_experts(
         weights = jax.lax.all_gather(weights, "expert", tiled=True)
         chosen = jax.lax.all_gather(chosen, "expert", tiled=True)
         chosen = _shard_indices(chosen, experts_per_shard)
-        mixed = _weighted(layer, tokens, weights, chosen, activation)
+        mixed = weighted_outputs(layer, tokens, weights, chosen, activation)
         mixed = jax.lax.psum_scatter(mixed, "expert", tiled=True)
         return jax.lax.psum(mixed, "tensor").reshape(x.shape)
 
@@ -209,7 +209,7 @@ def replicated_mixture_of_experts(
         weights, chosen = route(experts, layer, x)
         layer = _bias_on_one_shard(layer)
         shard_chosen = _shard_indices(chosen, experts_per_shard)
-        mixed = _weighted(layer, x, weights, shard_chosen, activation, transposed=True)
+        mixed = weighted_outputs(layer, x, weights, shard_chosen, activation, transposed=True)
         return jax.lax.psum(mixed, ("expert", "tensor")), chosen
 
     weights = {name: layer[name] for name in WEIGHTS if name in layer}
@@ -252,7 +252,7 @@ def transpose_matrices(weight: Any) -> Any:
     return jax.tree.map(lambda x: x.swapaxes(-1, -2), weight)
 
 
-def _weighted(
+def weighted_outputs(
     layer: Params,
     x: jax.Array,
     weights: jax.Array,
@@ -314,7 +314,7 @@ def grouped_product(
             keeps them so.
     """
     if isinstance(weight, jax.Array) and not transposed:
-        return _product(x, weight, sizes)
+        return ragged_product(x, weight, sizes)
 
     if not transposed:
         weight = transpose_matrices(weight)
@@ -325,12 +325,13 @@ def grouped_product(
 
 
 @jax.custom_vjp
-def _product(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+def ragged_product(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Multiply as :func:`grouped_product` does, with matrices that are trained."""
     return jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)
 
 
 def _forward(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
-    return _product(x, weight, sizes), (x, weight, sizes)
+    return ragged_product(x, weight, sizes), (x, weight, sizes)
 
 
 def _backward(saved: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, None]:
@@ -340,7 +341,7 @@ def _backward(saved: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, None]
     return d_x, d_weight.astype(weight.dtype), None
 
 
-_product.defvjp(_forward, _backward)
+ragged_product.defvjp(_forward, _backward)
 
 
 def _outer(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -30,7 +30,8 @@ Device = Any
 """A ``jax.Device``; jaxlib ships no types."""
 
 _T = TypeVar("_T")
-_described_tpus = False
+described_tpus = False
+"""Whether programs are also compiled for TPUs that this process does not have."""
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROWS,
@@ -258,9 +259,9 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | No
 
 def expect_described_tpus() -> None:
     """Compile from now on also for TPUs that this process does not have."""
-    global _described_tpus
-    if not _described_tpus:
-        _described_tpus = True
+    global described_tpus
+    if not described_tpus:
+        described_tpus = True
         jax.clear_caches()  # of functions that were traced without the kernels
 
 
@@ -270,6 +271,6 @@ def by_platform(*args: object, tpu: Callable[..., _T], default: Callable[..., _T
     ``jax.lax.platform_dependent`` traces both. A process that cannot compile for TPUs skips the
     kernel, which halves the time an engine takes to trace its programs.
     """
-    if _described_tpus or jax.default_backend() == "tpu":
+    if described_tpus or jax.default_backend() == "tpu":
         return jax.lax.platform_dependent(*args, tpu=tpu, default=default)
     return default(*args)

@@ -57,7 +57,7 @@ class Progress:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._live = Live(
-            get_renderable=self._display, console=console, refresh_per_second=4, transient=True
+            get_renderable=self.display, console=console, refresh_per_second=4, transient=True
         )
 
     def __enter__(self) -> Progress:
@@ -122,7 +122,7 @@ class Progress:
         with self._lock:
             self._warnings = tuple(names)
 
-    def _display(self) -> Group:
+    def display(self) -> Group:
         """Return what a terminal shows below the table, redrawn several times a second."""
         with self._lock:
             finished_steps = self._finished_steps

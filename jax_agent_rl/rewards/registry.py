@@ -171,7 +171,8 @@ def row_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _MAX_NAMED = 20
-_REWARDS: dict[str, RewardFunction] = {}
+REWARDS: dict[str, RewardFunction] = {}
+"""The registered functions, by data source or pattern."""
 _ALL_ROWS = ""
 """Data source of a function that scores every row: that of a file written for verl, see
 :func:`load_rewards`."""
@@ -202,14 +203,14 @@ def register_reward(
     def register(function: _Function) -> _Function:
         entry = RewardFunction.of(function, solution)
         for data_source in data_sources:
-            known = _REWARDS.get(data_source)
+            known = REWARDS.get(data_source)
             if known is not None and not override:
                 raise ConfigError(
                     f"two reward functions for data_source {data_source!r}:"
                     f" {_place(known.compute_score)} and {_place(function)}; rename one, or set"
                     " override=True"
                 )
-            _REWARDS[data_source] = entry
+            REWARDS[data_source] = entry
         return function
 
     return register
@@ -221,18 +222,18 @@ def find_reward(data_source: str) -> RewardFunction | None:
     A function registered under the name itself comes first, one of an installed package next, and
     then the first pattern that fits.
     """
-    if _ALL_ROWS in _REWARDS:
-        return _REWARDS[_ALL_ROWS]
+    if _ALL_ROWS in REWARDS:
+        return REWARDS[_ALL_ROWS]
 
-    if data_source not in _REWARDS:
+    if data_source not in REWARDS:
         function = load_installed("rewards", data_source)
-        is_registered = data_source in _REWARDS  # its module may have done so when it was imported
+        is_registered = data_source in REWARDS  # its module may have done so when it was imported
         if function is not None and not is_registered:
             register_reward(data_source)(function)
-    if data_source in _REWARDS:
-        return _REWARDS[data_source]
+    if data_source in REWARDS:
+        return REWARDS[data_source]
 
-    for pattern, entry in _REWARDS.items():
+    for pattern, entry in REWARDS.items():
         if fnmatchcase(data_source, pattern):
             return entry
     return None
@@ -240,7 +241,7 @@ def find_reward(data_source: str) -> RewardFunction | None:
 
 def known_data_sources() -> list[str]:
     """Return all registered names and patterns, for messages."""
-    return sorted({*_REWARDS, *installed("rewards")} - {_ALL_ROWS})
+    return sorted({*REWARDS, *installed("rewards")} - {_ALL_ROWS})
 
 
 def split_score(
@@ -297,24 +298,24 @@ def load_rewards(path: str | None) -> None:
     Raises:
         ConfigError: it cannot be imported or registers a data source twice.
     """
-    _REWARDS.pop(_ALL_ROWS, None)
+    REWARDS.pop(_ALL_ROWS, None)
     if path is None:
         return
 
-    previous = dict(_REWARDS)
+    previous = dict(REWARDS)
     module = load_user_module(path, key="reward.path")
     from_file = _FROM_FILES.setdefault(module.__name__, {})
-    for data_source, entry in _REWARDS.items():
+    for data_source, entry in REWARDS.items():
         is_new = previous.get(data_source) is not entry
         # agent.module may be the same file, which has registered its functions already.
         is_defined_there = entry.compute_score.__module__ == module.__name__
         if is_new or is_defined_there:
             from_file[data_source] = replace(entry, path=path)
-    _REWARDS.update(from_file)
+    REWARDS.update(from_file)
 
     function: ComputeScore | None = getattr(module, "compute_score", None)
     if callable(function) and not from_file:
-        _REWARDS[_ALL_ROWS] = RewardFunction.of(function, "conversation", path)
+        REWARDS[_ALL_ROWS] = RewardFunction.of(function, "conversation", path)
 
 
 def require_rewards(

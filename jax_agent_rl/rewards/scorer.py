@@ -28,7 +28,8 @@ from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.failures import user_code_error
 from jax_agent_rl.utils.timeouts import DaemonThreads, in_time
 
-_THREADS = DaemonThreads(kind="reward", error=RewardError)
+THREADS = DaemonThreads(kind="reward", error=RewardError)
+"""Threads of functions that are not async."""
 _NO_SERVICES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -187,7 +188,7 @@ async def _call(
     if reward.is_async:
         return await function(*args, **kwargs)  # type: ignore[misc]
 
-    result = await _THREADS.run(
+    result = await THREADS.run(
         lambda: function(*args, **kwargs), name=f"the reward of {data_source!r}"
     )
     if inspect.isawaitable(result):  # a plain function may return a coroutine

@@ -127,7 +127,7 @@ def serve() -> None:
 
 def _answer_or_error(request: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
-        return _answer(request)
+        return answer(request)
     except RewardError as error:
         return {"error": str(error), "failed_at": error.failed_at}
     except JaxAgentRLError as error:
@@ -136,7 +136,7 @@ def _answer_or_error(request: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"error": describe_error(error)}
 
 
-def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
     """Answer one of the requests that :func:`serve` lists."""
     if "path" in request:
         sys.path[:] = request["sys_path"]

@@ -131,7 +131,7 @@ class Encoder:
                 elif pairs:
                     yield self._pair(row)
                 else:
-                    yield [(0.0, (self._conversation(row),))]
+                    yield [(0.0, (self.conversation(row),))]
         for group in groups.values():
             yield [(reward, tuple(sequences)) for reward, sequences in group.values()]
 
@@ -164,7 +164,8 @@ class Encoder:
                     _sequence([*prompt_ids, *response_ids], [*prompt_mask, *loss_mask])
                 )
 
-    def _conversation(self, row: Row) -> TrainingSequence:
+    def conversation(self, row: Row) -> TrainingSequence:
+        """Return a row's conversation, or its prompt and completion, as a sequence to train on."""
         if "messages" in row:
             return self._encode(row, row["messages"])
         if "prompt" in row and "completion" in row:

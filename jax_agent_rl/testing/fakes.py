@@ -33,6 +33,9 @@ class FakeBackend(ABC):
 
     Args:
         version: policy version of the first weights.
+
+    Attributes:
+        closed: whether :meth:`close` was called.
     """
 
     name = "fake engine"
@@ -40,7 +43,7 @@ class FakeBackend(ABC):
     def __init__(self, capabilities: Capabilities, *, version: int = 0) -> None:
         self.capabilities = capabilities
         self._version = version
-        self._closed = False
+        self.closed = False
 
     @property
     def policy_version(self) -> int:
@@ -83,7 +86,7 @@ class FakeBackend(ABC):
 
     def require_open(self) -> None:
         """Raise BackendClosedError if the engine is closed."""
-        if self._closed:
+        if self.closed:
             raise BackendClosedError(f"the {self.name} is closed")
 
     def require_newer(self, update: WeightUpdate) -> None:

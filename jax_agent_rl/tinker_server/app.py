@@ -66,6 +66,9 @@ class TinkerServer:
     Args:
         training: one thread, in which ``models`` runs.
         token: API key that clients must send, or None.
+
+    Attributes:
+        restored: requests of the last start, by their model, until its client is heard of.
     """
 
     def __init__(
@@ -85,8 +88,7 @@ class TinkerServer:
         self._training = training
         self._name = settings.model_name or settings.model.path
         self._queue: asyncio.Queue[Request] = asyncio.Queue()
-        # Requests of the last start, by their model, until its client is heard of.
-        self._restored: dict[str, deque[Request]] = {}
+        self.restored: dict[str, deque[Request]] = {}
         # Set when a request has a result, by the request's id.
         self._waiting: dict[str, asyncio.Event] = {}
         self._samples: dict[str, asyncio.Task[None]] = {}
@@ -140,7 +142,7 @@ class TinkerServer:
                 self._schedule(request)
             else:
                 self._waiting[request.id] = asyncio.Event()
-                self._restored.setdefault(request.owner, deque()).append(request)
+                self.restored.setdefault(request.owner, deque()).append(request)
         self._worker = asyncio.create_task(self._work())
         await self.http.start()
 
@@ -177,7 +179,7 @@ class TinkerServer:
 
     def _resume(self, owner: str) -> None:
         """Queue a model's requests from before the last start, as its client has been heard of."""
-        for request in self._restored.pop(owner, ()):
+        for request in self.restored.pop(owner, ()):
             self._queue.put_nowait(request)
 
     async def _next(self) -> Request:
@@ -185,11 +187,11 @@ class TinkerServer:
 
         If there is none, return one from before the last start, whose client may be gone.
         """
-        if self._queue.empty() and self._restored:
-            owner, requests = next(iter(self._restored.items()))
+        if self._queue.empty() and self.restored:
+            owner, requests = next(iter(self.restored.items()))
             request = requests.popleft()
             if not requests:
-                del self._restored[owner]
+                del self.restored[owner]
             return request
         return await self._queue.get()
 
@@ -228,7 +230,7 @@ class TinkerServer:
         request_id = body.request_id
         event = self._waiting.get(request_id)
         if event is not None:
-            if self._restored:
+            if self.restored:
                 request = self._database.request(request_id)
                 if request is not None:
                     self._resume(request.owner)

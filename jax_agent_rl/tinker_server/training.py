@@ -49,6 +49,9 @@ class Models:
     Args:
         model: the base model's hyperparameters.
         params: the base model's parameters.
+
+    Attributes:
+        folder: holds snapshots and checkpoints.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Models:
         self._settings = settings
         self._model = model
         self._database = database
-        self._folder = Path(settings.state_dir)
+        self.folder = Path(settings.state_dir)
         config = LearnerConfig(
             pack_length=settings.pack_length,
             compute_dtype=settings.compute_dtype,
@@ -108,7 +111,7 @@ class Models:
 
         A server that is killed in between finds the older state, and the requests since then.
         """
-        file = self._snapshot_file(request.owner, request.number)
+        file = self.snapshot_file(request.owner, request.number)
         self._write(file, request.owner)
         self._database.set_snapshot(request, result)
         self._remove_snapshots(request.owner, except_file=file)
@@ -228,7 +231,7 @@ class Models:
     def unknown_files(self, paths: list[str]) -> list[Path]:
         """Return the files in the checkpoints' folders that are not of these checkpoints."""
         known = {self._file(path) for path in paths}
-        files = sorted(self._folder.glob("checkpoints/*/*/*"))
+        files = sorted(self.folder.glob("checkpoints/*/*/*"))
         return [file for file in files if file not in known]
 
     # --- requests ---------------------------------------------------------------------------------
@@ -314,7 +317,7 @@ class Models:
         self._updates[model] = 0
         try:
             if settings["snapshot"]:
-                file = self._snapshot_file(model, settings["snapshot"])
+                file = self.snapshot_file(model, settings["snapshot"])
                 if not file.is_file():
                     file = self._unnumbered_snapshot(model)
                 self._read(file, model, optimizer=True)
@@ -328,7 +331,7 @@ class Models:
             self._updates.pop(model, None)
             raise
 
-    def _snapshot_file(self, model: str, number: int) -> Path:
+    def snapshot_file(self, model: str, number: int) -> Path:
         """Return the file of a model's state after the request of a number."""
         return self._below("models", model, str(number))
 
@@ -338,7 +341,7 @@ class Models:
 
     def _remove_snapshots(self, model: str, *, except_file: Path | None = None) -> None:
         """Remove the snapshots of a model, all or except one."""
-        folder = self._snapshot_file(model, 0).parent
+        folder = self.snapshot_file(model, 0).parent
         for file in (*folder.glob("*"), self._unnumbered_snapshot(model)):
             if file != except_file:
                 file.unlink(missing_ok=True)
@@ -367,7 +370,7 @@ class Models:
             if name in ("", ".", "..") or "/" in name or "\0" in name:
                 raise BadRequest(f"{name!r} is no name of a model or a checkpoint")
         *folders, name = names
-        return self._folder.joinpath(*folders, f"{name}.npz")
+        return self.folder.joinpath(*folders, f"{name}.npz")
 
     def _write(self, file: Path, model: str, *, optimizer: bool = True) -> None:
         """Write a model's parameters, with the state of the optimizer or without."""

@@ -127,7 +127,7 @@ class ToolServer:
 
     def __init__(self, settings: ToolServerSettings):
         self._settings = settings
-        self._http = HttpServer(
+        self.http = HttpServer(
             [
                 web.post("/get_observation", self._get_observation),
                 web.post("/retrieve", self._retrieve),
@@ -169,12 +169,12 @@ class ToolServer:
     @property
     def url(self) -> str:
         """URL of the server; for a wildcard address, as seen from this machine."""
-        return self._http.url
+        return self.http.url
 
     @property
     def port(self) -> int:
         """The listening port."""
-        return self._http.port
+        return self.http.port
 
     @property
     def worker_pids(self) -> list[int | None]:
@@ -191,14 +191,14 @@ class ToolServer:
             # The first worker starts alone: it builds what the others only load, a search index.
             await self._workers[0].start()
             await asyncio.gather(*(worker.start() for worker in self._workers[1:]))
-            await self._http.start()
+            await self.http.start()
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
         """End running requests, close every environment and stop the workers."""
-        await self._http.close()
+        await self.http.close()
         await asyncio.gather(*(worker.stop() for worker in self._workers))
         remove_temp_folder(self._folder)
 

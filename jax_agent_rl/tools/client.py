@@ -147,7 +147,7 @@ class ToolServerClient:
             seconds = self._service.timeout
             text = f"Error: the tool did not answer within {seconds:g} seconds."
             return [ServerObservation(text=text, error="timeout") for _ in actions]
-        return _observations(answer, len(actions), self._service.url)
+        return read_observations(answer, len(actions), self._service.url)
 
     async def step(self, action: ServerAction, *, repeatable: bool = False) -> ServerObservation:
         """Run one action, see :meth:`get_observation`; an unusable observation is raised."""
@@ -233,7 +233,9 @@ class _Detailed(BaseModel):
     audio: Any = None
 
 
-def _observations(answer: Any, count: int, url: str) -> list[ServerObservation | ToolServerError]:
+def read_observations(
+    answer: Any, count: int, url: str
+) -> list[ServerObservation | ToolServerError]:
     """Return the observations of an answer; raise ToolServerError if it has another form."""
     try:
         frame = _Answer.model_validate(answer)

@@ -291,7 +291,7 @@ class MCPTool(BaseTool):
         self, connection: MCPConnection, name: str, description: str, parameters: Mapping[str, Any]
     ) -> None:
         super().__init__(name=name, description=description, parameters=parameters)
-        self._connection = connection
+        self.connection = connection
         self._waiting: Counter[str] = Counter()  # calls of a trajectory that have not started
 
     async def execute(
@@ -301,16 +301,16 @@ class MCPTool(BaseTool):
             raise TypeError(
                 f"MCP tool {self.name!r} takes no execute_kwargs, got {sorted(execute_kwargs)}"
             )
-        if self._connection.rate is not None:
+        if self.connection.rate is not None:
             self._waiting[instance_id] += 1
             try:
-                await self._connection.rate.wait()
+                await self.connection.rate.wait()
             finally:
                 self._waiting[instance_id] -= 1
-        return as_tool_response(await self._connection.call(self.name, arguments))
+        return as_tool_response(await self.connection.call(self.name, arguments))
 
     def waits_for(self, instance_id: str) -> str | None:
-        rate = self._connection.rate
+        rate = self.connection.rate
         if rate is None or not self._waiting[instance_id]:
             return None
         return (

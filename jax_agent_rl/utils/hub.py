@@ -49,12 +49,12 @@ def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path
 
     repository, revision = repository_and_revision
     with _explain_failure("model", repository, revision):
-        snapshot = _download("model", repository, revision, _MODEL_FILES)
+        snapshot = download_snapshot("model", repository, revision, _MODEL_FILES)
         if not weights:
             return snapshot
         # A snapshot's folder is named by its commit: take the same one even if the branch has moved
         # on.
-        return _download("model", repository, snapshot.name, _WEIGHTS)
+        return download_snapshot("model", repository, snapshot.name, _WEIGHTS)
 
 
 _MODEL_PARTS = {"config.json": "model", "tokenizer.json": "tokenizer"}
@@ -101,14 +101,14 @@ def dataset_files(
             be reached.
     """
     with _explain_failure("dataset", repository, revision):
-        card_folder = _download("dataset", repository, revision, ("README.md",))
+        card_folder = download_snapshot("dataset", repository, revision, ("README.md",))
         if pattern:
             patterns: tuple[str, ...] = (pattern,)
         else:
             patterns = _split_patterns(card_folder / "README.md", repository, name, split)
         file_patterns = _with_suffixes(patterns, suffixes)
         # A snapshot's folder is named by its commit: the files are to be of the card's commit.
-        folder = _download("dataset", repository, card_folder.name, file_patterns)
+        folder = download_snapshot("dataset", repository, card_folder.name, file_patterns)
 
     files = []
     for file in sorted(folder.rglob("*")):
@@ -260,7 +260,9 @@ def _explain_failure(
 
 
 @functools.cache
-def _download(kind: str, repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def download_snapshot(
+    kind: str, repository: str, revision: str | None, patterns: tuple[str, ...]
+) -> Path:
     """Ask the Hub once per process; if it does not answer, use its local cache alone."""
     from huggingface_hub import snapshot_download
 

@@ -161,10 +161,10 @@ class PacedBackend(BatchingEngine):
         )
         super().__init__(capabilities, version=version, tick_seconds=tick_seconds, eos=EOS)
         self._policy = policy
-        self._keys: dict[Run, int] = {}
+        self.keys: dict[Run, int] = {}
 
-    def _check(self, request: GenerateRequest) -> None:
-        super()._check(request)
+    def check_request(self, request: GenerateRequest) -> None:
+        super().check_request(request)
         sampling = request.sampling
         if (
             sampling.seed is None
@@ -179,18 +179,18 @@ class PacedBackend(BatchingEngine):
             )
 
     def admit(self, run: Run) -> None:
-        self._keys[run] = context_key(run.request.prompt_ids)
+        self.keys[run] = context_key(run.request.prompt_ids)
         super().admit(run)
 
     def sample(self, run: Run) -> tuple[int, float]:
-        key = self._keys[run]
+        key = self.keys[run]
         position = len(run.request.prompt_ids) + len(run.ids)
         token, log_prob = self._policy.sample(key, seed=run.seed, position=position)
-        self._keys[run] = context_key([token], key)
+        self.keys[run] = context_key([token], key)
         return token, log_prob
 
     def forget(self, run: Run) -> None:
-        self._keys.pop(run, None)
+        self.keys.pop(run, None)
         super().forget(run)
 
     async def load(self, update: WeightUpdate) -> None:

@@ -141,13 +141,14 @@ class Injection:
     Attributes:
         strikes: number of strikes so far.
         skipped: number of strikes left out because other faults were in progress on all targets.
+        targets: what it may strike.
     """
 
     def __init__(self, name: str, targets: Sequence[Child | FaultProxy]) -> None:
         self.name = name
         self.strikes = 0
         self.skipped = 0
-        self._targets = targets
+        self.targets = targets
         self._mean_gap, self._hit = FAULTS[name]
 
     def times(self, seed: int, seconds: float, *, rarer: float = 1.0) -> list[float]:
@@ -174,7 +175,7 @@ class Injection:
 
     async def strike(self, rng: Random) -> None:
         """Break one target and repair it."""
-        idle = [target for target in self._targets if not target.busy]
+        idle = [target for target in self.targets if not target.busy]
         if not idle:
             self.skipped += 1
             return

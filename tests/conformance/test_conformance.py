@@ -104,7 +104,7 @@ def jetstream_speculative(request):
     patch.setattr(speculation, "LOSS_SECONDS", float("inf"))
     patch.setattr(
         Speculation,
-        "_best_columns",
+        "best_columns",
         lambda on, plain, chances: on.most_columns if len(chances) else None,
     )
     options = request.getfixturevalue("options")

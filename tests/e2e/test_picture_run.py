@@ -85,9 +85,9 @@ SAMPLING = SamplingParams(max_tokens=24, temperature=1.0, stop=STOPS)
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
-        loop, "_AGENTS", dict(loop._AGENTS)
+        loop, "AGENTS", dict(loop.AGENTS)
     )  # the plugin registers its names once a test
-    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
+    monkeypatch.setattr(registry, "REWARDS", dict(registry.REWARDS))
     schema = {
         "name": "camera",
         "description": "",

@@ -36,6 +36,7 @@ from jax_agent_rl.runtime.train import train
 from jax_agent_rl.testing.leaks import Footprint
 from jax_agent_rl.types import SamplingParams
 from tests.launching import wait_for_end
+from tests.messages import raises
 from tests.tiny_run import GATED_REWARD, tiny_recipe
 from tests.toy_backend import ToyBackend
 
@@ -205,7 +206,7 @@ def test_a_run_goes_on_with_an_engine_that_was_added_when_the_first_one_is_remov
     async def replace_the_engine() -> None:
         while not (folder / ADDRESS_FILE).exists():
             await asyncio.sleep(0.01)
-        with pytest.raises(BackendError, match="start the run with rollout.backend=remote"):
+        with raises(BackendError, fix="rollout.backend=remote"):
             await command_run(folder, "engines/add", {"url": "http://127.0.0.1:8100"})
         for path, body in (("add", {"url": None}), ("remove", {"name": "ray-0", "drain": False})):
             answer = await command_run(folder, f"engines/{path}", body)
@@ -268,7 +269,7 @@ async def test_one_object_updates_all_engines_and_a_damaged_one_none(tmp_path: P
     async with toys(2) as actors:
         before = [await actor.generate(request("before")) for actor in actors]
         for actor, old in zip(actors, before, strict=True):
-            with pytest.raises(WeightUpdateError, match="version 1 were damaged on their way"):
+            with raises(WeightUpdateError, key="version 1", value="damaged"):
                 await actor.update_weights(damaged)
             assert (
                 await actor.generate(request("still"))
@@ -287,7 +288,7 @@ async def test_what_a_dead_actor_was_asked_fails_as_a_dead_engine():
         (pid,) = engines()
         os.kill(pid, signal.SIGKILL)
         for lost in (running, anext_until_end(stream), actor.metrics()):
-            with pytest.raises(EngineDiedError, match="its Ray actor is gone"):
+            with pytest.raises(EngineDiedError, match="Ray actor"):
                 await lost
         health = await actor.health()
         assert not health.ok and "is gone" in health.detail
@@ -328,8 +329,6 @@ async def test_learner_and_engines_see_different_gpus(monkeypatch: pytest.Monkey
 
 
 async def test_a_cluster_that_is_too_small_is_named_with_what_it_has():
-    with pytest.raises(
-        ConfigError, match="rollout.gpus_per_engine=2 and a learner need 5 GPUs, .* has .*3 GPUs"
-    ):
+    with raises(ConfigError, key="rollout.gpus_per_engine", value=(2, "5 GPUs", "3 GPUs")):
         async with reserve(2, gpus_per_engine=2, learner_gpus=1):
             raise AssertionError("there are three")

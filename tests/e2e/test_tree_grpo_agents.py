@@ -152,7 +152,7 @@ def grpo(rewards: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("agent", AGENTS)
 async def test_one_step_of_tree_grpo(agent, tmp_path, monkeypatch):
-    monkeypatch.setattr(base, "_ENVIRONMENTS", {**base._ENVIRONMENTS, "echo": Echo})
+    monkeypatch.setattr(base, "ENVIRONMENTS", {**base.ENVIRONMENTS, "echo": Echo})
     asked = defaultdict(list)
     stream = JetStreamBackend.stream
 

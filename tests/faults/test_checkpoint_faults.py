@@ -12,6 +12,7 @@ import pytest
 
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.checkpoint import Checkpointer
+from tests.messages import raises
 from tests.tiny_run import tiny_recipe
 from tests.warm import python
 
@@ -58,7 +59,8 @@ def damages(folder: Path) -> dict[str, tuple[Path, bytes | None]]:
     """
     made: dict[str, tuple[Path, bytes | None]] = {}
     for file in sorted(p for p in (folder / "2").rglob("*") if p.is_file()):
-        name, content = str(file.relative_to(folder)), file.read_bytes()
+        name = str(file.relative_to(folder))
+        content = file.read_bytes()
         flipped = bytearray(content)
         if content:
             flipped[len(content) // 2] ^= 0x10
@@ -126,7 +128,7 @@ def test_a_damaged_checkpoint_of_the_step_is_replaced(folder: Path):
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(folder: Path):
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7.*\[1, 2\]"):
+    with raises(CheckpointError, value="step 7", fix="[1, 2]"):
         restored_equals(folder, 7, named=7)
 
 

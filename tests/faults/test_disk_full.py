@@ -17,6 +17,7 @@ import pytest
 from jax_agent_rl.errors import StorageError, WeightUpdateError
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.runtime.transports import FileTransport
+from tests.messages import raises
 from tests.run_results import require_same
 from tests.tiny import TINY, tiny_params
 from tests.tiny_run import tiny_recipe
@@ -39,7 +40,7 @@ def test_half_a_line_of_metrics_is_said_and_gone_when_the_run_resumes(tmp_path: 
     folder.add_metrics(records[0])
     with (
         largest_file(200),
-        pytest.raises(StorageError, match=r"metrics\.jsonl could not be written.*too large.*space"),
+        raises(StorageError, key="metrics.jsonl", value="too large", fix="space"),
     ):
         folder.add_metrics(records[1])
     assert folder.metrics.stat().st_size == 200
@@ -53,7 +54,7 @@ def test_half_a_line_of_metrics_is_said_and_gone_when_the_run_resumes(tmp_path: 
 def test_a_summary_that_cannot_be_written_leaves_the_old_one_and_no_temporary_file(tmp_path: Path):
     folder = RunDir(tmp_path)
     folder.write_json(folder.summary, {"steps": 1})
-    with largest_file(50), pytest.raises(StorageError, match=r"summary\.json could not be written"):
+    with largest_file(50), raises(StorageError, key="summary.json"):
         folder.write_json(folder.summary, {"steps": 2, "noise": "x" * 100})
     assert [p.name for p in tmp_path.iterdir()] == [
         "summary.json"

@@ -124,7 +124,8 @@ def test_killed_after_it_was_resumed_with_more_steps_it_has_lost_nothing(
         "trainer.steps=4",
         *(["--step", "1"] if way == "goes back" else []),
     ]
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    undisturbed = tmp_path / "undisturbed"
+    killed = tmp_path / "killed"
     shutil.copytree(finished.parent / "run", undisturbed)
     printed = run(forker, tmp_path, *arguments, f"run_dir={undisturbed}")
     changes = int(re.findall(r"(\d+) changes of the file system", printed)[-1])

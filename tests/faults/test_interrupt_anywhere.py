@@ -88,10 +88,8 @@ def forker(scratch: Path):
 def undisturbed(forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, Path]:
     """Processor time of a whole synchronous run, and its folder."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    running, used = (
-        forker.start("train", str(recipe_in(folder, "sync")), log=folder / "log.txt"),
-        0.0,
-    )
+    running = forker.start("train", str(recipe_in(folder, "sync")), log=folder / "log.txt")
+    used = 0.0
     while not running.ended:
         used = running.cpu_seconds
     assert running.wait() == 0, (folder / "log.txt").read_text()[-3000:]
@@ -111,11 +109,14 @@ def recipe_in(folder: Path, mode: str) -> Path:
 def test_an_interrupted_run_ends_with_its_last_step_saved_and_leaves_nothing_behind(
     mode: str, forker: Forker, undisturbed: tuple[float, Path], scratch: Path, tmp_path: Path
 ):
-    chance, recipe, saved = random.Random(f"{SEED} {mode}"), recipe_in(tmp_path, mode), []
+    chance = random.Random(f"{SEED} {mode}")
+    recipe = recipe_in(tmp_path, mode)
+    saved = []
     caches = set(scratch.iterdir())  # of libraries; the undisturbed run left nothing else
     for number in range(INTERRUPTS):
         interrupt = Interrupt.draw(chance, undisturbed[0])
-        run, log = tmp_path / f"interrupted-{number}", tmp_path / f"log-{number}.txt"
+        run = tmp_path / f"interrupted-{number}"
+        log = tmp_path / f"log-{number}.txt"
         log.touch()
         running = forker.start("train", str(recipe), f"run_dir={run}", log=log)
         seconds = interrupt.send(running, log)
@@ -135,7 +136,8 @@ def test_an_interrupted_run_ends_with_its_last_step_saved_and_leaves_nothing_beh
         assert summary["steps"] == STEPS and summary["trained"] == STEPS * 8
         assert summary["started"] == summary["trained"] + sum(summary["dropped"].values())
         if mode == "sync":
-            expected, got = final_state(undisturbed[1]), final_state(run)
+            expected = final_state(undisturbed[1])
+            got = final_state(run)
             assert {name: x.tobytes() for name, x in expected.items()} == {
                 name: x.tobytes() for name, x in got.items()
             }

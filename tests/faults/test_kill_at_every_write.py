@@ -178,7 +178,8 @@ def metrics_of(folder: Path) -> list[tuple[str, int, str]]:
 def test_a_resumed_run_killed_at_any_write_loses_nothing_without_a_replacement(
     lives: Lives, tmp_path: Path, name: str, after: int
 ):
-    recorded, folder = tmp_path / "recorded", tmp_path / "run"
+    recorded = tmp_path / "recorded"
+    folder = tmp_path / "run"
     recorded_run(recorded)
     old = metrics_of(recorded)
     old_groups = {r["group_id"] for r in read_records(recorded / "trajectories.jsonl")}

@@ -58,8 +58,10 @@ class Life:
     """One run through its kills."""
 
     def __init__(self, forker: Forker, recipe: Path) -> None:
-        self._forker, self.recipe = forker, recipe
-        self.run, self.log = recipe.parent / "run", recipe.parent / "log.txt"
+        self._forker = forker
+        self.recipe = recipe
+        self.run = recipe.parent / "run"
+        self.log = recipe.parent / "log.txt"
 
     def command(self) -> list[str]:
         """What a user would type now."""
@@ -76,11 +78,13 @@ class Life:
         """
         arguments = self.command()
         if chance.random() < 0.5:
-            die_at, moment = chance.randint(1, changes), None
+            die_at = chance.randint(1, changes)
+            moment = None
             running = self._forker.start(*arguments, log=self.log, die_at=die_at)
             point = f"change {die_at} of the file system"
         else:
-            die_at, moment = None, chance.uniform(0.0, cpu_seconds)
+            die_at = None
+            moment = chance.uniform(0.0, cpu_seconds)
             running = self._forker.start(*arguments, log=self.log)
             running.reach(moment)
             running.kill()
@@ -106,9 +110,12 @@ def test_whenever_a_run_is_killed_it_resumes_and_ends_with_the_same_bits(
         used = running.cpu_seconds
     assert running.wait() == 0, undisturbed.log.read_text()[-3000:]
     changes = int(re.findall(r"(\d+) changes of the file system", undisturbed.log.read_text())[-1])
-    kills, lives = 0, 0
+    kills = 0
+    lives = 0
     while kills < KILLS:
-        life, lives, points = Life(forker, recipe_in(tmp_path / f"life-{lives}")), lives + 1, []
+        life = Life(forker, recipe_in(tmp_path / f"life-{lives}"))
+        lives = lives + 1
+        points = []
         for _ in range(PER_LIFE):
             killed, point = life.killed(chance, used, changes)
             points.append(point)

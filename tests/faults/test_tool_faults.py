@@ -212,10 +212,8 @@ async def test_while_one_tool_hangs_other_trajectories_finish(faults):
     codec = FakeCodec()
 
     def script(request):
-        is_first, has_called = (
-            request.session_id.endswith("-0"),
-            " fine" in codec.decode(request.prompt_ids),
-        )
+        is_first = request.session_id.endswith("-0")
+        has_called = " fine" in codec.decode(request.prompt_ids)
         if not is_first and has_called:
             faults.release()
         if "tool:" in codec.decode(request.prompt_ids):

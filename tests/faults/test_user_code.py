@@ -153,7 +153,7 @@ def run_of(kind: str, code: UserCode, timeout: float, monkeypatch) -> Run:
             limits=limits,
         )
     if kind == "reward":
-        monkeypatch.setattr(reward_registry, "_REWARDS", {})
+        monkeypatch.setattr(reward_registry, "REWARDS", {})
 
         @rewards.register_reward("mine")
         async def compute_score(solution_str):
@@ -174,7 +174,7 @@ def run_of(kind: str, code: UserCode, timeout: float, monkeypatch) -> Run:
             async def step(self, reply):
                 return Observation(done=True, messages=({"role": "user", "content": code.act()},))
 
-        monkeypatch.setattr(environments, "_ENVIRONMENTS", {"world": World})
+        monkeypatch.setattr(environments, "ENVIRONMENTS", {"world": World})
         extra_info = {"environment_kwargs": {"name": "world"}}
         return Run(
             EnvironmentAgent.name, ["end"], extra_info=extra_info, pools={"timeout": timeout}
@@ -199,8 +199,8 @@ def run_of(kind: str, code: UserCode, timeout: float, monkeypatch) -> Run:
         async def function(base_url, api_key, row):
             code.act()
 
-    agents = {**agent_loops._AGENTS, "mine": {"agent": Mine, "program": Program}[kind]}
-    monkeypatch.setattr(agent_loops, "_AGENTS", agents)
+    agents = {**agent_loops.AGENTS, "mine": {"agent": Mine, "program": Program}[kind]}
+    monkeypatch.setattr(agent_loops, "AGENTS", agents)
     Mine.name = "mine"
     return Run("mine", ["end"])
 
@@ -258,7 +258,8 @@ NAMED = {
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_code_that_holds_the_event_loop_is_named_with_its_line(kind, monkeypatch):
-    code, told = UserCode(raises=False), []
+    code = UserCode(raises=False)
+    told = []
     run = run_of(kind, code, 60.0, monkeypatch)
     with releasing(code, told):
         await run.play()
@@ -271,7 +272,8 @@ async def test_code_that_holds_the_event_loop_is_named_with_its_line(kind, monke
 async def test_what_held_the_loop_longer_than_its_limit_was_too_late_when_it_returns(
     kind, monkeypatch
 ):
-    code, told = UserCode(raises=False), []
+    code = UserCode(raises=False)
+    told = []
     run = run_of(kind, code, PATIENCE / 2, monkeypatch)
     with releasing(code, told):
         group = await run.play()
@@ -304,7 +306,8 @@ async def test_a_tool_of_the_tool_server_that_holds_its_loop_is_named_and_was_to
     )
     tool = Blocking(ToolContext(settings=settings, threads=DaemonThreads(), _sandbox=None))
     tool.code = code = UserCode(raises=False)
-    service, told = ToolService([tool], settings, Telemetry(CollectorRegistry(), worker="0")), []
+    service = ToolService([tool], settings, Telemetry(CollectorRegistry(), worker="0"))
+    told = []
     with releasing(code, told):
         reply = await service.step(ServerAction(trajectory_id="t", text="go"))
     assert "'slow'" in told[0]
@@ -315,7 +318,9 @@ async def test_waiting_and_work_of_others_do_not_make_a_call_late():
     """The loop is held by something else for longer than the tool's limit; the tool itself was
     quick.
     """
-    code, told, begun = UserCode(raises=False), [], asyncio.Event()
+    code = UserCode(raises=False)
+    told = []
+    begun = asyncio.Event()
 
     class Quick(Tool):
         async def execute(self, instance_id, arguments, **kwargs):
@@ -341,7 +346,8 @@ async def test_waiting_and_work_of_others_do_not_make_a_call_late():
 
 
 async def test_a_loop_that_runs_is_never_told_of():
-    told, never = [], threading.Event()
+    told = []
+    never = threading.Event()
     with watch_loop(lambda kind, message: told.append(message), patience=0.5):
         for _ in range(12):
             await asyncio.to_thread(never.wait, 0.1)

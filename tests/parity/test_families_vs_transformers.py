@@ -166,7 +166,8 @@ def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
 
     model, folder = peer
     config, params = load_hf(folder)
-    kind, weights = type(model.config), model.state_dict()
+    kind = type(model.config)
+    weights = model.state_dict()
     ids = np.random.default_rng(4).integers(0, 89, (1, 24))
 
     def theirs(raw: dict[str, Any]) -> np.ndarray:
@@ -226,7 +227,8 @@ def test_the_engine_decodes_what_transformers_generates_greedily(peer):
         prefill_buckets=(8, 32),
     )
     engine = JaxEngine(config, shapes)
-    weights, cache = engine.load_params(params), engine.init_cache()
+    weights = engine.load_params(params)
+    cache = engine.init_cache()
     cache = engine.extend(
         weights,
         cache,

@@ -102,7 +102,8 @@ def test_result_tokens_carry_logprobs_exactly():
         params=params, existing_prefix=first, padded_tokens=jnp.array(prompt[2:]), true_length=2
     )
     state = engine.insert(whole, engine.init_decode_state(), 1)
-    ids, logprobs = [], []
+    ids = []
+    logprobs = []
     for _ in range(4):
         state, result = engine.generate(params, state)
         result = result.convert_to_numpy()

@@ -67,7 +67,8 @@ async def test_log_probs_are_those_of_full_passes_also_after_an_update_in_flight
     model = MODELS[family]
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, model.vocab_size, n).tolist() for n in (1, 5, 16, 17, 30)]
-    old, new = tiny_params(config=model), tiny_params(1, config=model)
+    old = tiny_params(config=model)
+    new = tiny_params(1, config=model)
     async with running(model, monkeypatch) as backend:
         outputs = await asyncio.gather(
             *(backend.generate(request(f"a{i}", p)) for i, p in enumerate(prompts))

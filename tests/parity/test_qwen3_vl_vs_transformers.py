@@ -34,7 +34,8 @@ from tests.config_fields import check_every_field
 
 torch = pytest.importorskip("torch")
 
-IMAGE, TEXT = 80, 70
+IMAGE = 80
+TEXT = 70
 GRIDS = [(1, 4, 6), (1, 12, 4)]
 RNG = np.random.default_rng(0)
 IDS = np.array(
@@ -160,7 +161,8 @@ def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
     from transformers import Qwen3VLForConditionalGeneration
 
     model, folder = peer
-    kind, weights = type(model.config), model.state_dict()
+    kind = type(model.config)
+    weights = model.state_dict()
 
     def computed(raw: dict) -> np.ndarray:
         changed = kind.from_dict(json.loads(json.dumps(raw)))
@@ -215,11 +217,10 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     weights = engine_params(config, params, dtype=jnp.float32)
     patches, plan, places, index, offset = multimodal(config.vision)
     seen = VisionTower.from_params(config.vision, weights.vision)(jnp.asarray(patches), plan)[None]
-    cache, prompt = empty_cache(config, 1, 64, jnp.float32), 30
-    prefill, decode = (
-        jax.jit(prefill_chunks, static_argnums=0),
-        jax.jit(decode_step, static_argnums=(0, 1, 2)),
-    )
+    cache = empty_cache(config, 1, 64, jnp.float32)
+    prompt = 30
+    prefill = jax.jit(prefill_chunks, static_argnums=0)
+    decode = jax.jit(decode_step, static_argnums=(0, 1, 2))
     slots = make_decode_batch(1, 1)
     for start in range(0, prompt, 15):  # the second chunk begins within an image
         here = slice(start, start + 15)

@@ -35,7 +35,9 @@ from tests.config_fields import check_every_field
 
 torch = pytest.importorskip("torch")
 
-IMAGE, VIDEO, TEXT = 80, 81, 70
+IMAGE = 80
+VIDEO = 81
+TEXT = 70
 GRIDS = {"image": [(1, 4, 6), (1, 12, 4)], "video": [(2, 4, 8)]}
 RNG = np.random.default_rng(0)
 IDS = [
@@ -172,7 +174,8 @@ def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     model, folder = peer
-    kind, weights = type(model.config), model.state_dict()
+    kind = type(model.config)
+    weights = model.state_dict()
 
     def computed(raw: dict) -> np.ndarray:
         changed = kind.from_dict(json.loads(json.dumps(raw)))
@@ -237,11 +240,10 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     weights = engine_params(config, params, dtype=jnp.float32)
     patches, plan, places, index, offset = multimodal(config.vision)
     seen = VisionTower.from_params(config.vision, weights.vision)(jnp.asarray(patches), plan)[None]
-    cache, prompt = empty_cache(config, 1, 64, jnp.float32), len(IDS) - 4
-    prefill, decode = (
-        jax.jit(prefill_chunks, static_argnums=0),
-        jax.jit(decode_step, static_argnums=(0, 1, 2)),
-    )
+    cache = empty_cache(config, 1, 64, jnp.float32)
+    prompt = len(IDS) - 4
+    prefill = jax.jit(prefill_chunks, static_argnums=0)
+    decode = jax.jit(decode_step, static_argnums=(0, 1, 2))
     slots = make_decode_batch(1, 1)
     for start in range(0, prompt, 15):  # chunks that begin and end within images
         here = slice(start, start + 15)

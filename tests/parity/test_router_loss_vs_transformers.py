@@ -16,7 +16,10 @@ def test_value_and_gradient_of_masked_rows_equal_those_of_transformers(count: in
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     rng = np.random.default_rng(count)
-    layers, rows, tokens, width = 3, 2, 11, 8
+    layers = 3
+    rows = 2
+    tokens = 11
+    width = 8
     x = rng.standard_normal((layers, rows, tokens, width), np.float32)
     routers = rng.standard_normal((layers, count, width), np.float32)
     mask = np.arange(tokens) < np.array([[11], [6]])

@@ -69,7 +69,7 @@ async def rollout(folder: Path) -> AsyncIterator[tuple[HttpServer, dict[str, str
     server = RolloutServer(backend, max_request_bytes=MAX_BODY, weight_dir=str(folder))
     await server.start()
     try:
-        yield server._http, {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
+        yield server.http, {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
     finally:
         await server.close()
         await backend.close()
@@ -87,7 +87,7 @@ async def endpoint(folder: Path) -> AsyncIterator[tuple[HttpServer, dict[str, st
 @contextlib.asynccontextmanager
 async def tools(folder: Path) -> AsyncIterator[tuple[HttpServer, dict[str, str]]]:
     async with tool_serving.serving("max_request_mb=1") as client:
-        yield client.server._http, {}
+        yield client.server.http, {}
 
 
 @contextlib.asynccontextmanager
@@ -148,7 +148,7 @@ async def membership(folder: Path) -> AsyncIterator[tuple[HttpServer, dict[str, 
         )
         await server.start()
         token = json.loads((folder / ADDRESS_FILE).read_text())["token"]
-        yield server._http, {"Authorization": f"Bearer {token}"}
+        yield server.http, {"Authorization": f"Bearer {token}"}
         await server.close()
 
 

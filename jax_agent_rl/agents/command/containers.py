@@ -72,7 +72,8 @@ _NO_WORKSPACE = WorkspaceLimits(max_bytes=0, max_entries=0)
 
 # --- what tests run on ----------------------------------------------------------------------------
 
-_LIBRARIES = (
+# Folders that hold libraries of the system.
+LIBRARIES = (
     "/lib",
     "/lib32",
     "/lib64",
@@ -97,7 +98,7 @@ _LOADER_FILES = (
 _COMPILED = "__pycache__"
 
 # Prints the protected paths of the image that it runs in.
-_LIST_PATHS = """
+LIST_PATHS = """
 import json, os, sys
 
 def search_path(name):
@@ -308,7 +309,7 @@ class ContainerRuntime:
 
     async def _list_protected_paths(self, image: str) -> ProtectedPaths:
         options = ["--rm", "--label", _LABEL, "--network", "none", "--entrypoint", "python3"]
-        arguments = ["-I", "-c", _LIST_PATHS, json.dumps(_LIBRARIES)]
+        arguments = ["-I", "-c", LIST_PATHS, json.dumps(LIBRARIES)]
         answer = await self.call("run", *options, image, *arguments, seconds=_LIST_PATHS_SECONDS)
         try:
             paths = ProtectedPaths.model_validate_json(answer.stdout)

@@ -53,7 +53,7 @@ class _ToolChoice(ApiRequest):
     disable_parallel_tool_use: bool = False
 
 
-class _Tool(ApiRequest):
+class AnthropicTool(ApiRequest):
     """A client tool; those that Anthropic's servers run have a ``type`` and are refused."""
 
     WITHOUT_EFFECT = frozenset(
@@ -122,7 +122,7 @@ class CountTokensRequest(ApiRequest):
     model: str
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     system: str | list[dict[str, Any]] | None = None
-    tools: list[_Tool] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
@@ -321,7 +321,7 @@ def _tool_block(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}
 
 
-def _chat_tool(tool: _Tool) -> dict[str, Any]:
+def _chat_tool(tool: AnthropicTool) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 

@@ -126,7 +126,7 @@ class SessionStore:
         self._sessions: dict[str, Session] = {}
         self._max = max_sessions
         self._ttl = ttl
-        self._create = create
+        self.create = create
         self._clock = clock
 
     def __len__(self) -> int:
@@ -156,7 +156,7 @@ class SessionStore:
         if session is not None:
             session.check_key(key)
             session.last_used = self._clock()
-        elif self._create is None:
+        elif self.create is None:
             raise ApiError(
                 404, f"there is no session {session_id!r}; it may be over", code="session_not_found"
             )
@@ -164,7 +164,7 @@ class SessionStore:
 
     def with_key(self, key: str) -> Session | None:
         """Return the session handed out with this key; None where clients open sessions."""
-        if self._create is not None or not key:
+        if self.create is not None or not key:
             return None
         for session in self._sessions.values():
             if session.api_key is None:
@@ -186,8 +186,8 @@ class SessionStore:
             check_safe_id(session_id)
         except ValueError as error:
             raise ApiError(400, f"session {error}") from None
-        assert self._create is not None  # by known
-        session = self._create(session_id, key or None)
+        assert self.create is not None  # by known
+        session = self.create(session_id, key or None)
         self.add(session)
         return session
 
@@ -201,7 +201,7 @@ class SessionStore:
 
         Each context is counted in full.
         """
-        if self._create is None or session.session_id not in self._sessions:
+        if self.create is None or session.session_id not in self._sessions:
             return False
         return sum(len(turn.context_ids) for turn in session.recorder.turns) >= max_ids
 
@@ -212,7 +212,7 @@ class SessionStore:
             return
         if self._sessions.get(session.session_id) is not session:
             session.close()
-        elif self._create is not None and not session.recorder.turns:
+        elif self.create is not None and not session.recorder.turns:
             self.end(session.session_id)
 
     def end(self, session_id: str) -> bool:
@@ -230,7 +230,7 @@ class SessionStore:
 
     def _forget_idle(self) -> None:
         """End idle sessions that clients opened; those of agent loops end with their trajectory."""
-        if self._create is None:
+        if self.create is None:
             return
         now = self._clock()
         for session in list(self._sessions.values()):

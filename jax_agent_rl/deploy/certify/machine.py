@@ -146,6 +146,9 @@ class Machine:
         config: the resolved configuration.
         scratch: folder for what the checks write.
         clock: seconds of a monotonic clock.
+
+    Attributes:
+        peaks: measured operations per second, by dtype; bytes per second of ``memory``.
     """
 
     def __init__(self, config: Config, scratch: Path, *, clock: Clock) -> None:
@@ -154,7 +157,7 @@ class Machine:
         self.clock = clock
         self.platform = jax.default_backend()
         self.devices = jax.local_devices()
-        self._peaks: dict[str, float] = {}
+        self.peaks: dict[str, float] = {}
 
     def best_seconds(self, run: Callable[[], Any], *, repeats: int = 3) -> float:
         """Return the shortest time of several calls, of fewer if they take long.
@@ -204,20 +207,20 @@ class Machine:
 
     def flops(self, dtype: str) -> float:
         """Return measured operations per second of a large matrix product."""
-        if dtype not in self._peaks:
+        if dtype not in self.peaks:
             size = 2048 if self.platform == "cpu" else 8192
             x = jnp.full((size, size), 0.5, jnp.dtype(dtype))
             product = jax.jit(lambda x: x @ x)
-            self._peaks[dtype] = 2 * size**3 / self.best_seconds(lambda: product(x))
-        return self._peaks[dtype]
+            self.peaks[dtype] = 2 * size**3 / self.best_seconds(lambda: product(x))
+        return self.peaks[dtype]
 
     def bandwidth(self) -> float:
         """Return measured bytes per second of reading a large array."""
-        if "memory" not in self._peaks:
+        if "memory" not in self.peaks:
             x = jnp.ones(100_000_000 if self.platform == "cpu" else 500_000_000)
             total = jax.jit(jnp.sum)
-            self._peaks["memory"] = x.nbytes / self.best_seconds(lambda: total(x))
-        return self._peaks["memory"]
+            self.peaks["memory"] = x.nbytes / self.best_seconds(lambda: total(x))
+        return self.peaks["memory"]
 
     def as_chip(self, dtype: str) -> Chip:
         """Return the device as ``plan`` describes one.

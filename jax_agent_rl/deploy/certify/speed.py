@@ -160,7 +160,7 @@ def _planned(machine: Machine, compiled: Compiled) -> PlannedSeconds:
     return PlannedSeconds(planned, ideal)
 
 
-def _find(machine: Machine, prefix: str) -> Compiled:
+def find_program(machine: Machine, prefix: str) -> Compiled:
     """Return the program whose name begins so; raise NotRunError if there is none."""
     compiled = machine.plan.find(prefix)
     if compiled is None:
@@ -179,7 +179,7 @@ def _time_weights(machine: Machine) -> Timing:
         return served
 
     seconds = machine.best_seconds(load)
-    expected = _planned(machine, _find(machine, "take weights"))
+    expected = _planned(machine, find_program(machine, "take weights"))
     return Timing("", "B", _nbytes(params), seconds, expected.planned, expected.ideal)
 
 
@@ -206,7 +206,7 @@ def _time_decoding(machine: Machine) -> Timing:
         return sampled.ids
 
     seconds = machine.best_seconds(decode)
-    expected = _planned(machine, _find(machine, f"decode {engine.width(count)} slots"))
+    expected = _planned(machine, find_program(machine, f"decode {engine.width(count)} slots"))
     title = f", {counted(count, 'slot')} of {shapes.cache_length}"
     return Timing(title, "tokens", count * steps, seconds, expected.planned, expected.ideal)
 
@@ -282,7 +282,7 @@ def full_groups(machine: Machine) -> tuple[Sequence[Group], int]:
     prompt = min(config.agent.max_prompt_length, config.rollout.max_model_len - response)
     prompt_copies = 1 if config.learner.share_prefixes else members
     group_tokens = prompt * prompt_copies + members * response
-    micro_batch_tokens = _find(machine, "policy gradient").program.tokens
+    micro_batch_tokens = find_program(machine, "policy gradient").program.tokens
     count = min(config.rollout.prompts_per_step, -(-micro_batch_tokens // group_tokens))
 
     groups = []

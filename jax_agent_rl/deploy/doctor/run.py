@@ -52,7 +52,8 @@ MAX_PROMPTS = 1000
 _ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
 """Usual forms of an answer; the first one is the bare answer."""
 _SHARED_MEMORY = Path("/dev/shm")
-_REMOTE_SECONDS = 3.0
+REMOTE_SECONDS = 3.0
+"""How long a rollout server may take to answer."""
 
 
 def count_devices(config: Config) -> int:
@@ -488,7 +489,7 @@ class RunChecks:
 
 async def _check_server(report: Reporter, url: str, token: str | None) -> None:
     """Check that a rollout server answers, and accepts the first weights of a run."""
-    backend = RemoteBackend(url, token=token, start_seconds=_REMOTE_SECONDS)
+    backend = RemoteBackend(url, token=token, start_seconds=REMOTE_SECONDS)
     try:
         await backend.start()
         health = await backend.health()

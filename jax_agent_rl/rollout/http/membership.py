@@ -78,7 +78,7 @@ class MembershipServer:
         self._engine_reservations: dict[str, AsyncExitStack] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._token = secrets.token_hex(32)
-        self._http = HttpServer(
+        self.http = HttpServer(
             [
                 web.get("/v1/engines", self._list),
                 web.post("/v1/engines/add", self._add),
@@ -95,8 +95,8 @@ class MembershipServer:
 
     async def start(self) -> None:
         """Serve, and write the address for :func:`command_run`."""
-        await self._http.start()
-        content = {"url": self._http.url, "token": self._token, "host": socket.gethostname()}
+        await self.http.start()
+        content = {"url": self.http.url, "token": self._token, "host": socket.gethostname()}
         # The file of a run that was killed may be there.
         with replacing(self._file, permissions=0o600) as stream:
             stream.write(json.dumps(content).encode())
@@ -107,7 +107,7 @@ class MembershipServer:
         Joins that are under way are undone; leaving engines leave without finishing their requests.
         """
         self._file.unlink(missing_ok=True)
-        await self._http.close()
+        await self.http.close()
         for task in self._leaving.values():
             task.cancel()
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)

@@ -84,7 +84,7 @@ class RolloutServer:
         self._updating = 0
         self._weights = ""  # fingerprint of the last whole update
         self._shared = SharedDir(weight_dir)
-        self._http = HttpServer(
+        self.http = HttpServer(
             self._routes(),
             refuse=lambda request, status, message: _refuse(status, BackendError(message)),
             host=host,
@@ -102,12 +102,12 @@ class RolloutServer:
     @property
     def url(self) -> str:
         """Its URL; for a wildcard address, the one on this machine."""
-        return self._http.url
+        return self.http.url
 
     @property
     def app(self) -> web.Application:
         """The aiohttp application with its routes."""
-        return self._http.app
+        return self.http.app
 
     async def start(self) -> None:
         """Start to listen.
@@ -116,7 +116,7 @@ class RolloutServer:
             ConfigError: the port is in use, or the address is not this machine's.
         """
         try:
-            await self._http.start()
+            await self.http.start()
         except BaseException:
             await self.close()
             raise
@@ -127,7 +127,7 @@ class RolloutServer:
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
-        await self._http.close()
+        await self.http.close()
         self._uploads.close()
 
     def _routes(self) -> list[web.RouteDef]:

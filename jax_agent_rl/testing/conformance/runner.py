@@ -55,8 +55,8 @@ SUITE = Path(__file__).parent / "suite"
 _FILES = ("outputs", "batching", "replay", "weights", "control")
 """The suite's files in order: the last test of the last file closes the backend."""
 _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
-_CLEAN_UP_SECONDS = 30.0
-_SETTLE_SECONDS = 5.0
+CLEAN_UP_SECONDS = 30.0
+SETTLE_SECONDS = 5.0
 _PYTEST_OPTIONS = (
     "-c",
     os.devnull,
@@ -190,7 +190,7 @@ class BackendSession(contextlib.AbstractContextManager["BackendSession"]):
         if backend is None:
             return
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(_CLEAN_UP_SECONDS):
+            async with asyncio.timeout(CLEAN_UP_SECONDS):
                 await backend.close()
 
 
@@ -210,7 +210,7 @@ async def _restore(probe: Probe) -> bool:
     """Return the backend to idle, resumed and on the base weights; False if that fails."""
     backend = probe.backend
     try:
-        async with asyncio.timeout(_CLEAN_UP_SECONDS):
+        async with asyncio.timeout(CLEAN_UP_SECONDS):
             await probe.clean_up()
             health = await backend.health()
             if not health.ok:
@@ -220,7 +220,7 @@ async def _restore(probe: Probe) -> bool:
             if probe.serving != BASE:
                 await probe.serve(BASE)
 
-            deadline = time.monotonic() + _SETTLE_SECONDS
+            deadline = time.monotonic() + SETTLE_SECONDS
             while True:
                 health = await backend.health()
                 if not health.ok or time.monotonic() >= deadline:

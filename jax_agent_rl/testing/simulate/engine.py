@@ -64,7 +64,12 @@ class SimulatedEngine(FakeBackend):
     name = "simulated engine"
 
     def __init__(
-        self, speed: EngineSpeed, *, max_model_len: int, kv_cache: KVCacheSize | None = None
+        self,
+        speed: EngineSpeed,
+        *,
+        max_model_len: int,
+        kv_cache: KVCacheSize | None = None,
+        version: int = 0,
     ) -> None:
         capabilities = Capabilities(
             max_model_len=max_model_len,
@@ -76,7 +81,7 @@ class SimulatedEngine(FakeBackend):
             priorities=True,
             weight_payloads=frozenset({"arrays"}),
         )
-        super().__init__(capabilities)
+        super().__init__(capabilities, version=version)
         self._speed = speed
         self._loop = asyncio.get_running_loop()
         self._running: dict[str, _Run] = {}
@@ -100,7 +105,7 @@ class SimulatedEngine(FakeBackend):
         self._loading = 0.0
 
     async def close(self) -> None:
-        self._closed = True
+        self.closed = True
         for run in [*self._running.values(), *self._waiting]:
             if not run.result.done():
                 run.result.set_exception(BackendClosedError("the simulated engine is closed"))
@@ -182,7 +187,7 @@ class SimulatedEngine(FakeBackend):
 
     async def health(self) -> Health:
         return Health(
-            ok=not self._closed,
+            ok=not self.closed,
             policy_version=self._version,
             running=len(self._running),
             waiting=len(self._waiting),

@@ -120,7 +120,7 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
     async def _visit(self, browser: Browser, name: str, *, forward: bool = True) -> None:
         path = self._path(name)
         try:
-            text, links = await self.context.threads.run(lambda: _render(path), name=self.name)
+            text, links = await self.context.threads.run(lambda: render_page(path), name=self.name)
         except OSError as error:
             # The error's own text contains the path on this machine.
             raise ToolError(f"{name[:200]!r} cannot be read: {error.strerror}") from error
@@ -189,7 +189,7 @@ def _find(browser: Browser, text: str) -> int:
     raise ToolError(f"{text[:100]!r} is not on this page")
 
 
-def _render(path: Path) -> tuple[str, list[str]]:
+def render_page(path: Path) -> tuple[str, list[str]]:
     """Return a page's text with its links numbered, and their targets.
 
     Raises:

@@ -298,7 +298,7 @@ class SqlTool(ServerTool[tuple[str, str], None]):
 
         sandbox = self.context.sandbox
         files = {
-            "query.py": _query_program(),
+            "query.py": query_program(),
             "database.sqlite": self._database(action.extra.get("db_id")),
         }
         request = json.dumps({"query": query, "max_rows": self.context.settings.sql.max_rows})
@@ -363,7 +363,8 @@ def _run_query() -> None:
 
 
 @cache
-def _query_program() -> bytes:
+def query_program() -> bytes:
+    """Return the program that runs a query in the sandbox."""
     return f"{inspect.getsource(_run_query)}\n_run_query()\n".encode()
 
 

@@ -73,10 +73,10 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
         connection, tool = self._tools[name]
         converted = convert_arguments(tool.parameters, arguments)
         result = await connection.call(tool.name, converted)
-        return _observation(result)
+        return tool_observation(result)
 
 
-def _observation(result: CallToolResult) -> ToolObservation:
+def tool_observation(result: CallToolResult) -> ToolObservation:
     """Convert a call's result; an action whose result reports an error is still valid."""
     images = []
     audio = []

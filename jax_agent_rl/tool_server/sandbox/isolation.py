@@ -263,6 +263,9 @@ class Bubblewrap(Isolation):
         bwrap: the ``bwrap`` program.
         python: interpreter of programs; they can import the packages of its environment.
         cgroups: makes a cgroup for each program; None means that there are none.
+
+    Attributes:
+        is_root: whether programs run as a user of their own, which takes root.
     """
 
     def __init__(self, bwrap: Path, python: Path, cgroups: Cgroups | None = None):
@@ -270,7 +273,7 @@ class Bubblewrap(Isolation):
         self._installation = install(python)
         self.python = self._installation.python
         self._bwrap = bwrap
-        self._is_root = os.geteuid() == 0 and _maps_every_user()
+        self.is_root = os.geteuid() == 0 and maps_every_user()
         self._filter = seccomp.build_filter(platform.machine())
         self._masked: dict[str, bytes] = {}  # empty files that hide files of the host
         for path in _HOST_FILES:
@@ -282,7 +285,7 @@ class Bubblewrap(Isolation):
     ) -> Launch:
         fds: list[int] = []
         uid = None
-        if self._is_root:
+        if self.is_root:
             uid = _FIRST_UID + secrets.randbelow(_UID_COUNT)
 
         def data(contents: bytes) -> str:
@@ -365,7 +368,7 @@ class Bubblewrap(Isolation):
         options += ["--hostname", "sandbox"]
         options += ["--die-with-parent", "--new-session"]
         options += ["--cap-drop", "ALL"]
-        if self._is_root:  # the guard needs these to become another user, and so gives them up
+        if self.is_root:  # the guard needs these to become another user, and so gives them up
             return [*options, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         return [*options, "--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
 
@@ -406,7 +409,7 @@ def _memory_file(data: bytes) -> int:
     return fd
 
 
-def _maps_every_user() -> bool:
+def maps_every_user() -> bool:
     """Return whether this process is in the machine's own user namespace, or an equivalent one."""
     return Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
 

@@ -139,7 +139,8 @@ class SandboxResult:
 
 _SETUP_BYTES = 16 << 20  # used by bubblewrap, and by the program's start
 _SETUP_PROCESSES = 4
-_ENTER = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+# Moves a shell into the cgroup that is its first argument; it becomes the program.
+ENTER = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 
 
 class Cgroups:
@@ -211,7 +212,7 @@ class Cgroups:
 
 def enter_cgroup(group: Path, command: Sequence[str]) -> list[str]:
     """Return the command that runs ``command`` in a cgroup."""
-    return ["/bin/sh", "-c", _ENTER, str(group), *command]
+    return ["/bin/sh", "-c", ENTER, str(group), *command]
 
 
 def ran_out_of_memory(group: Path) -> bool:

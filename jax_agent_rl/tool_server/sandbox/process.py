@@ -34,7 +34,7 @@ from jax_agent_rl.tool_server.sandbox.limits import (
 logger = logging.getLogger(__name__)
 _CHUNK = 64 << 10  # bytes
 _KILL_SECONDS = 10.0  # for the kernel to end a killed tree
-_MAX_CHECKS = 500  # while the program is paused
+MAX_CHECKS = 500  # while the program is paused
 _CHECK_SECONDS = 0.001
 # States in /proc; a dead process remains until its parent has waited for it.
 _DEAD = "ZX"
@@ -239,7 +239,7 @@ class SandboxProcess:
             The limit that it exceeded since the last check, if any.
         """
         quiet_checks = 0
-        for _ in range(_MAX_CHECKS):
+        for _ in range(MAX_CHECKS):
             program, descendants = self._split()
             if program is None:
                 break

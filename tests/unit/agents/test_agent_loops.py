@@ -24,6 +24,7 @@ from jax_agent_rl.tools.calculator import calculator
 from jax_agent_rl.types import FinishReason, SamplingParams
 from tests.agent_testbed import episode_request
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.messages import raises
 
 ROW = {"prompt": [{"role": "user", "content": "hi"}]}
 
@@ -48,7 +49,7 @@ def test_loops_are_found_by_name():
 
 
 def test_a_name_is_registered_once():
-    with pytest.raises(ConfigError, match="two agents are called 'tool_agent'"):
+    with raises(ConfigError, key="two agents", value="'tool_agent'"):
 
         @register_agent("tool_agent")
         class Impostor(ToolAgent):

@@ -70,7 +70,7 @@ def test_no_parameter_is_decided_on_twice(name):
 
 def test_every_field_of_an_anthropic_tool_is_decided_on():
     for params in (anthropic_types.ToolParam, anthropic_beta.BetaToolParam):
-        assert fields_of(params) - known_of(messages._Tool) == set()
+        assert fields_of(params) - known_of(messages.AnthropicTool) == set()
 
 
 SMALLEST = {

@@ -14,6 +14,7 @@ openai = pytest.importorskip("openai")
 
 from tests.endpoint_testbed import ASK, CALL, JSON, TOOL, serving  # noqa: E402
 from tests.fakes import FakeCodec  # noqa: E402
+from tests.messages import raises  # noqa: E402
 
 
 async def test_a_chat_answer_has_openais_shape_with_usage_and_logprobs():
@@ -80,7 +81,7 @@ async def test_a_stop_string_ends_the_text_but_its_ids_are_kept():
 
 async def test_several_choices_and_prompts_are_answered_in_order():
     async with serving(lambda r: FakeCodec().encode_text("")) as stage:
-        stage.backend._script = lambda r: [*r.prompt_ids[:1], 2]
+        stage.backend.script = lambda r: [*r.prompt_ids[:1], 2]
         async with stage.client() as client:
             answer = await client.completions.create(model="policy", prompt=["alpha", "beta"], n=2)
     assert [choice.text for choice in answer.choices] == ["alpha", "alpha", "beta", "beta"]
@@ -117,7 +118,7 @@ async def test_an_unknown_model_an_unknown_path_a_body_too_large_and_one_that_is
         serving(["hello"], limits={"max_body_bytes": 2000}) as stage,
         stage.client() as client,
     ):
-        with pytest.raises(openai.NotFoundError, match="model 'gpt' does not exist"):
+        with raises(openai.NotFoundError, key="model", value="'gpt'"):
             await client.chat.completions.create(model="gpt", messages=ASK)
         with pytest.raises(openai.NotFoundError):
             await client.embeddings.create(model="policy", input="x")
@@ -160,11 +161,11 @@ async def test_a_client_that_hangs_up_frees_the_engine_whole_or_streamed():
                 request = asyncio.ensure_future(
                     client.chat.completions.create(model="x", messages=ASK, stream=stream)
                 )
-                while not stage.backend._running:
+                while not stage.backend.running:
                     await asyncio.sleep(0)
                 request.cancel()
                 await asyncio.gather(request, return_exceptions=True)
-            while stage.backend._running:
+            while stage.backend.running:
                 await asyncio.sleep(0)
         stage.backend.unpaused.set()
         session = stage.store.known("s", "any")
@@ -177,12 +178,12 @@ async def test_a_session_that_ends_ends_its_requests():
     async with serving(["hello"]) as stage, stage.client("/sessions/s/v1") as client:
         stage.backend.unpaused.clear()
         request = asyncio.ensure_future(client.chat.completions.create(model="x", messages=ASK))
-        while not stage.backend._running:
+        while not stage.backend.running:
             await asyncio.sleep(0)
         assert stage.store.end("s")
         with pytest.raises(openai.APIStatusError, match="session ended"):
             await request
-        assert not stage.backend._running and not stage.store.end("s")
+        assert not stage.backend.running and not stage.store.end("s")
 
 
 async def test_requests_over_the_limit_are_told_to_come_again():
@@ -192,7 +193,7 @@ async def test_requests_over_the_limit_are_told_to_come_again():
     ):
         stage.backend.unpaused.clear()
         first = asyncio.ensure_future(client.chat.completions.create(model="policy", messages=ASK))
-        while not stage.backend._running:
+        while not stage.backend.running:
             await asyncio.sleep(0)
         with pytest.raises(openai.RateLimitError):
             await client.chat.completions.create(model="policy", messages=ASK)
@@ -208,7 +209,7 @@ async def test_slow_requests_end():
         stage.backend.unpaused.clear()
         with pytest.raises(openai.InternalServerError, match="request_timeout=0.2"):
             await client.chat.completions.create(model="policy", messages=ASK)
-        assert not stage.backend._running
+        assert not stage.backend.running
         with pytest.raises(openai.InternalServerError, match="request_timeout=0.2"):
             await client.chat.completions.create(model="policy", messages=ASK, stream=True)
 
@@ -268,7 +269,7 @@ async def test_adapters_are_models_of_their_names():
         adapted = await client.chat.completions.create(model="math", messages=ASK)
         streamed = await client.chat.completions.create(model="math", messages=ASK, stream=True)
         names = {chunk.model async for chunk in streamed}
-        with pytest.raises(openai.NotFoundError, match="this server has 'policy', 'math'"):
+        with raises(openai.NotFoundError, fix=("'policy'", "'math'")):
             await client.chat.completions.create(model="law", messages=ASK)
     assert listed == ["policy", "math"]
     assert (plain.model, adapted.model, names) == ("policy", "math", {"math"})

@@ -33,6 +33,7 @@ from jax_agent_rl.types import Group, SamplingParams  # noqa: E402
 from tests.agent_testbed import episode_request  # noqa: E402
 from tests.endpoint_testbed import serving  # noqa: E402
 from tests.fakes import FakeCodec  # noqa: E402
+from tests.messages import raises  # noqa: E402
 from tests.tiny import tiny_params  # noqa: E402
 from tests.tiny_chat import Watched  # noqa: E402
 from tests.tiny_vision import (  # noqa: E402
@@ -371,9 +372,7 @@ async def test_the_images_of_a_session_have_a_limit_and_those_it_knows_cost_noth
         known = asking("what", image_part(data_url(FIRST)))  # 64 pixels
         for _ in range(3):
             await client.chat.completions.create(model="x", messages=known)
-        with pytest.raises(
-            openai.BadRequestError, match="max_session_pixels=100, of which 36 are left"
-        ):
+        with raises(openai.BadRequestError, key="max_session_pixels", value=(100, "36 are left")):
             await client.chat.completions.create(
                 model="x", messages=asking(image_part(data_url(SECOND)))
             )

@@ -66,9 +66,7 @@ async def test_sampling_that_an_engine_of_its_own_kind_cannot_do_is_refused():
             "min_p": 0.2,
             "stop": "x",
         }.items():
-            with pytest.raises(
-                openai.BadRequestError, match="not supported by this engine"
-            ) as caught:
+            with pytest.raises(openai.BadRequestError, match="not supported by") as caught:
                 await client.chat.completions.create(
                     model="policy", messages=ASK, extra_body={param: value}
                 )

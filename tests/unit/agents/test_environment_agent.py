@@ -17,6 +17,7 @@ from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCal
 from jax_agent_rl.utils.files import cache_root
 from tests.agent_testbed import episode_request
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.messages import raises
 from tests.unit.agents.test_tool_agent import assert_token_exact
 
 
@@ -56,7 +57,7 @@ class Countdown(Environment):
 
 @pytest.fixture(autouse=True)
 def countdown(monkeypatch):
-    monkeypatch.setattr(base, "_ENVIRONMENTS", dict(base._ENVIRONMENTS) | {"countdown": Countdown})
+    monkeypatch.setattr(base, "ENVIRONMENTS", dict(base.ENVIRONMENTS) | {"countdown": Countdown})
     monkeypatch.setattr(Countdown, "instances", [])
     return Countdown
 
@@ -158,8 +159,8 @@ async def test_a_long_observation_is_shortened_as_a_tool_result_is():
 
 
 async def test_an_environment_that_fails_loses_the_trajectory_and_is_closed(countdown):
-    with pytest.raises(
-        EnvironmentFailedError, match="'countdown': step raised ValueError: out of order"
+    with raises(
+        EnvironmentFailedError, key=("'countdown'", "step"), value="ValueError: out of order"
     ):
         await Stage(["break"]).run(row(start=3))
     assert countdown.instances[0].closes == 1 and countdown.instances[0].concluded == []
@@ -240,7 +241,7 @@ async def test_tools_of_the_environment_are_in_the_prompt_and_their_calls_are_re
         async def step(self, reply):
             return Observation(tool_calls=(call,), done=True)
 
-    monkeypatch.setitem(base._ENVIRONMENTS, "countdown", Bell)
+    monkeypatch.setitem(base.ENVIRONMENTS, "countdown", Bell)
     stage = Stage(["ring"])
     trajectory = await stage.run(row(start=3))
     assert '"name": "bell"' in stage.codec.decode(trajectory.prompt_ids)
@@ -262,7 +263,7 @@ class Forger(Environment):
 
 
 async def test_nothing_an_environment_says_makes_a_control_token(monkeypatch):
-    monkeypatch.setattr(base, "_ENVIRONMENTS", dict(base._ENVIRONMENTS) | {"forger": Forger})
+    monkeypatch.setattr(base, "ENVIRONMENTS", dict(base.ENVIRONMENTS) | {"forger": Forger})
     codec = ChatCodec.from_pretrained(
         cache_root() / "models" / "smollm2-135m-instruct", tool_prompt="none"
     )

@@ -5,7 +5,6 @@ exactly that context.
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import FinishReason
 from tests.agent_testbed import AgentHarness
+from tests.messages import raises
 from tests.trajectories import group_of
 
 
@@ -128,5 +128,5 @@ def test_a_response_may_be_longer_than_the_engines_context():
     overrides = ["agent.history_window=2", "agent.max_response_length=4000"]
     tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
     assert build(tree, overrides).agent.max_response_length == 4000
-    with pytest.raises(ConfigError, match="does not go with rollout.strategy.name=treerl"):
+    with raises(ConfigError, key="rollout.strategy.name", value="treerl"):
         build(tree, [*overrides, "rollout.strategy.name=treerl", "rollout.group_size=30"])

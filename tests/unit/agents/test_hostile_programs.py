@@ -20,6 +20,7 @@ from jax_agent_rl.errors import DataError
 from jax_agent_rl.tool_server.sandbox import Sandbox, SandboxLimits
 from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, find_bwrap
 from tests.capabilities import needs_bwrap
+from tests.messages import raises
 
 pytestmark = needs_bwrap
 LIMITS = WorkspaceLimits(max_bytes=1 << 20, max_entries=200)
@@ -44,7 +45,7 @@ def open_here(limits=None, *, as_root=True):
     assert bwrap is not None
     isolation = Bubblewrap(bwrap, Path(sys.executable))
     if not as_root:
-        isolation._is_root = False
+        isolation.is_root = False
     limits = limits or SandboxLimits(
         wall_seconds=30, cpu_seconds=30, output_bytes=LIMITS.result_bytes
     )
@@ -414,5 +415,5 @@ def test_a_file_that_is_read_back_is_found_through_folders_alone(tmp_path):
 )
 @pytest.mark.parametrize("kind", ["files", "tests"])
 def test_files_of_a_row_lie_below_their_folder(kind, name):
-    with pytest.raises(DataError, match=f"{kind} of a task"):
+    with raises(DataError, key=kind):
         CommandTask(instruction="", **{kind: {name: b""}})

@@ -107,7 +107,7 @@ async def test_a_separator_written_by_hand_says_what_the_template_says(
     "limits", [BY_HAND, {"turn_end_token": END}], ids=["by hand", "token only"]
 )
 async def test_an_end_of_turn_that_is_not_eos_is_not_written_twice_either(codec, limits):
-    base_model = ChatCodec(codec._tokenizer, tool_prompt="none", eos_token_ids=[0])
+    base_model = ChatCodec(codec.tokenizer, tool_prompt="none", eos_token_ids=[0])
     ids = await appended(
         base_model, f"x{END}", "42", engine=OtherEos, enable_mtrl=True, min_turns=1, **limits
     )

@@ -253,7 +253,7 @@ async def test_counting_tokens_opens_no_session_and_counts_in_one_that_is_open()
 
 async def test_responses_are_stored_for_a_sessions_key_without_its_path():
     async with serving(["one", "two"]) as stage:
-        stage.store._create = None
+        stage.store.create = None
         stage.store.add(stage.session("s", "handed-out"))
         async with stage.client(key="handed-out") as client:
             first = await client.responses.create(model="x", input="hi")

@@ -26,6 +26,7 @@ from tests.agent_testbed import (
     episode_request,
 )
 from tests.fakes import FakeCodec
+from tests.messages import raises
 
 SEES = Capabilities(max_model_len=4096, max_concurrent=8, multi_modal=frozenset({"image"}))
 
@@ -110,9 +111,7 @@ async def test_images_stay_where_they_are_when_the_prompt_is_extended():
 
 
 async def test_an_image_that_cannot_be_read_loses_the_trajectory_with_words():
-    with pytest.raises(
-        DataError, match="the prompt shows what cannot be read: an image cannot be read"
-    ):
+    with raises(DataError, key="the prompt", value="an image"):
         await harness().run(row(first=b"no image"))
 
 
@@ -146,7 +145,7 @@ def test_what_openais_api_cannot_show_is_named(part: dict, message: str):
 
 
 def test_a_command_reads_no_images():
-    with pytest.raises(DataError, match="a command reads text; put their files into the task"):
+    with raises(DataError, key="a command", fix="put their files into the task"):
         read_task(row())
 
 

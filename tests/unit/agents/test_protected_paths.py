@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jax_agent_rl.agents.command.containers import _LIBRARIES, _LIST_PATHS, ProtectedPaths
+from jax_agent_rl.agents.command.containers import LIBRARIES, LIST_PATHS, ProtectedPaths
 
 PATHS = ProtectedPaths(
     python="/usr/bin/python3.12",
@@ -95,7 +95,7 @@ def test_the_probe_finds_the_interpreter_its_modules_and_commands(tmp_path):
         "PATH": f"{os.path.dirname(sys.executable)}:/usr/bin",
         "PYTHONPATH": f"relative:{tmp_path / 'own'}",
     }
-    command = [sys.executable, "-I", "-c", _LIST_PATHS, f'["{_LIBRARIES[0]}"]']
+    command = [sys.executable, "-I", "-c", LIST_PATHS, f'["{LIBRARIES[0]}"]']
     found = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
     paths = ProtectedPaths.model_validate_json(found)
     assert paths.version == sys.version_info[:2]

@@ -16,6 +16,7 @@ from jax_agent_rl.errors import HistoryEditedError, TrajectoryError
 from jax_agent_rl.tools import function_tool
 from jax_agent_rl.types import FinishReason, SamplingParams
 from tests.agent_testbed import episode_request
+from tests.messages import raises
 from tests.tiny_chat import assert_exact, tiny_context
 
 ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
@@ -105,7 +106,7 @@ class Broken(ReactAgentLoop):
 
 async def test_a_graph_that_fails_loses_its_trajectory_with_what_it_raised():
     async with tiny_context() as context:
-        with pytest.raises(TrajectoryError, match="LookupError: no such page") as caught:
+        with raises(TrajectoryError, value="LookupError: no such page") as caught:
             await run(Broken(context), 1)
     assert caught.value.drop_reason == "agent_error"
 

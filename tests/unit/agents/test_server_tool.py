@@ -111,7 +111,7 @@ async def test_the_environment_is_closed_once_when_the_trajectory_is_aborted(ser
         if request_id.endswith("/1"):
             await it.client.abort(request_id)
 
-    it.backend._wait_for_turn = abort_the_second
+    it.backend.wait_for_turn = abort_the_second
     with pytest.raises(AbortedError):
         await it.run()
     assert server.closed == {"t": 1}
@@ -148,8 +148,8 @@ class HeldBackend(ScriptedBackend):
         super().__init__(*args, **kwargs)
         self.released = asyncio.Event()
 
-    async def _wait_for_turn(self, request_id):
-        await super()._wait_for_turn(request_id)
+    async def wait_for_turn(self, request_id):
+        await super().wait_for_turn(request_id)
         if request_id.startswith("slow"):
             await self.released.wait()
 
@@ -167,7 +167,7 @@ async def test_async_mode_calls_a_tool_while_others_still_generate(server):
 async def test_sync_mode_calls_tools_together_when_the_slowest_turn_has_ended(server):
     it = stage(server, [ACT, ACT, "so 3"], backend=HeldBackend, rollout_mode="sync")
     tasks = [asyncio.create_task(it.run(trajectory_id=name)) for name in ("quick", "slow")]
-    while len(it.backend.requests) < 2 or it.backend._running != {"slow/0"}:
+    while len(it.backend.requests) < 2 or it.backend.running != {"slow/0"}:
         await asyncio.sleep(0)
     it.backend.released.set()
     quick, slow = await asyncio.gather(*tasks)
@@ -200,7 +200,7 @@ async def test_sync_mode_waits_for_nobody_who_has_answered_or_failed(server):
 async def test_sync_mode_survives_a_member_that_is_cancelled_while_it_waits(server):
     it = stage(server, [ACT, "so 3"], backend=HeldBackend, rollout_mode="sync")
     quick, slow = (asyncio.create_task(it.run(trajectory_id=name)) for name in ("quick", "slow"))
-    while it.backend._running != {"slow/0"} or not it.agent._service._lockstep._waiting:
+    while it.backend.running != {"slow/0"} or not it.agent._service._lockstep._waiting:
         await asyncio.sleep(0)
     quick.cancel()
     it.backend.released.set()

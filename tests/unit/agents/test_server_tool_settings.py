@@ -13,6 +13,7 @@ from tests.agent_testbed import ACT, ACTION, STOP, AgentHarness, assert_token_ex
 from tests.agent_testbed import server_tool_stage as stage
 from tests.fakes import EOS, FakeCodec
 from tests.http_service import ToolServer
+from tests.messages import raises
 
 
 @pytest.fixture
@@ -233,7 +234,7 @@ async def test_a_first_observation_that_fills_the_prompt_or_ends_it_is_a_reason_
         with pytest.raises(PromptTooLongError, match="agent.max_prompt_length=20"):
             await stage(server, ["so 3"], call_tool_first=True, max_prompt_length=20).run()
     async with ToolServer(lambda action: ("", True, True)) as server:
-        with pytest.raises(ToolServerError, match="before its first turn"):
+        with pytest.raises(ToolServerError, match="its first turn"):
             await stage(server, ["so 3"], call_tool_first=True).run()
     assert server.closed == {"t": 1}
 
@@ -290,7 +291,7 @@ MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jso
 def test_n_is_another_name_of_the_group_size():
     assert build(MINIMAL, ["agent.n=4"]).rollout.group_size == 4
     assert build(MINIMAL, ["agent.n=4", "rollout.group_size=4"]).rollout.group_size == 4
-    with pytest.raises(ConfigError, match="agent.n=4 is another name of rollout.group_size=2"):
+    with raises(ConfigError, key=("agent.n", "rollout.group_size"), value=(4, 2)):
         build(MINIMAL, ["agent.n=4", "rollout.group_size=2"])
 
 
@@ -344,5 +345,5 @@ def test_contradictory_settings_are_refused(overrides, message):
 def test_an_agent_without_a_server_or_without_a_way_to_act_is_refused():
     with pytest.raises(ConfigError, match="set agent.tool_server_url"):
         AgentHarness(ServerToolAgent, [ACT], **STOP)
-    with pytest.raises(ConfigError, match="would never call a tool"):
+    with pytest.raises(ConfigError, match="never call"):
         AgentHarness(ServerToolAgent, [ACT], tool_server_url="http://localhost:1")

@@ -17,6 +17,7 @@ anthropic = pytest.importorskip("anthropic")
 from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
 from tests.agent_testbed import session_trajectory  # noqa: E402
 from tests.endpoint_testbed import ASK, TOOL, serving  # noqa: E402
+from tests.messages import raises  # noqa: E402
 from tests.tiny_chat import reference_logprobs, tiny_context, tokenizer  # noqa: E402
 
 ARGUMENTS = {
@@ -272,7 +273,7 @@ async def test_what_cannot_be_followed_is_refused_with_the_parameter_and_the_rea
 
 async def test_a_format_without_a_grammar_is_refused_by_its_name():
     async with stage("glm") as made, made.client() as client:
-        with pytest.raises(openai.BadRequestError, match="no grammar of calls in the format 'glm'"):
+        with raises(openai.BadRequestError, value="'glm'"):
             await client.chat.completions.create(
                 model="policy", messages=ASK, extra_body={"tools": TOOLS, "tool_choice": "required"}
             )
@@ -280,7 +281,7 @@ async def test_a_format_without_a_grammar_is_refused_by_its_name():
 
 async def test_an_engine_without_grammars_refuses_them_and_an_api_says_so_in_its_own_words():
     async with serving(["3"]) as made, made.client() as client:
-        with pytest.raises(openai.BadRequestError, match="cannot follow a grammar") as caught:
+        with pytest.raises(openai.BadRequestError, match="follow a grammar") as caught:
             await client.chat.completions.create(
                 model="policy",
                 messages=ASK,

@@ -264,7 +264,7 @@ async def test_calls_cannot_be_continued():
     shared, _ = context("so")
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     begun = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    with pytest.raises(TemplateError, match="only an assistant's text"):
+    with pytest.raises(TemplateError, match="an assistant's text"):
         await ChatRecorder(shared, session_id="s").chat(
             begun, sampling=SAMPLING, continue_last=True
         )

@@ -14,6 +14,7 @@ from jax_agent_rl.types import FinishReason, Fork, SamplingParams
 from tests.agent_testbed import ROW, AgentHarness, assert_token_exact, branch_request
 from tests.fakes import FakeCodec
 from tests.http_service import ToolServer, serve
+from tests.messages import raises
 from tests.ports import free_port
 
 ASK = "let me see <tool> print(3) </tool> junk"
@@ -291,7 +292,7 @@ async def test_a_branch_stops_at_a_marker_that_began_before_its_fork():
     "answer", [{}, [], {"result": []}, {"result": [[3]]}, {"result": [[{"document": {}}]]}]
 )
 async def test_a_wrong_answer_of_the_retriever_is_named(answer):
-    with pytest.raises(ToolServerError, match="/retrieve gave a wrong answer"):
+    with raises(ToolServerError, key="/retrieve", value="a wrong answer"):
         await search(answer)
 
 
@@ -304,7 +305,7 @@ async def test_preflight_asks_the_retriever_a_question():
             shared={"search": SearchConfig(server_url=f"{url}/retrieve", max_retries=0)},
         )
         await it.agent.preflight()
-        with pytest.raises(ConfigError, match="not ready: .*/retrieve gave a wrong answer"):
+        with raises(ConfigError, key=("not ready", "/retrieve"), value="a wrong answer"):
             await it.agent.preflight()
     assert len(asked) == 2
     with pytest.raises(ConfigError, match=r"not ready: .*cannot be reached.*search\.server_url"):

@@ -23,6 +23,7 @@ from jax_agent_rl.types import FinishReason, SamplingParams, StopReason
 from tests.agent_testbed import episode_request
 from tests.examples import examples
 from tests.fakes import EOS, FakeCodec, ScriptedBackend
+from tests.messages import raises
 
 ROW = {"prompt": [{"role": "user", "content": "what is 1 + 2 ?"}], "data_source": "calculator"}
 ASK = '<call>add {"a": 1, "b": 2}</call>'
@@ -236,7 +237,7 @@ async def test_a_prompt_over_the_limit_says_both_numbers_and_the_key():
     "prompt", [None, "text", [], {"role": "user"}, ["text"], [{"content": "x"}]]
 )
 async def test_a_row_without_messages_is_refused(prompt):
-    with pytest.raises(DataError, match="must be a list of messages"):
+    with raises(DataError, fix="a list of messages"):
         await Stage(["hi"]).run({"prompt": prompt})
 
 
@@ -269,7 +270,7 @@ async def test_an_engine_that_returns_nothing_is_an_error():
 
 async def test_an_aborted_trajectory_is_cancelled_not_trained_on():
     class Impatient(ScriptedBackend):
-        async def _wait_for_turn(self, request_id):
+        async def wait_for_turn(self, request_id):
             await stage.client.abort(request_id)
 
     stage = Stage(["hi there"], backend=Impatient)

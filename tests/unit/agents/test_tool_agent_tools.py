@@ -21,6 +21,7 @@ from jax_agent_rl.tools import BaseTool, ToolRegistry, ToolResponse
 from jax_agent_rl.types import SamplingParams
 from tests.agent_testbed import episode_request
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.messages import raises
 
 NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 
@@ -78,7 +79,7 @@ async def run(context, row=None):
 @pytest.fixture
 def reward(monkeypatch):
     """A reward function that is paid what the tools paid; it keeps what it saw."""
-    monkeypatch.setattr(registry, "_REWARDS", {})
+    monkeypatch.setattr(registry, "REWARDS", {})
     seen = []
 
     @register_reward("guessing")
@@ -217,7 +218,7 @@ async def test_a_trajectory_with_images_is_recorded_as_json():
 
 @pytest.mark.parametrize("image", [RED, "path.png", None])
 def test_an_image_that_is_not_in_a_list_is_refused(image):
-    with pytest.raises(TypeError, match="ToolResponse.image must be a tuple or list"):
+    with raises(TypeError, key="ToolResponse.image", fix="a tuple or list"):
         ToolResponse(image=image)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from jax_agent_rl.agreement.report import Cause, Diagnosis
 from jax_agent_rl.jetstream import attention, forward
+from jax_agent_rl.jetstream.block_manager import BlockManager
 from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, YarnScaling
 from jax_agent_rl.models.layers import Quantized, quantized
@@ -166,8 +167,10 @@ async def test_positions_that_are_shifted_from_a_later_turn_on_are_named(
     number: int,
     said: str,
 ):
-    rope = forward._rope
-    monkeypatch.setattr(forward, "_rope", lambda config, positions: rope(config, change(positions)))
+    rope = forward.all_rope_tables
+    monkeypatch.setattr(
+        forward, "rope_tables", lambda config, positions: rope(config, change(positions))
+    )
     made = await diagnosed_engine(LLAMA, own_programs(LLAMA, number), talks=True, lengths=EQUAL)
     check(made, Cause.POSITION, said)
 
@@ -191,14 +194,14 @@ async def test_sampled_tokens_at_wrong_positions_between_right_inserted_ones_are
 
 
 def decode_with_mask(visible: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
-    """``attention._plain_decode`` that sees what ``visible(positions [B, 1], keys [S])`` says."""
+    """``attention.plain_decode`` that sees what ``visible(positions [B, 1], keys [S])`` says."""
 
     def decode(q, cached, new, positions, pages, sinks, *, window):
         def write(axis: int, old: jax.Array, one: jax.Array) -> jax.Array:
             at = (jnp.arange(len(positions)), *[slice(None)] * (axis - 1), positions)
             return old.at[at].set(jnp.squeeze(one, axis))
 
-        cached = cached.by_position(write, attention._one_position(new, cached))
+        cached = cached.by_position(write, attention.one_position(new, cached))
         seen = visible(positions[:, None], jnp.arange(cached.values.shape[2]))
         scores = jnp.einsum("bkgh,bkhs->bkgs", q, cached.keys, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e30), axis=-1)
@@ -210,8 +213,8 @@ def decode_with_mask(visible: Callable[[jax.Array, jax.Array], jax.Array]) -> Ca
 def chunk_with_mask(
     visible: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Callable[..., jax.Array]:
-    """``attention._chunk_mask`` that sees the same."""
-    mask = attention._chunk_mask
+    """``attention.chunk_mask`` that sees the same."""
+    mask = attention.chunk_mask
 
     def masked(starts: jax.Array, count: int, length: int, window: int | None) -> jax.Array:
         chunk = starts[:, None] + jnp.arange(count)
@@ -245,9 +248,9 @@ async def test_ids_that_are_not_attended_to_are_named(
     said: str,
 ):
     without_kernels(monkeypatch)
-    monkeypatch.setattr(attention, "_plain_decode", decode_with_mask(visible))
+    monkeypatch.setattr(attention, "plain_decode", decode_with_mask(visible))
     if number != 3:
-        monkeypatch.setattr(attention, "_chunk_mask", chunk_with_mask(visible))
+        monkeypatch.setattr(attention, "chunk_mask", chunk_with_mask(visible))
     made = await diagnosed_engine(LLAMA, own_programs(LLAMA, number), talks=True, lengths=EQUAL)
     check(made, Cause.MASK, said)
 
@@ -273,7 +276,7 @@ async def test_turns_that_older_weights_left_in_the_cache_are_named(
         async def update(turn: int) -> None:
             if turn == 1:
                 with monkeypatch.context() as patched:
-                    patched.setattr(backend._core.scheduler.block_manager, "reset", lambda: None)
+                    patched.setattr(BlockManager, "reset", lambda self: None)
                     await backend.update_weights(
                         WeightUpdate(version=1, kind="arrays", payload=RIGHT)
                     )

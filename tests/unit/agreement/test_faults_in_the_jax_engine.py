@@ -18,6 +18,7 @@ from jax_agent_rl.agreement.diagnosis import EngineView
 from jax_agent_rl.agreement.report import JAX_ENGINE, Cause, Diagnosis
 from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.block_manager import BlockManager
 from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Params, Rope
 from jax_agent_rl.rollout.protocol import WeightUpdate
@@ -286,7 +287,7 @@ async def test_a_prefix_cache_that_outlives_its_weights_is_named(
     await stage.serve(BEFORE)
     await rollouts(stage.backend, LLAMA)  # fills the cache
     with monkeypatch.context() as patched:
-        patched.setattr(stage.backend._core.scheduler.block_manager, "reset", lambda: None)
+        patched.setattr(BlockManager, "reset", lambda self: None)
         made = await stage.diagnosed(older={"version 0": BEFORE})
     await stage.backend.reset_prefix_cache()
     assert made.cause is Cause.STALE_PREFIX and "the weights of version 0 filled" in made.line, (

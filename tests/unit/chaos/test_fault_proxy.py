@@ -155,7 +155,8 @@ async def test_in_any_network_a_rollout_server_is_well_or_gone_and_no_other_erro
         await proxy.start()
         remote = RemoteBackend(proxy.url, silence_seconds=0.5)
         await remote.start()
-        proxy.fault, proxy.chance = fault, 2.0
+        proxy.fault = fault
+        proxy.chance = 2.0
         request = GenerateRequest(
             request_id="a", prompt_ids=(5, 6), sampling=SamplingParams(max_tokens=3, seed=1)
         )

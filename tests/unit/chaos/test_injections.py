@@ -143,10 +143,12 @@ def test_a_server_that_does_not_start_again_ends_the_run_and_is_not_passed_over(
 
 
 def test_every_fault_has_its_own_targets():
-    engine, tools, proxy = FakeProcess(), FakeProcess(), FaultProxy(1, rng=Random(0))
+    engine = FakeProcess()
+    tools = FakeProcess()
+    proxy = FaultProxy(1, rng=Random(0))
     injections = all_injections([engine], tools, [proxy])
     assert [injection.name for injection in injections] == list(FAULTS)
-    targets = {injection.name: injection._targets for injection in injections}
+    targets = {injection.name: injection.targets for injection in injections}
     assert [name for name, hit in targets.items() if hit == [engine]] == [
         "kill_engine",
         "freeze_engine",

@@ -27,8 +27,10 @@ from jax_agent_rl.types import (
 from tests.chaos import engine as chaos_engine
 from tests.chaos.engine import EOS, HashPolicy, PacedBackend, context_key, hash_policy
 from tests.chaos.invariants import problems
+from tests.messages import raises
 
-SEED, NAME = 7, "async-3-1-2"
+SEED = 7
+NAME = "async-3-1-2"
 PROMPT = (1, 50, 60)
 OWN_SEED = derive_seed(SEED, "async", 3, 1, 2)
 
@@ -100,7 +102,8 @@ async def test_a_proof_fails_where_anything_differs(engine):
     def with_first(**changed):
         return with_turn(replace(first, output=replace(first.output, **changed)))
 
-    ids, n = first.output.token_ids, len(first.output.token_ids)
+    ids = first.output.token_ids
+    n = len(first.output.token_ids)
     wrong = {
         "another id": with_first(token_ids=(ids[0] ^ 1, *ids[1:])),
         "an id twice": with_first(
@@ -132,7 +135,8 @@ def test_ids_are_drawn_with_the_probabilities_they_report():
     """Against an independent count: 20 000 draws from one row, each probability within five
     standard deviations.
     """
-    policy, draws = hash_policy(SEED, 0), 20_000
+    policy = hash_policy(SEED, 0)
+    draws = 20_000
     sampled = [policy.sample(11, seed=seed, position=3) for seed in range(draws)]
     counts = Counter(token for token, _ in sampled)
     for token, log_prob in set(sampled):
@@ -148,13 +152,14 @@ def test_weights_come_back_from_their_file_and_others_are_refused(tmp_path):
     (tmp_path / "half.safetensors").write_bytes((tmp_path / "w.safetensors").read_bytes()[:1000])
     with pytest.raises(ValueError, match="holds no policy"):
         HashPolicy.read(tmp_path / "half.safetensors")
-    with pytest.raises(ValueError, match="must be finite float32"):
+    with raises(ValueError, fix="finite float32"):
         HashPolicy(np.full_like(hash_policy(SEED, 2).logits, np.nan))
 
 
 async def test_an_interrupted_request_goes_on_as_if_nothing_had_happened(engine):
     prompts = ((1, number) for number in count(3))
-    whole, prompt = None, ()
+    whole = None
+    prompt = ()
     while whole is None or len(whole.token_ids) < 4:  # one that does not end at once
         prompt = next(prompts)
         whole = await engine.generate(request(prompt=prompt))
@@ -181,7 +186,7 @@ async def test_a_paused_engine_hands_out_what_it_has_or_keeps_it(engine, tmp_pat
     await engine.pause(PauseMode.KEEP)
     kept = asyncio.ensure_future(engine.generate(request()))
     await engine.update_weights(update(tmp_path, 0))
-    with pytest.raises(WeightUpdateError, match="not newer than 0"):
+    with raises(WeightUpdateError, value="newer than 0"):
         await engine.update_weights(update(tmp_path, 0))
     await engine.resume()
     assert {*(await kept).policy_versions} == {0}
@@ -219,4 +224,4 @@ async def test_the_engine_reads_each_id_of_a_context_once(engine, monkeypatch):
         chaos_engine, "context_key", lambda ids, key=0: read.extend(ids) or context_key(ids, key)
     )
     output = await engine.generate(request())
-    assert tuple(read) == PROMPT + output.token_ids and not engine._keys
+    assert tuple(read) == PROMPT + output.token_ids and not engine.keys

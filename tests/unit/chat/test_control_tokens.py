@@ -28,7 +28,7 @@ THINK_TAGS = {tag for tags in ALL_THINK_TAGS for tag in tags}
 def telling_codec(name: str) -> ChatCodec:
     """The family's codec, with tools in the prompt."""
     codec = codec_of(name)
-    return ChatCodec(codec._tokenizer, tool_format="auto", eos_token_ids=codec.eos_token_ids)
+    return ChatCodec(codec.tokenizer, tool_format="auto", eos_token_ids=codec.eos_token_ids)
 
 
 def hostile(tokens) -> st.SearchStrategy[str]:
@@ -46,7 +46,7 @@ def hostile(tokens) -> st.SearchStrategy[str]:
 
 
 def control_ids(codec: ChatCodec, ids) -> list[int]:
-    added = set(codec._tokenizer.get_added_vocab().values())
+    added = set(codec.tokenizer.get_added_vocab().values())
     return [i for i in ids if i in added]
 
 
@@ -71,8 +71,9 @@ def folded(name: str, messages: list[dict]) -> list[dict]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_text_of_a_prompt_makes_a_control_token(name: str, data):
     codec = codec_of(name)
-    tokens = codec._tokenizer.get_added_vocab()
-    anything, said = hostile(tokens), hostile(set(tokens) - THINK_TAGS)
+    tokens = codec.tokenizer.get_added_vocab()
+    anything = hostile(tokens)
+    said = hostile(set(tokens) - THINK_TAGS)
     texts = data.draw(st.tuples(anything, said, anything, said, anything))
     words = tuple("word" for _ in texts)
     made = codec.encode_prompt(folded(name, conversation(*texts)))
@@ -89,7 +90,7 @@ def test_no_text_of_a_prompt_makes_a_control_token(name: str, data):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_text_of_an_appended_message_makes_a_control_token(name: str, role: str, data):
     codec = codec_of(name)
-    text = data.draw(hostile(codec._tokenizer.get_added_vocab()))
+    text = data.draw(hostile(codec.tokenizer.get_added_vocab()))
     sampled = [*codec.encode_text("x"), codec.eos_token_ids[0]]
     message = {"role": role, "content": text} | ({"name": text} if role == "tool" else {})
     harmless = message | dict.fromkeys(set(message) - {"role"}, "word")
@@ -109,7 +110,7 @@ def test_no_text_of_a_tool_or_a_call_makes_a_control_token(name: str, data):
     edited.
     """
     codec = telling_codec(name)
-    text = data.draw(hostile(codec._tokenizer.get_added_vocab()))
+    text = data.draw(hostile(codec.tokenizer.get_added_vocab()))
 
     def prompt(text: str) -> list[int]:
         parameters = {
@@ -145,7 +146,7 @@ def test_no_text_of_a_tool_or_a_call_makes_a_control_token(name: str, data):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bare_text_holds_no_control_token(name: str, data):
     codec = codec_of(name)
-    text = data.draw(hostile(codec._tokenizer.get_added_vocab()))
+    text = data.draw(hostile(codec.tokenizer.get_added_vocab()))
     ids = codec.encode_text(text)
     assert control_ids(codec, ids) == [] and codec.decode(ids, skip_special_tokens=False) == text
 
@@ -175,18 +176,23 @@ def test_ordinary_text_has_the_ids_it_always_had(name: str, first: str, second: 
         {"role": "assistant", "content": f"a{second}z"},
         {"role": "user", "content": f"a{second}z"},
     ]
-    rendered = codec._template.render(messages, (), generation_prompt=True)
-    expected = codec._tokenizer.encode(rendered, add_special_tokens=False)
+    rendered = codec.template.render(messages, (), generation_prompt=True)
+    expected = codec.tokenizer.encode(rendered, add_special_tokens=False)
     assert codec.encode_prompt(messages) == expected
-    secret, encode = codec._control._under_secret_names
-    assert (
-        encode(codec._control._token.sub(lambda token: secret[token.group()], rendered)) == expected
-    )
-    assert (
-        encode(first)
-        == codec.encode_text(first)
-        == codec._tokenizer.encode(first, add_special_tokens=False, split_special_tokens=True)
-    )
+    assert encode_under_secret_names(codec.control, rendered) == expected
+    plain = codec.tokenizer.encode(first, add_special_tokens=False, split_special_tokens=True)
+    assert codec.encode_text(first) == plain
+    _, encode = codec.control.under_secret_names
+    assert encode(first) == plain
+
+
+def encode_under_secret_names(control: ControlTokens, rendered: str) -> list[int]:
+    """The ids of a text that a template rendered, its control tokens renamed."""
+    names, encode = control.under_secret_names
+    renamed = rendered
+    for token in sorted(names, key=len, reverse=True):
+        renamed = renamed.replace(token, names[token])
+    return encode(renamed)
 
 
 @pytest.mark.parametrize(
@@ -194,11 +200,11 @@ def test_ordinary_text_has_the_ids_it_always_had(name: str, first: str, second: 
 )
 def test_tags_around_thinking_count_in_an_assistants_message_alone(name: str, tags):
     codec = codec_of(name)
-    begin = codec._tokenizer.convert_tokens_to_ids(tags[0])
+    begin = codec.tokenizer.convert_tokens_to_ids(tags[0])
     thought = f"{tags[0]}thought\nhm{tags[1]}answer"
     history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": thought}]
-    plain = codec._template.render(history, (), generation_prompt=True)
-    assert codec.encode_prompt(history) == codec._tokenizer.encode(plain, add_special_tokens=False)
+    plain = codec.template.render(history, (), generation_prompt=True)
+    assert codec.encode_prompt(history) == codec.tokenizer.encode(plain, add_special_tokens=False)
     assert begin not in codec.encode_prompt([{"role": "user", "content": f"a{thought}"}])
 
 
@@ -210,7 +216,7 @@ def test_a_token_that_a_template_assembles_by_cutting_something_out_is_none():
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": forged}]
     )
     assert "<|turn>system" in codec.decode(ids, skip_special_tokens=False)
-    assert ids.count(codec._tokenizer.convert_tokens_to_ids("<|turn>")) == 3
+    assert ids.count(codec.tokenizer.convert_tokens_to_ids("<|turn>")) == 3
 
 
 def test_a_user_who_writes_a_tool_response_gets_no_tool_response():
@@ -322,7 +328,7 @@ def codec_of_kind(kind: str) -> ChatCodec:
 )
 def test_no_kind_of_tokenizer_makes_a_control_token_of_text(kind: str, text: str):
     codec = codec_of_kind(kind)
-    begin, end = (codec._tokenizer.convert_tokens_to_ids(token) for token in ("<s>", "</s>"))
+    begin, end = (codec.tokenizer.convert_tokens_to_ids(token) for token in ("<s>", "</s>"))
     ids = codec.encode_prompt([{"role": "user", "content": text}, {"role": "user", "content": "a"}])
     assert [i for i in ids if i in (begin, end)] == [begin, end] * 2
     assert not {begin, end} & set(codec.encode_text(text))
@@ -333,13 +339,10 @@ def test_no_kind_of_tokenizer_makes_a_control_token_of_text(kind: str, text: str
 def test_under_secret_names_a_tokenizer_of_any_kind_writes_ordinary_text_alike(
     kind: str, text: str
 ):
-    control = codec_of_kind(kind)._control
-    secret, encode = control._under_secret_names
+    codec = codec_of_kind(kind)
     rendered = f"<s>user:{text}</s><s>{text}</s>"
-    renamed = control._token.sub(lambda token: secret[token.group()], rendered)
-    assert encode(renamed) == codec_of_kind(kind)._tokenizer.encode(
-        rendered, add_special_tokens=False
-    )
+    expected = codec.tokenizer.encode(rendered, add_special_tokens=False)
+    assert encode_under_secret_names(codec.control, rendered) == expected
 
 
 def test_added_tokens_that_are_pieces_of_text_stay_pieces_of_text():
@@ -366,7 +369,7 @@ def test_a_template_that_changes_case_is_refused_where_that_would_hide_a_mark():
     codec = codec_of_kind("bpe")
     shouting = ChatCodec(
         PreTrainedTokenizerFast(
-            tokenizer_object=codec._tokenizer.backend_tokenizer,
+            tokenizer_object=codec.tokenizer.backend_tokenizer,
             eos_token="</s>",
             chat_template=(
                 "{% for m in messages %}<s>{{ m.content }}|{{ m.content | upper }}</s>{% endfor %}"

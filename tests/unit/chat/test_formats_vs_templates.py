@@ -18,6 +18,7 @@ from jax_agent_rl.chat.formats import detect_format, get_format
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.schema import check_arguments
 from tests.examples import examples
+from tests.messages import raises
 from tests.unit.chat.test_template_families import FAMILIES, codec_of, template_of, tokenizer_with
 
 FORMAT_OF = {
@@ -70,7 +71,7 @@ to_arguments = st.fixed_dictionaries(
 @functools.cache
 def turn_around(name: str) -> str:
     """What the family's template puts before an assistant turn that calls."""
-    return codec_of(name)._template.render(
+    return codec_of(name).template.render(
         [{"role": "user", "content": QUESTION}], (), generation_prompt=True
     )
 
@@ -91,7 +92,7 @@ def written(name: str, calls: list[tuple[str, dict]]) -> str:
         {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": "", "tool_calls": tool_calls},
     ]
-    text = codec._template.render(messages, (), generation_prompt=False)
+    text = codec.template.render(messages, (), generation_prompt=False)
     before = turn_around(name)
     text = (
         text[len(before) :]
@@ -100,7 +101,7 @@ def written(name: str, calls: list[tuple[str, dict]]) -> str:
     )
     while ends := [
         end
-        for end in codec._control.ids
+        for end in codec.control.ids
         if text.rstrip().endswith(end) and not is_format_token(name, end)
     ]:
         text = text.rstrip().removesuffix(ends[0])
@@ -144,14 +145,14 @@ def test_calls_written_by_the_familys_template_are_read_back(name, calls):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_format_is_found_from_the_template(name):
     if name == "smollm2":
-        template = str(codec_of(name)._tokenizer.chat_template)
+        template = str(codec_of(name).tokenizer.chat_template)
     else:
         template = template_of(FAMILIES[name])
     assert detect_format(template).name == FORMAT_OF.get(name, "hermes")
 
 
 def test_a_template_of_an_unknown_format_is_refused_with_the_key_to_set():
-    with pytest.raises(ConfigError, match="set agent.tool_format to one of"):
+    with raises(ConfigError, fix="set agent.tool_format"):
         detect_format("{% for tool in tools %}{{ tool }}{% endfor %}{{ '<CALL>' }}")
 
 
@@ -212,7 +213,7 @@ def test_a_model_of_an_unknown_format_runs_agents_without_tools_alone():
     assert codec.parse_reply(codec.encode_text("an answer")).content == "an answer"
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     for use in (lambda: codec.encode_prompt(question, tools), lambda: codec.parse_reply([], tools)):
-        with pytest.raises(ConfigError, match="set agent.tool_format to one of"):
+        with raises(ConfigError, fix="set agent.tool_format"):
             use()
 
 
@@ -241,7 +242,7 @@ def test_what_a_template_can_show_is_found_by_trying(name, kinds):
 def test_an_image_of_a_tool_result_is_one_placeholder_and_its_text_stays_text():
     codec = codec_of("qwen3-vl")
     ids = [*codec.encode_text("x"), codec.eos_token_ids[0]]
-    pad = codec._tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    pad = codec.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     result = {
         "role": "tool",
         "content": "I wrote <|image_pad|> myself",

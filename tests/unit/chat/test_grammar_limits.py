@@ -26,7 +26,7 @@ from jax_agent_rl.chat.grammar_limits import (
     check_grammar,
     weigh_grammar,
 )
-from jax_agent_rl.utils.worker_pool import WorkerTimeoutError
+from jax_agent_rl.utils.worker_pool import JsonWorkers, WorkerTimeoutError
 from tests.examples import examples
 from tests.tiny_chat import tokenizer
 
@@ -229,13 +229,13 @@ def test_a_grammar_that_takes_too_long_kills_its_child_and_the_next_has_another(
 def test_more_than_may_wait_are_told_to_come_back(monkeypatch):
     child = GrammarChild(seconds=60.0, max_waiting=1, program=SLEEPER)
     asked = threading.Event()
-    exchange = child._workers.ask
+    exchange = JsonWorkers.ask
 
     def ask(*arguments, **options):
         asked.set()
         return exchange(*arguments, **options)
 
-    monkeypatch.setattr(child._workers, "ask", ask)
+    monkeypatch.setattr(JsonWorkers, "ask", ask)
     failures: list[BaseException] = []
 
     def wait() -> None:

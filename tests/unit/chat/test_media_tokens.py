@@ -8,8 +8,10 @@ from PIL import Image
 
 from jax_agent_rl.chat.special_tokens import MediaTokens
 from jax_agent_rl.errors import ModelError, TemplateError
+from tests.messages import raises
 
-IMAGE, VIDEO = 7, 8
+IMAGE = 7
+VIDEO = 8
 PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 CONFIG = {"model_type": "qwen2_5_vl", "image_token_id": IMAGE, "video_token_id": VIDEO}
 
@@ -44,21 +46,21 @@ def test_every_placeholder_is_written_out_for_its_own_item(tokens: MediaTokens):
 
 
 @pytest.mark.parametrize(
-    ("ids", "count", "message"),
+    ("ids", "count", "named"),
     [
-        ([IMAGE, IMAGE], 1, "more of kind 'image' than the 1 given"),
-        ([IMAGE], 2, "shows 1 of kind 'image' too few"),
+        ([IMAGE, IMAGE], 1, {"key": "'image'", "value": ("more", "1 given")}),
+        ([IMAGE], 2, {"key": "'image'", "value": ("shows 1", "too few")}),
     ],
 )
 def test_placeholders_and_items_must_be_the_same_in_number(
-    tokens: MediaTokens, ids, count: int, message: str
+    tokens: MediaTokens, ids, count: int, named: dict
 ):
-    with pytest.raises(TemplateError, match=message):
+    with raises(TemplateError, **named):
         tokens.expand(ids, {"image": (picture(56, 56),) * count})
 
 
 def test_a_picture_the_model_cannot_take_is_named(tokens: MediaTokens):
-    with pytest.raises(TemplateError, match="image 2 of 2 cannot be shown: .*aspect ratio"):
+    with raises(TemplateError, key="image 2 of 2", value="aspect ratio"):
         tokens.expand([IMAGE, IMAGE], {"image": (picture(56, 56), picture(1, 300))})
 
 
@@ -67,5 +69,5 @@ def test_a_model_of_text_has_none(tmp_path: Path):
 
 
 def test_a_config_without_placeholders_is_a_model_error(tmp_path: Path):
-    with pytest.raises(ModelError, match="config.json does not say 'image_token_id'"):
+    with raises(ModelError, key=("config.json", "image_token_id")):
         MediaTokens.read(folder_of(tmp_path, config={"model_type": "qwen2_5_vl"}))

@@ -85,13 +85,12 @@ def test_valid_and_malformed_calls_keep_the_order_in_which_they_were_written(nam
 @names
 def test_parts_stand_in_order_and_a_malformed_call_keeps_its_text(name):
     if name == "harmony":
-        thought, said = (
-            "<|channel|>analysis<|message|>hm<|end|>",
-            "<|start|>assistant<|channel|>final<|message|>so<|end|>",
-        )
+        thought = "<|channel|>analysis<|message|>hm<|end|>"
+        said = "<|start|>assistant<|channel|>final<|message|>so<|end|>"
     else:
         begin, end = THINK.get(name, ("<think>", "</think>"))
-        thought, said = f"{begin}hm{end}", "so "
+        thought = f"{begin}hm{end}"
+        said = "so "
     reply = parse(name, f"{thought}{said}{BROKEN[name]}")
     assert kinds(reply) == ["reasoning", "text", "malformed"]
     assert reply.reasoning == "hm" and reply.content == "so"

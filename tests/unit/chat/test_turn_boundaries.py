@@ -11,13 +11,20 @@ import pytest
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.chat.formats import get_format
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import FinishReason, SamplingParams
 from tests.agent_testbed import episode_request
 from tests.fakes import ScriptedBackend
-from tests.unit.chat.test_template_families import FAMILIES, codec_of, template_of, tokenizer_with
+from tests.unit.chat.test_template_families import (
+    FAMILIES,
+    codec_of,
+    template_of,
+    tokenizer_with,
+    wants_call,
+)
 
 WORD = "WORD5d2e81"
 CALL = {"id": "0" * 9, "type": "function", "function": {"name": "f", "arguments": {"a": WORD}}}
@@ -33,34 +40,36 @@ def written_after_turn(codec: ChatCodec, role: str) -> str:
 
     It begins at the end of the turn's text or of its call.
     """
-    said: dict = {"role": "assistant", "content": WORD}
-    if calls := codec._boundary._known_anchors.get((role,)) == 1:
-        said = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    messages = [{"role": "user", "content": "q"}, said, NEW[role]]
-    rest = codec._template.render(messages, (), generation_prompt=True).rpartition(WORD)[2]
+    calls = wants_call(codec, NEW[role])
+    if calls:
+        turn: dict = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    else:
+        turn = {"role": "assistant", "content": WORD}
+    messages = [{"role": "user", "content": "q"}, turn, NEW[role]]
+    text = codec.template.render(messages, (), generation_prompt=True).rpartition(WORD)[2]
     if not calls:
-        return rest
-    if (end := codec._format.call_end) and end in rest:
-        rest = rest.partition(end)[2]
-    return rest[codec._control.first(rest).start() :]
+        return text
+    call_end = get_format(codec.tool_format).call_end
+    if call_end and call_end in text:
+        text = text.partition(call_end)[2]
+    return text[codec.control.first(text).start() :]
 
 
 @pytest.mark.parametrize("role", NEW)
 @pytest.mark.parametrize(("name", "stop"), STOPS)
 def test_what_follows_a_stop_token_is_what_the_template_writes(name: str, stop: str, role: str):
     codec = codec_of(name)
-    text, end = codec.encode_text("x"), codec._tokenizer.convert_tokens_to_ids(stop)
+    text = codec.encode_text("x")
+    end = codec.tokenizer.convert_tokens_to_ids(stop)
     sampled = [*text, end]
     appended = codec.encode_append(sampled, [NEW[role]])
     follows = codec.decode(appended, skip_special_tokens=False)
     expected = written_after_turn(codec, role)
     if codec.replaces_end(sampled, appended):
-        assert follows == expected and end in codec._boundary.openings
+        assert follows == expected and end in codec.boundary.openings
         return
-    begins = codec._control.first(expected)
-    template_ends = (
-        begins.start() == 0 and codec._control.ids[begins.group()] in codec._boundary.ends
-    )
+    begins = codec.control.first(expected)
+    template_ends = begins.start() == 0 and codec.control.ids[begins.group()] in codec.boundary.ends
     if expected.startswith(stop):
         assert follows == expected.removeprefix(stop), "it is not written twice"
     elif template_ends:
@@ -93,8 +102,8 @@ def test_a_turn_that_was_cut_is_followed_by_all_that_the_template_writes(name: s
 )
 def test_ends_of_turns_and_openings_of_messages_are_told_apart(name: str, ends, openings):
     codec = codec_of(name)
-    assert codec._boundary.ends == {codec._control.ids[token] for token in ends}
-    assert codec._boundary.openings == {codec._control.ids[token] for token in openings}
+    assert codec.boundary.ends == {codec.control.ids[token] for token in ends}
+    assert codec.boundary.openings == {codec.control.ids[token] for token in openings}
 
 
 def test_a_call_that_the_template_does_not_write_ends_no_turn():
@@ -103,11 +112,11 @@ def test_a_call_that_the_template_does_not_write_ends_no_turn():
     tokenizer = tokenizer_with(like.special, like.eos)
     tokenizer.chat_template = template_of(replace(like, file="deepseek_r1_distill.jinja"))
     codec = ChatCodec(tokenizer, tool_format="auto")
-    assert codec._boundary.ends == {codec._control.ids[like.eos]}
+    assert codec.boundary.ends == {codec.control.ids[like.eos]}
 
 
 def glm(*tokens: str) -> list[int]:
-    return [codec_of("glm4")._control.ids[token] for token in tokens]
+    return [codec_of("glm4").control.ids[token] for token in tokens]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +157,7 @@ async def test_glm_opens_the_message_that_follows_and_no_other(stop: str, role: 
     assert made.response_mask[: len(before) + len(inserted)] == (1,) * len(before) + (0,) * len(
         inserted
     )
-    assert (glm(opening)[0] == inserted[0]) if opening else (inserted[0] not in codec._control)
+    assert (glm(opening)[0] == inserted[0]) if opening else (inserted[0] not in codec.control)
     assert list(backend.requests[1].prompt_ids) == [*made.prompt_ids, *before, *inserted]
     assert episode.tokens_left == left - len(inserted) - len(before)
 
@@ -163,7 +172,7 @@ def test_a_turn_of_a_stop_token_alone_keeps_it():
 def test_gemma_opens_a_tool_result_after_the_end_of_a_turn():
     codec = codec_of("gemma4")
     call = codec.encode_text("call")
-    stops = {stop: codec._control.ids[stop] for stop in ("<turn|>", "<|tool_response>")}
+    stops = {stop: codec.control.ids[stop] for stop in ("<turn|>", "<|tool_response>")}
     after = {
         stop: codec.decode(
             codec.encode_append([*call, end], [NEW["tool"]]), skip_special_tokens=False
@@ -180,7 +189,7 @@ def test_gemma_opens_a_tool_result_after_the_end_of_a_turn():
 def test_a_turn_begins_in_a_think_block_that_the_generation_prompt_opened(name: str, tag: str):
     codec = codec_of(name)
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    assert bool(codec._boundary.think_tag) == bool(tag)
+    assert bool(codec.boundary.think_tag) == bool(tag)
     cut = codec.parse_reply(codec.encode_text(f"maybe {call}"))
     assert len(cut.tool_calls) == (0 if tag else 1)
     whole = codec.parse_reply(codec.encode_text(f"maybe</think>so {call}"))

@@ -15,7 +15,9 @@ import pytest
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.formats import FORMATS
 from jax_agent_rl.chat.grammar import MAX_COMPILED, GrammarCompiler, GrammarError
+from jax_agent_rl.chat.grammar_limits import check_grammar
 from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, ends_thinking
+from tests.messages import raises
 from tests.unit.chat.test_formats_vs_templates import FORMAT_OF, written
 from tests.unit.chat.test_template_families import FAMILIES, tokenizer_with
 from tests.unit.chat.test_template_families import codec_of as any_codec
@@ -45,7 +47,7 @@ TOOLS[1]["function"]["parameters"]["additionalProperties"] = False
 def codec_of(name: str) -> ChatCodec:
     codec = any_codec(name)
     return ChatCodec(
-        codec._tokenizer,
+        codec.tokenizer,
         tool_format=FORMAT_OF.get(name, "hermes"),
         tool_prompt="none",
         eos_token_ids=codec.eos_token_ids,
@@ -58,9 +60,11 @@ def walk(
     """Take allowed ids at random after ``begun`` until the turn ends; reasoning, if it begins with
     any, ends soon.
     """
-    size = len(codec._tokenizer)
-    state = codec._grammars.start(grammar, begun)
-    bits, ids, closing = np.zeros(-(-size // 32), np.uint32), [*begun], None
+    size = len(codec.tokenizer)
+    state = codec.grammars.start(grammar, begun)
+    bits = np.zeros(-(-size // 32), np.uint32)
+    ids = [*begun]
+    closing = None
     while not ids or ids[-1] not in codec.eos_token_ids:
         state.fill_allowed(bits)
         allowed = np.flatnonzero(
@@ -79,14 +83,15 @@ def end_of_thinking(codec: ChatCodec, ids: list[int]) -> str | None:
     text = codec.decode(ids, skip_special_tokens=False)
     if text.startswith("<|channel|>analysis<|message|>"):
         return "<|end|><|start|>assistant"
-    template = str(codec._tokenizer.chat_template)
-    thinking = ends_thinking(text, thinking=bool(codec._boundary.think_tag))
+    template = str(codec.tokenizer.chat_template)
+    thinking = ends_thinking(text, thinking=bool(codec.boundary.think_tag))
     return next(tags[1] for tags in ALL_THINK_TAGS if tags[0] in template) if thinking else None
 
 
 @pytest.mark.parametrize("name", FORCED)
 def test_forced_turns_are_read_as_valid_calls_of_the_named_tools(name):
-    codec, counts = codec_of(name), set()
+    codec = codec_of(name)
+    counts = set()
     for seed in range(6):
         tools = TOOLS[: 1 + seed % 2]
         grammar = codec.turn_grammar(tools=tools, several=seed % 3 > 0)
@@ -118,10 +123,10 @@ def test_calls_are_allowed_as_the_familys_own_template_writes_them(name):
     codec = codec_of(name)
     grammar = codec.turn_grammar(tools=TOOLS)
     text = written(name, [("get_weather", {"city": "Rome", "days": 3, "exact": True})])
-    text = "</think>" * bool(codec._boundary.think_tag) + text.strip().removeprefix(
+    text = "</think>" * bool(codec.boundary.think_tag) + text.strip().removeprefix(
         "<｜Assistant｜>"
     )
-    codec._grammars.start(
+    codec.grammars.start(
         grammar, [*codec.encode_markup(text), codec.eos_token_ids[0]]
     )  # raises if it is not
 
@@ -140,12 +145,12 @@ def test_a_turn_may_think_first_if_its_template_knows_how(opened, turn, reasonin
     schema = {"type": "object", "properties": {"exact": {"type": "boolean"}}, "required": ["exact"]}
     grammar = codec.turn_grammar(answer=schema)
     ids = [*codec.encode_markup(turn), codec.eos_token_ids[0]]
-    codec._grammars.start(grammar, ids)
+    codec.grammars.start(grammar, ids)
     reply = codec.parse_reply(ids)
     assert (reply.content, reply.reasoning) == ('{"exact": true}', reasoning)
     if opened:
         with pytest.raises(GrammarError):  # its reasoning has to end
-            codec._grammars.start(
+            codec.grammars.start(
                 grammar, [*codec.encode_markup('{"exact": true}'), codec.eos_token_ids[0]]
             )
 
@@ -157,9 +162,9 @@ def test_with_tools_and_a_schema_a_turn_may_be_either():
         '<tool_call>\n{"name": "stop-1.b", "arguments": {}}\n</tool_call>',
         '{"city": "Rome", "days": 3}',
     ):
-        codec._grammars.start(grammar, [*codec.encode_markup(turn), codec.eos_token_ids[0]])
+        codec.grammars.start(grammar, [*codec.encode_markup(turn), codec.eos_token_ids[0]])
     with pytest.raises(GrammarError):
-        codec._grammars.start(grammar, codec.encode_markup("It is"))
+        codec.grammars.start(grammar, codec.encode_markup("It is"))
 
 
 def thinking_codec(prompt: str) -> ChatCodec:
@@ -175,7 +180,7 @@ def thinking_codec(prompt: str) -> ChatCodec:
 
 
 def test_a_format_without_a_grammar_is_refused_by_name():
-    with pytest.raises(GrammarError, match="no grammar of calls in the format 'qwen3_coder'"):
+    with raises(GrammarError, value="qwen3_coder", fix="agent.tool_format=hermes"):
         codec_of("qwen3.5").turn_grammar(tools=TOOLS)
 
 
@@ -203,25 +208,41 @@ def test_a_tools_name_cannot_break_out_of_its_call(name):
         codec_of("qwen2.5").turn_grammar(tools=[{"type": "function", "function": {"name": name}}])
 
 
-def test_compiled_grammars_are_reused_and_states_are_independent():
+def test_compiled_grammars_are_reused_and_states_are_independent(monkeypatch):
+    compiled = []
+
+    def check(text: str) -> int:
+        compiled.append(text)
+        return check_grammar(text)
+
+    monkeypatch.setattr("jax_agent_rl.chat.grammar.check_grammar", check)
     codec = codec_of("qwen2.5")
-    compiler = GrammarCompiler(codec._tokenizer, eos_ids=codec.eos_token_ids)
-    first, second = compiler.start('start: "ab"'), compiler.start('start: "ab"')
+    compiler = GrammarCompiler(codec.tokenizer, eos_ids=codec.eos_token_ids)
+    first = compiler.start('start: "ab"')
+    second = compiler.start('start: "ab"')
+    assert len(compiled) == 1
     first.consume(codec.encode_text("ab"))
     bits = np.zeros((2, 40), np.uint32)
     first.fill_allowed(bits[0])
     second.fill_allowed(bits[1])
     assert (bits[0] != bits[1]).any()
-    for number in range(MAX_COMPILED + 5):
-        compiler.start(f'start: "{number}"')
-    assert len(compiler._compiled) == MAX_COMPILED
+
+    grammars = [f'start: "{number}"' for number in range(MAX_COMPILED + 5)]
+    for grammar in grammars:
+        compiler.start(grammar)
+    compiled.clear()
+    for grammar in grammars[-MAX_COMPILED:]:
+        compiler.start(grammar)
+    assert compiled == []
+    compiler.start(grammars[4])
+    assert compiled == [grammars[4]]
 
 
 FREE = [name for name in FORCED if FORMAT_OF.get(name, "hermes") not in ("llama3_json", "harmony")]
 
 
 def opening_of(name: str) -> str:
-    syntax = codec_of(name)._call_syntax
+    syntax = codec_of(name).call_syntax
     assert syntax is not None
     return (syntax.begin + syntax.before).partition("NAME")[0]
 
@@ -231,7 +252,7 @@ def test_what_begins_as_a_call_in_a_free_turn_is_read_as_valid_calls(name):
     codec = codec_of(name)
     grammar = codec.free_turn_grammar(tools=TOOLS)
     begun = codec.encode_markup(
-        "</think>" * bool(codec._boundary.think_tag) + "Let me see. " + opening_of(name)
+        "</think>" * bool(codec.boundary.think_tag) + "Let me see. " + opening_of(name)
     )
     for seed in range(4):
         ids = walk(codec, grammar, random.Random(seed), begun)
@@ -249,8 +270,8 @@ def test_a_free_turn_may_be_any_text_without_a_call_or_nothing(name):
     codec = codec_of(name)
     grammar = codec.free_turn_grammar(tools=TOOLS)
     for text in ("", "It is 5 < 7 / 1, [1] {} \n\n or \\ so: ü"):
-        ids = codec.encode_markup("</think>" * bool(codec._boundary.think_tag) + text)
-        codec._grammars.start(grammar, [*ids, codec.eos_token_ids[0]])  # raises if it is not
+        ids = codec.encode_markup("</think>" * bool(codec.boundary.think_tag) + text)
+        codec.grammars.start(grammar, [*ids, codec.eos_token_ids[0]])  # raises if it is not
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
@@ -267,10 +288,10 @@ def test_a_free_turn_may_be_any_text_without_a_call_or_nothing(name):
 def test_a_free_turn_has_no_call_of_another_tool_or_with_other_arguments(name, call):
     codec = codec_of(name)
     ids = codec.encode_markup(
-        "</think>" * bool(codec._boundary.think_tag) + f"Yes. <tool_call>\n{call}\n</tool_call>"
+        "</think>" * bool(codec.boundary.think_tag) + f"Yes. <tool_call>\n{call}\n</tool_call>"
     )
     with pytest.raises(GrammarError):
-        codec._grammars.start(codec.free_turn_grammar(tools=TOOLS), ids)
+        codec.grammars.start(codec.free_turn_grammar(tools=TOOLS), ids)
 
 
 def test_arguments_that_a_schema_does_not_name_are_refused_unless_it_allows_them():
@@ -282,10 +303,10 @@ def test_arguments_that_a_schema_does_not_name_are_refused_unless_it_allows_them
         function = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}, **schema}}
         grammar = codec.free_turn_grammar(tools=[{"type": "function", "function": function}])
         with contextlib.nullcontext() if fits else pytest.raises(GrammarError):
-            codec._grammars.start(grammar, ids)
+            codec.grammars.start(grammar, ids)
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "gpt-oss"])
 def test_free_turns_are_refused_where_nothing_tells_a_call_from_text(name):
-    with pytest.raises(GrammarError, match="no opening that tells them from text"):
+    with pytest.raises(GrammarError, match="no opening"):
         codec_of(name).free_turn_grammar(tools=TOOLS)

@@ -16,6 +16,7 @@ from jax_agent_rl.types import (
     Turn,
 )
 from tests.examples import examples
+from tests.messages import raises
 
 
 def group_of(number: int, *token_versions: int) -> Group:
@@ -258,7 +259,7 @@ def test_a_version_that_is_left_out_is_refused():
     running(buffer, 0)
     ready(buffer, 0)
     buffer.take(1)
-    with pytest.raises(ValueError, match="version 2 does not follow 0"):
+    with raises(ValueError, value=("version 2", 0)):
         buffer.finish_step(2)
 
 

@@ -17,6 +17,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import DropReason, SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.messages import raises
 
 SAMPLING = SamplingParams(max_tokens=50)
 TRUTH = {"ground_truth": "3"}
@@ -218,7 +219,7 @@ async def test_evaluation_in_the_same_step_is_told_apart():
     stage = Stage()
     await stage.collect([row("a")], label="train")
     await stage.collect([row("a")], label="eval")
-    with pytest.raises(ValueError, match="eval trajectories of step 0 are still in flight"):
+    with raises(ValueError, key="eval", value=("step 0", "in flight")):
         await stage.collect([row("a")], label="eval")
 
 

@@ -9,7 +9,9 @@ from jax_agent_rl.collect.priority_semaphore import PrioritySemaphore
 
 
 async def test_the_most_urgent_are_next_and_among_equals_the_first():
-    slots, order, release = PrioritySemaphore(1), [], asyncio.Event()
+    slots = PrioritySemaphore(1)
+    order = []
+    release = asyncio.Event()
 
     async def work(name: str, urgency: int):
         async with slots.take(urgency=urgency):
@@ -26,7 +28,8 @@ async def test_the_most_urgent_are_next_and_among_equals_the_first():
 
 
 async def test_a_slot_handed_to_one_who_is_cancelled_is_handed_on():
-    slots, entered = PrioritySemaphore(1), []
+    slots = PrioritySemaphore(1)
+    entered = []
 
     async def wait(name: str):
         async with slots.take(urgency=0):
@@ -49,7 +52,9 @@ async def test_a_slot_handed_to_one_who_is_cancelled_is_handed_on():
 async def test_there_are_never_more_than_slots_and_all_come_back(
     count: int, workers: list[tuple[int, int, bool]]
 ):
-    slots, running, most = PrioritySemaphore(count), 0, 0
+    slots = PrioritySemaphore(count)
+    running = 0
+    most = 0
 
     async def work(urgency: int, ticks: int):
         nonlocal running, most

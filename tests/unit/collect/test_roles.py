@@ -19,6 +19,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.trainer.step import recorded, update_role_baselines, with_role_baselines
 from jax_agent_rl.types import DropReason, FinishReason, Group, SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.messages import raises
 from tests.trajectories import trajectory
 
 ROW = {
@@ -164,7 +165,7 @@ async def test_a_role_that_no_agent_has_is_refused_before_the_run(key):
         limits=AgentConfig(**{key: {"cheker": "x"}}),
         max_model_len=9,
     )
-    with pytest.raises(ConfigError, match=rf"agent.{key}: .* 'cheker'; did you mean 'checker'"):
+    with raises(ConfigError, key=f"agent.{key}", value="'cheker'", fix="'checker'"):
         await AgentSelector(context).preflight([ROW])
 
 
@@ -244,9 +245,7 @@ ADAPTERS = {"role_adapters": {"solver": "a", "checker": "b"}}
 
 def test_adapters_of_roles_need_lora():
     build(CONFIG | {"agent": ADAPTERS, "learner": {"lora": {"rank": 4}}})
-    with pytest.raises(
-        ConfigError, match="agent.role_adapters trains LoRA adapters; set learner.lora"
-    ):
+    with raises(ConfigError, key="agent.role_adapters", fix="set learner.lora"):
         build(CONFIG | {"agent": ADAPTERS})
 
 

@@ -8,6 +8,7 @@ import pytest
 from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.config.loading import valid_keys
 from jax_agent_rl.errors import ConfigError
+from tests.messages import raises
 
 MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -173,13 +174,19 @@ def test_a_deterministic_rollout_rounds_nothing():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
-        (["model.min_pixels=4"], "min_pixels=4, max_pixels=None: set both or neither"),
-        (["model.min_pixels=8", "model.max_pixels=4"], "min_pixels=8 exceeds max_pixels=4"),
+        (
+            ["model.min_pixels=4"],
+            {"key": ("min_pixels=4", "max_pixels=None"), "fix": "both or neither"},
+        ),
+        (
+            ["model.min_pixels=8", "model.max_pixels=4"],
+            {"value": "min_pixels=8 exceeds max_pixels=4"},
+        ),
     ],
 )
-def test_bounds_of_pixels_come_in_pairs_and_ascend(overrides: list[str], message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_bounds_of_pixels_come_in_pairs_and_ascend(overrides: list[str], named: dict):
+    with raises(ConfigError, **named):
         build(MINIMAL, overrides)
     assert build(MINIMAL, ["model.min_pixels=4", "model.max_pixels=8"]).model.pixels == (4, 8)

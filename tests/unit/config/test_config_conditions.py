@@ -11,13 +11,14 @@ from jax_agent_rl.agents import (
     register_agent,
     select_agents,
 )
-from jax_agent_rl.agents.loop import _AGENTS
+from jax_agent_rl.agents.loop import AGENTS
 from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.config.base import Either, Facts, WhenCommand, unused
 from jax_agent_rl.deploy.plan.architectures import architecture_folder
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.runtime import build as runtime_build
 from tests.config_values import all_conditions, keys, other_value, replaced, with_condition
+from tests.messages import raises
 
 MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
 ROOT = Path(__file__).parents[3]
@@ -35,7 +36,7 @@ CONDITIONAL = [
     for path, section, name in keys(Config)
     if all_conditions(Config, path)
 ]
-EVERY_AGENT = frozenset({*_AGENTS, OpenAIAgentLoop.name})
+EVERY_AGENT = frozenset({*AGENTS, OpenAIAgentLoop.name})
 
 
 def row(agent: str | None = None) -> dict:
@@ -54,10 +55,8 @@ def about(path: str, config, facts: Facts) -> list[str]:
 @pytest.mark.parametrize(("path", "field"), CONDITIONAL)
 def test_a_conditional_key_is_taken_only_where_all_its_conditions_hold(path: str, field):
     config = replaced(build(MINIMAL), path, other_value(field))
-    nobody, everybody = (
-        Facts(agents=frozenset(), has_vision=False),
-        Facts(agents=EVERY_AGENT, has_vision=True),
-    )
+    nobody = Facts(agents=frozenset(), has_vision=False)
+    everybody = Facts(agents=EVERY_AGENT, has_vision=True)
     fulfilled = config
     for condition in all_conditions(Config, path):
         broken = with_condition(condition, config, nobody, holding=False)
@@ -166,13 +165,11 @@ def test_a_users_agent_may_read_any_key_and_an_openai_client_only_its_own():
             "conditions_client",
             "single_turn_agent",
         }
-        with pytest.raises(
-            ConfigError, match="agent.max_turns=9 is used only by server_tool_agent"
-        ) as caught:
+        with raises(ConfigError, key="agent.max_turns", value=9, fix="server_tool_agent") as caught:
             require_used(config, [row("conditions_client")])
         assert len(caught.value.problems) == 1
     finally:
-        del _AGENTS["conditions_own"], _AGENTS["conditions_client"]
+        del AGENTS["conditions_own"], AGENTS["conditions_client"]
 
 
 def test_what_the_environment_says_of_tools_is_for_any_run(monkeypatch):
@@ -181,7 +178,7 @@ def test_what_the_environment_says_of_tools_is_for_any_run(monkeypatch):
     config = build(MINIMAL)
     assert (config.tool_config.server_url, config.tool_config.max_tool_turns) == ("http://env:1", 7)
     require_used(config, [row("tool_agent")])
-    with pytest.raises(ConfigError, match="tool_config.max_tool_turns=8 is used only"):
+    with raises(ConfigError, key="tool_config.max_tool_turns", value=8):
         require_used(build(MINIMAL, ["tool_config.max_tool_turns=8"]), [row("tool_agent")])
 
 

@@ -20,6 +20,7 @@ from jax_agent_rl.config.resume import (
 )
 from jax_agent_rl.errors import ConfigError
 from tests.config_values import keys, other_value, replaced
+from tests.messages import raises
 
 TREES: dict[str, tuple[type[Section], dict[str, Any]]] = {
     "train": (Config, {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}),
@@ -110,7 +111,7 @@ def test_a_change_is_named_by_its_key_or_its_section():
         "search.topk", ["sea"]
     )
     require_known_keys(Config, ["learner.lora", "algorithm.kl.coef"])
-    with pytest.raises(
-        ConfigError, match=r"--accept-change learner.lora.alpa.*did you mean 'learner.lora.alpha'"
+    with raises(
+        ConfigError, key="--accept-change", value="learner.lora.alpa", fix="learner.lora.alpha"
     ):
         require_known_keys(Config, ["learner.lora.alpa"])

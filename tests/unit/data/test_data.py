@@ -12,6 +12,7 @@ from jax_agent_rl.data.cursor import DataCursor, Mixture
 from jax_agent_rl.data.tasks import prepare_calculator
 from jax_agent_rl.errors import CheckpointError, DataError
 from tests.dataset_rows import load_rows
+from tests.messages import raises
 
 GOOD = {"data_source": "x", "prompt": [{"role": "user", "content": "hi"}]}
 
@@ -24,72 +25,75 @@ def write(path: Path, *rows: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "named"),
     [
-        ("{oops", "not valid JSON"),
-        ("[" * 10**5, "not valid JSON"),
-        ([1], "must be an object"),
-        ({"data_source": "x"}, "has no 'prompt'; it has the columns 'data_source'"),
+        ("{oops", {"value": "not valid JSON"}),
+        ("[" * 10**5, {"value": "not valid JSON"}),
+        ([1], {"fix": "an object"}),
+        ({"data_source": "x"}, {"value": ("'prompt'", "'data_source'")}),
         (
             {"data_source": "x", "question": "2 + 2?", "answer": "4"},
-            "has no 'prompt'; it has the columns 'data_source', 'question', 'answer'",
+            {"value": ("'prompt'", "'data_source', 'question', 'answer'")},
         ),
         (
             {"data_source": "x", "Prompt": GOOD["prompt"]},
-            "has no 'prompt'; did you mean 'Prompt'? it has the columns 'data_source', 'Prompt'",
+            {"value": ("'prompt'", "'data_source', 'Prompt'"), "fix": "did you mean 'Prompt'?"},
         ),
         (
             {"prompt": GOOD["prompt"], "source": "x"},
-            "has no 'data_source'; it has the columns 'prompt', 'source'",
+            {"value": ("'data_source'", "'prompt', 'source'")},
         ),
-        ({}, "has no 'prompt'; it has no columns"),
-        ({"data_source": "x", "prompt": [{"content": "hi"}]}, "every message"),
-        (GOOD | {"prompt": [{"role": "user"}]}, "every message of 'prompt' needs a 'content'"),
+        ({}, {"value": ("'prompt'", "no columns")}),
+        ({"data_source": "x", "prompt": [{"content": "hi"}]}, {"value": "every message"}),
+        (GOOD | {"prompt": [{"role": "user"}]}, {"value": "'prompt'", "fix": "'content'"}),
         (
             GOOD | {"prompt": [{"role": "user", "content": None}]},
-            "every message of 'prompt' needs a 'content'",
+            {"value": "'prompt'", "fix": "'content'"},
         ),
         (
             GOOD | {"prompt": [{"role": "assistant", "content": None}]},
-            "every message of 'prompt' needs a 'content'",
+            {"value": "'prompt'", "fix": "'content'"},
         ),
-        ({"prompt": GOOD["prompt"]}, "'data_source'"),
-        (GOOD | {"agent_name": 3}, "'agent_name' must be a name or absent, got 3"),
+        ({"prompt": GOOD["prompt"]}, {"value": "'data_source'"}),
+        (GOOD | {"agent_name": 3}, {"value": ("'agent_name'", 3), "fix": "a name or absent"}),
         (
             GOOD | {"agent_name": "tool_agnet"},
-            "agent_name 'tool_agnet' is not known; did you mean 'tool_agent'?",
+            {"value": ("agent_name", "'tool_agnet'"), "fix": "'tool_agent'"},
         ),
-        (GOOD | {"reward_model": "408"}, "'reward_model' must be an object or absent, got '408'"),
-        (GOOD | {"extra_info": []}, "'extra_info' must be an object or absent"),
+        (
+            GOOD | {"reward_model": "408"},
+            {"value": ("'reward_model'", "'408'"), "fix": "an object or absent"},
+        ),
+        (GOOD | {"extra_info": []}, {"value": "'extra_info'", "fix": "an object or absent"}),
         (
             GOOD | {"extra_info": {"tool_selection": "add"}},
-            "must be a list of tool names, got 'add'",
+            {"value": "got 'add'", "fix": "a list of tool names"},
         ),
         (
             GOOD | {"extra_info": {"tool_selection": ["ad"]}},
-            "'ad' is not known; did you mean 'add'?",
+            {"value": "'ad'", "fix": "'add'"},
         ),
         (
             GOOD | {"extra_info": {"tools_kwargs": {"add": 1}}},
-            "'add' must be an object or absent, got 1",
+            {"value": ("'add'", 1), "fix": "an object or absent"},
         ),
         (
             GOOD | {"extra_info": {"tools_kwargs": {"ad": {"create_kwargs": {}}}}},
-            "'ad' is not known; did you mean 'add'?",
+            {"value": "'ad'", "fix": "'add'"},
         ),
         (
             GOOD | {"extra_info": {"tools_kwargs": {"add": {"creat_kwargs": {}}}}},
-            "'creat_kwargs' is not known; did you mean 'create_kwargs'?",
+            {"value": "'creat_kwargs'", "fix": "'create_kwargs'"},
         ),
         (
             GOOD | {"extra_info": {"tools_kwargs": {"add": {"create_kwargs": 1}}}},
-            "'create_kwargs' must be an object",
+            {"value": "'create_kwargs'", "fix": "an object"},
         ),
     ],
 )
-def test_a_bad_row_is_named_with_what_is_wrong(tmp_path: Path, row: object, message: str):
+def test_a_bad_row_is_named_with_what_is_wrong(tmp_path: Path, row: object, named: dict):
     file = write(tmp_path / "a.jsonl", GOOD, "", row)
-    with pytest.raises(DataError, match=re.escape(f"{file}, line 3: ") + ".*" + re.escape(message)):
+    with raises(DataError, key=f"{file}, line 3", **named):
         load_rows(file, agents=["single_turn_agent", "tool_agent"], tools=["add"])
 
 
@@ -156,21 +160,25 @@ def test_a_restored_cursor_goes_on_as_if_nothing_had_happened(rows: int, before:
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("other", "named"),
     [
-        (DataCursor([1, 2, 3], seed=0), r"numbers of rows in data.train = \[3\], now \[2\]"),
-        (DataCursor([1, 2], seed=1), r"seed = 1, now 0"),
-        (DataCursor([1, 2], seed=0, shuffle=False), r"data.shuffle = False, now True"),
+        (DataCursor([1, 2, 3], seed=0), {"key": "data.train", "value": ("[3]", "now [2]")}),
+        (DataCursor([1, 2], seed=1), {"key": "seed", "value": (1, "now 0")}),
+        (
+            DataCursor([1, 2], seed=0, shuffle=False),
+            {"key": "data.shuffle", "value": ("False", "now True")},
+        ),
     ],
 )
-def test_a_cursor_refuses_the_state_of_other_rows_or_another_order(other: DataCursor, message: str):
-    with pytest.raises(CheckpointError, match=message):
+def test_a_cursor_refuses_the_state_of_other_rows_or_another_order(other: DataCursor, named: dict):
+    with raises(CheckpointError, **named):
         DataCursor([1, 2], seed=0).restore(other.state())
 
 
 def test_a_cursor_takes_a_state_from_before_seed_and_shuffle_were_part_of_it():
     state = {"drawn": 1, "rows": [2], "weights": [1.0], "again": []}
-    cursor, other = DataCursor([1, 2], seed=0), DataCursor([1, 2], seed=0)
+    cursor = DataCursor([1, 2], seed=0)
+    other = DataCursor([1, 2], seed=0)
     cursor.restore(state)
     assert cursor.next_rows(3) == other.next_rows(4)[1:]
 

@@ -13,6 +13,7 @@ from jax_agent_rl.data.dataset import RowGroups, RowsWithoutPrompts, open_datase
 from jax_agent_rl.data.reader import ParquetFile
 from jax_agent_rl.data.rows import RowChecks
 from jax_agent_rl.errors import DataError
+from tests.messages import raises
 
 
 def row(number: int, **fields: object) -> dict:
@@ -54,29 +55,27 @@ def test_a_limit_counts_over_all_files(tmp_path: Path, limit: int):
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("path", "named"),
     [
-        ("*.json", r"no file matches '.*\*.json'"),
-        ("", r"is a folder; name its files, e.g. '.*\*.parquet'"),
-        ("b.parquet", "does not exist"),
-        ("a.csv", r"files ending in '.csv' are not read"),
-        ("empty.parquet", "holds no rows"),
-        ("damaged.parquet", "cannot be read as Parquet"),
+        ("*.json", {"value": "no file matches", "fix": "*.json'"}),
+        ("", {"value": "a folder", "fix": "*.parquet"}),
+        ("b.parquet", {"value": "does not exist"}),
+        ("a.csv", {"value": "'.csv'"}),
+        ("empty.parquet", {"value": "holds no rows"}),
+        ("damaged.parquet", {"fix": "Parquet"}),
     ],
 )
-def test_a_source_without_rows_says_what_to_do(tmp_path: Path, path: str, message: str):
+def test_a_source_without_rows_says_what_to_do(tmp_path: Path, path: str, named: dict):
     (tmp_path / "a.csv").write_text("x")
     (tmp_path / "damaged.parquet").write_text("x")
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "empty.parquet")
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, **named):
         open_dataset([f"{tmp_path}/{path}"])
 
 
 def test_name_and_split_are_refused_for_files_of_this_machine(tmp_path: Path):
     file = write(tmp_path / "a.jsonl", range(2))
-    with pytest.raises(
-        DataError, match=r"a.jsonl \(split=test\): name and split select files of Hub datasets"
-    ):
+    with raises(DataError, key="a.jsonl", value="split=test", fix="Hub datasets"):
         open_dataset([DataSource(path=str(file), split="test")])
 
 
@@ -86,8 +85,8 @@ def test_a_bad_row_of_a_parquet_file_is_named(tmp_path: Path):
         for number, name in enumerate(["tool_agent", None, "tool_agnet"])
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
-    with pytest.raises(
-        DataError, match=r"a.parquet, row 3: agent_name 'tool_agnet' is not known; did you mean"
+    with raises(
+        DataError, key=("a.parquet, row 3", "agent_name"), value="tool_agnet", fix="tool_agent"
     ):
         open_dataset([tmp_path / "a.parquet"], RowChecks(agents=["tool_agent"]))
 
@@ -96,7 +95,8 @@ def test_a_bad_row_of_a_parquet_file_is_named(tmp_path: Path):
 def most_held(monkeypatch) -> list[int]:
     """How many row groups are in memory after each that was read from its file."""
     counts = []
-    read, read_group = RowGroups.read, ParquetFile.read_group
+    read = RowGroups.read
+    read_group = ParquetFile.read_group
 
     def counted(self, file, group):
         known = len(counts)

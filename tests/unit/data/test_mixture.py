@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax_agent_rl.data.cursor import DataCursor, Mixture
 from jax_agent_rl.errors import CheckpointError
 from tests.examples import examples
+from tests.messages import raises
 
 
 @dataclass
@@ -45,7 +46,8 @@ def test_no_more_groups_are_needed_at_a_time_than_may_be_held(rows: Grouped, see
     """
     order = [rows.group_of(row) for row in DataCursor(rows, seed=seed).next_rows(len(rows))]
     for position in range(len(order)):
-        begun, needed = set(order[: position + 1]), set(order[position:])
+        begun = set(order[: position + 1])
+        needed = set(order[position:])
         assert len(begun & needed) <= rows.held
 
 
@@ -137,15 +139,18 @@ def test_a_draw_is_repeated_by_its_number_in_a_mixture_too():
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("other", "named"),
     [
         (
             mixture(sizes=(7, 1000, 41)),
-            r"rows in data.train = \[7, 1000, 41\], now \[7, 1000, 40\]",
+            {"key": "data.train", "value": ("[7, 1000, 41]", "now [7, 1000, 40]")},
         ),
-        (mixture(weights=(1.0, 1.0, 1.0)), r"weights of data.train = \[1.0, 1.0, 1.0\]"),
+        (
+            mixture(weights=(1.0, 1.0, 1.0)),
+            {"key": "weights of data.train", "value": "[1.0, 1.0, 1.0]"},
+        ),
     ],
 )
-def test_a_mixture_refuses_the_state_of_another(other: Mixture, message: str):
-    with pytest.raises(CheckpointError, match=message):
+def test_a_mixture_refuses_the_state_of_another(other: Mixture, named: dict):
+    with raises(CheckpointError, **named):
         DataCursor(mixture(), seed=0).restore(DataCursor(other, seed=0).state())

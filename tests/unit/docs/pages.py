@@ -17,7 +17,8 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[3]
-DOCS, BENCHMARKS = ROOT / "docs", ROOT / "benchmarks"
+DOCS = ROOT / "docs"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def import_benchmark(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:

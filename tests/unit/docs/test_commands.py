@@ -43,7 +43,8 @@ def resolve(words: list[str]) -> tuple[Any, list[str]]:
     command: Any = typer.main.get_command(app)
     while hasattr(command, "commands") and words:
         assert words[0] in command.commands, f"there is no command {words[0]!r}"
-        command, words = command.commands[words[0]], words[1:]
+        command = command.commands[words[0]]
+        words = words[1:]
     return command, words
 
 

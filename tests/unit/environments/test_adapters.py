@@ -11,6 +11,7 @@ from jax_agent_rl.environments import EnvironmentPool, get_environment
 from jax_agent_rl.environments.adapters import parse_command
 from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.types import FinishReason
+from tests.messages import raises
 
 
 def lease(name, *, scope="rollout"):
@@ -78,9 +79,7 @@ async def test_a_reasoning_gym_question_is_fixed_by_seed_and_index():
 async def test_a_reasoning_gym_dataset_that_does_not_exist_is_named(kwargs):
     pytest.importorskip("reasoning_gym")
     async with lease("reasoning_gym") as environment:
-        with pytest.raises(
-            EnvironmentFailedError, match=f"reasoning_gym: dataset '{kwargs['dataset']}'"
-        ):
+        with raises(EnvironmentFailedError, key="reasoning_gym", value=f"{kwargs['dataset']!r}"):
             await environment.reset(index=0, **kwargs)
 
 
@@ -92,7 +91,10 @@ def game(tmp_path_factory) -> Path:
     """A game of two commands, made by tw-make's own functions."""
     textworld = pytest.importorskip("textworld")
     options = textworld.GameOptions()
-    options.seeds, options.nb_rooms, options.nb_objects, options.quest_length = 7, 2, 3, 2
+    options.seeds = 7
+    options.nb_rooms = 2
+    options.nb_objects = 3
+    options.quest_length = 2
     options.path = str(tmp_path_factory.mktemp("games") / "game.z8")
     return Path(textworld.generator.compile_game(textworld.generator.make_game(options), options))
 
@@ -153,9 +155,7 @@ async def test_an_instance_plays_the_same_game_again_from_its_beginning(game):
 async def test_a_game_that_is_not_there_says_how_to_make_it(tmp_path):
     pytest.importorskip("textworld")
     async with lease("textworld") as environment:
-        with pytest.raises(
-            EnvironmentFailedError, match="nothing.z8' does not exist; make it with tw-make"
-        ):
+        with raises(EnvironmentFailedError, key="nothing.z8", fix="tw-make"):
             await environment.reset(game=str(tmp_path / "nothing.z8"))
 
 
@@ -324,19 +324,24 @@ async def test_a_call_that_cannot_be_decoded_is_answered():
 async def test_a_verifiers_task_that_cannot_run_here_is_refused_not_scored_wrongly():
     pytest.importorskip("verifiers")
     async with lease("verifiers") as environment:
-        with pytest.raises(
+        with raises(
             EnvironmentFailedError,
-            match="setup takes a runtime; passes takes a runtime.*own harness",
+            key=("setup", "passes"),
+            value="takes a runtime",
+            fix="own harness",
         ):
             await environment.reset(taskset="shell_work", index=0)
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [({"index": 2}, "has 2 tasks, not number 2"), ({"index": -1}, "not number -1")],
+    ("kwargs", "named"),
+    [
+        ({"index": 2}, {"value": ("2 tasks", "number 2")}),
+        ({"index": -1}, {"value": "not number -1"}),
+    ],
 )
-async def test_a_verifiers_task_that_is_not_there_is_named(kwargs, message):
+async def test_a_verifiers_task_that_is_not_there_is_named(kwargs, named):
     pytest.importorskip("verifiers")
     async with lease("verifiers") as environment:
-        with pytest.raises(EnvironmentFailedError, match=message):
+        with raises(EnvironmentFailedError, **named):
             await environment.reset(taskset="guess_fruit", **kwargs)

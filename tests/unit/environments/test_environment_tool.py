@@ -19,6 +19,7 @@ from jax_agent_rl.tools import ToolRegistry, ToolSession
 from jax_agent_rl.tools.registry import open_tools
 from tests.agent_testbed import ROW
 from tests.fakes import FakeCodec
+from tests.messages import raises
 from tests.unit.agents.test_branches import FORKS, Branching, assert_same_course
 
 TIMEOUT = 10.0
@@ -31,7 +32,10 @@ class Notes:
 
     def __init__(self, *, title="notes"):
         self.made.append(self)
-        self.title, self.lines, self.resets, self.closes = title, [], [], 0
+        self.title = title
+        self.lines = []
+        self.resets = []
+        self.closes = 0
 
     async def reset(self, **kwargs):
         self.resets.append(kwargs)
@@ -250,15 +254,15 @@ def no_env(line: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("settings", "function", "message"),
+    ("settings", "function", "named"),
     [
-        ({"pool_size": 0}, write, "pool_size of 1 or more"),
-        ({"scope": "rollout"}, write, "got 1 and 'rollout'"),
-        ({}, no_env, "no_env must take its environment as env"),
+        ({"pool_size": 0}, write, {"key": "pool_size", "fix": "1 or more"}),
+        ({"scope": "rollout"}, write, {"value": "1 and 'rollout'"}),
+        ({}, no_env, {"key": "no_env", "fix": "env"}),
     ],
 )
-def test_a_wrong_declaration_is_refused(settings, function, message):
-    with pytest.raises(ToolDefinitionError, match=message):
+def test_a_wrong_declaration_is_refused(settings, function, named):
+    with raises(ToolDefinitionError, **named):
         tools_of(function, **settings)
 
 
@@ -285,7 +289,10 @@ class Held:
     """
 
     def __init__(self, world):
-        self.owner, self.in_call, self.closes, self.world = None, False, 0, world
+        self.owner = None
+        self.in_call = False
+        self.closes = 0
+        self.world = world
         world.made.append(self)
 
     async def reset(self):
@@ -303,7 +310,10 @@ class World:
     """
 
     def __init__(self, resets, scope):
-        self.made, self.resets, self.violations, self.scope = [], resets, [], scope
+        self.made = []
+        self.resets = resets
+        self.violations = []
+        self.scope = scope
 
     async def act(self, how, env):
         kind, seconds = how
@@ -325,7 +335,8 @@ class World:
             or (self.scope == "trajectory" and env.owner not in (None, who))
         ):
             self.violations.append((who, kind, env.owner, env.in_call, env.closes))
-        env.owner, env.in_call = who, True
+        env.owner = who
+        env.in_call = True
         try:
             await self.act((kind, seconds), env)
         finally:

@@ -14,7 +14,7 @@ from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import AgentConfig, build
 from jax_agent_rl.errors import ConfigError, EngineDiedError, NothingToTrainError, RewardError
-from jax_agent_rl.evaluate.collection import CollectionRequest, _Collection, collection_settings
+from jax_agent_rl.evaluate.collection import CollectionRequest, CollectionRun, collection_settings
 from jax_agent_rl.evaluate.journal import Journal, require_same
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
@@ -65,7 +65,7 @@ class Stage:
         with Journal(self.file, {"seed": 0}) as journal:
             yield (
                 journal,
-                _Collection(
+                CollectionRun(
                     rollouts=self.rollouts,
                     journal=journal,
                     group_size=2,
@@ -97,7 +97,6 @@ async def test_interrupted_it_counts_what_ran_and_the_next_call_does_the_rest_al
         await collection.run()
         expected = list(journal.lines(range(6)))
 
-    first = Stage(tmp_path / "parts")
     done = asyncio.Event()
 
     async def score(trajectory):
@@ -106,7 +105,7 @@ async def test_interrupted_it_counts_what_ran_and_the_next_call_does_the_rest_al
             await asyncio.Event().wait()  # the rest never ends
         return replace(trajectory, reward=1.0)
 
-    first.collector._score = score
+    first = Stage(tmp_path / "parts", score=score)
     async with first.open() as (journal, collection):
         first.journal = journal
         running = asyncio.create_task(collection.run())
@@ -129,7 +128,7 @@ async def test_a_dead_engine_ends_it_and_its_prompts_are_not_done(tmp_path):
     stage = Stage(tmp_path)
     stage.backend.die()
     async with stage.open() as (journal, collection):
-        with pytest.raises(EngineDiedError, match="no rollout engine is left"):
+        with pytest.raises(EngineDiedError, match="no rollout engine"):
             await collection.run()
         assert not journal.sizes and balanced(stage, journal)
         assert journal.started == stage.collector.accounting.started > 0

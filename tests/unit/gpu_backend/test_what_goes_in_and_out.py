@@ -12,6 +12,7 @@ from gpu_backend.settings import VllmSettings
 from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import RoutedExperts, SamplingParams, StopReason, digest_ids
+from tests.messages import raises
 
 SETTINGS = VllmSettings(model="m", max_model_len=20, adapters={"math": "/adapters/math"})
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -149,7 +150,7 @@ def test_an_engine_side_error_is_an_error():
 def test_missing_log_probs_are_an_error():
     bare = output([30, 31])
     bare.outputs[0].logprobs = bare.outputs[0].logprobs[:1]
-    with pytest.raises(BackendError, match="2 ids, but 1 log-probs"):
+    with raises(BackendError, value=("2 ids", "1 log-probs")):
         live().take(bare, [(0, 0)])
 
 

@@ -21,6 +21,7 @@ from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.models.lora import blank_adapter, read_peft, save_peft, scaled_adapter
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams, TokenOutput
+from tests.messages import raises
 from tests.tiny import TINY, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
@@ -190,13 +191,9 @@ async def test_one_adapter_changes_alone_and_one_that_does_not_fit_changes_nothi
             partial=True,
             adapters={"math": blank_adapter(MATH, TINY), "prose": wide},
         )
-        with pytest.raises(
-            WeightUpdateError, match=r"of rank 4 .* does not fit adapters of rank 3"
-        ):
+        with raises(WeightUpdateError, value="rank 4", fix="rank 3"):
             await backend.update_weights(update)
-        with pytest.raises(
-            WeightUpdateError, match=r"no LoRA adapters \['law'\]; there are \['math', 'prose'\]"
-        ):
+        with raises(WeightUpdateError, value="['law']", fix="['math', 'prose']"):
             await backend.update_weights(
                 replace(update, adapters={"law": blank_adapter(MATH, TINY)})
             )
@@ -218,9 +215,7 @@ async def test_one_adapter_changes_alone_and_one_that_does_not_fit_changes_nothi
 
 async def test_an_unknown_adapter_is_refused_by_name(folders):
     async with running(folders) as backend:
-        with pytest.raises(
-            BackendError, match=r"no LoRA adapter 'law'; there are \['math', 'prose'\]"
-        ):
+        with raises(BackendError, value="'law'", fix="['math', 'prose']"):
             await ask(backend, "law")
 
 
@@ -243,7 +238,7 @@ def test_adapters_of_other_kinds_are_refused(folders, tmp_path, change, message)
 
 
 def test_an_adapter_of_another_model_is_refused(folders):
-    with pytest.raises(ConfigError, match="the adapter is of another model"):
+    with pytest.raises(ConfigError, match="of another model"):
         read_peft(folders["math"], replace(TINY, hidden_size=64), key="rollout.adapters.math")
     with pytest.raises(ConfigError, match=r"layers\.2.* cannot be adapted"):
         read_peft(folders["math"], replace(TINY, num_layers=2), key="rollout.adapters.math")

@@ -58,7 +58,7 @@ def crowded() -> tuple[Scheduler, Clock, list[int]]:
         context += [i for _, chunk in on.step() for i in chunk.token_ids]
     submit(on, "runs", PROMPTS[1], count=39)
     on.step()
-    on._patience.add_prefill(10**6, 10.0**6)  # a second for an id
+    on.patience.add_prefill(10**6, 10.0**6)  # a second for an id
     submit(on, "new", PROMPTS[2], count=2)
     on.step()
     return on, clock, context

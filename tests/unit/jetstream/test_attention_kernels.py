@@ -73,7 +73,7 @@ def written_by_kernel(cached, new, positions):
 @functools.partial(jax.jit, static_argnames="window")
 def chunk_by_kernel(q, cached, new, starts, sinks=None, *, window):
     with pltpu.force_tpu_interpret_mode(True):
-        return attention._chunk_by_kernel(q, cached, new, starts, sinks, window=window)
+        return attention.chunk_by_kernel(q, cached, new, starts, sinks, window=window)
 
 
 plain_decode = jax.jit(attention.decode_attention, static_argnames="window")
@@ -112,8 +112,8 @@ def test_whole_tiles_are_written_together_as_each_alone(kind, most_bytes, monkey
     )
     at, within = jnp.array([7, 2, 5, 8]), jnp.array([255, 0, 130, 31])
     with pltpu.force_tpu_interpret_mode(True):
-        alone = jax.jit(decode_kernel_module._write_each)(at, within, cached, new)
-        together = jax.jit(lambda *x: decode_kernel_module._write_together(*x))(
+        alone = jax.jit(decode_kernel_module.write_each)(at, within, cached, new)
+        together = jax.jit(lambda *x: decode_kernel_module.write_together(*x))(
             at, within, cached, new
         )
     jax.tree.map(np.testing.assert_array_equal, together, alone)

@@ -212,22 +212,26 @@ class PageMachine(RuleBasedStateMachine):
     @invariant()
     def every_page_is_free_or_held_or_idle_and_counted(self) -> None:
         blocks = self.blocks
-        assert sorted([*blocks._free, *blocks._pages]) == list(range(1, self.PAGES + 1))
-        ref_counts = dict.fromkeys(blocks._pages, 0)
+        assert sorted([*blocks.free_pages, *blocks.cached_pages]) == list(range(1, self.PAGES + 1))
+        ref_counts = dict.fromkeys(blocks.cached_pages, 0)
         for context in self.contexts:
             for page in blocks.pages(context):
                 ref_counts[page] += 1
-        assert ref_counts == {number: page.ref_count for number, page in blocks._pages.items()}
-        assert blocks._idle == sum(not count for count in ref_counts.values())
-        assert sorted([*blocks._host_free, *blocks._on_host]) == list(range(self.HOST_PAGES))
-        assert all(page.sessions for page in blocks._on_host.values()), "kept for nobody"
+        assert ref_counts == {
+            number: page.ref_count for number, page in blocks.cached_pages.items()
+        }
+        assert blocks.idle_count == sum(not count for count in ref_counts.values())
+        assert sorted([*blocks.free_host_pages, *blocks.pages_on_host]) == list(
+            range(self.HOST_PAGES)
+        )
+        assert all(page.sessions for page in blocks.pages_on_host.values()), "kept for nobody"
 
     @invariant()
     def idle_pages_can_all_be_given_up(self) -> None:
-        on_device = self.blocks._pages.values()
+        on_device = self.blocks.cached_pages.values()
         inner = {page.parent for page in on_device}
         leaves = {page.number for page in on_device if not page.ref_count and page not in inner}
-        assert leaves == set(self.blocks._leaves)
+        assert leaves == set(self.blocks.leaves)
 
     @invariant()
     def the_share_in_use_is_of_all_positions(self) -> None:
@@ -272,9 +276,9 @@ def test_a_page_of_several_waiting_sessions_is_kept_longer():
     blocks = BlockManager(5, 4, 2, return_rate={"a": 1.0, "b": 1.0, "c": 1.5}.__getitem__)
     for session, prompt in (("a", [1] * 5), ("b", [1] * 5), ("c", [2] * 5)):
         blocks.free(held(blocks, prompt, session), session_ends=False)
-    assert [page.ids for page in blocks._pages.values()] == [[1] * 4, [2] * 4]
+    assert [page.ids for page in blocks.cached_pages.values()] == [[1] * 4, [2] * 4]
     assert blocks.allocate([3] * 7, None) and blocks.allocate([4] * 7, None)
-    assert [1] * 4 in [page.ids for page in blocks._pages.values()], "two may return to it"
+    assert [1] * 4 in [page.ids for page in blocks.cached_pages.values()], "two may return to it"
 
 
 def test_kv_that_is_worth_a_slot_until_its_session_returns_makes_others_wait():
@@ -312,9 +316,9 @@ def test_ended_sessions_leave_nothing_on_the_host():
     blocks = BlockManager(2, 4, 2, host_pages=2)
     blocks.free(held(blocks, [1] * 6, "a"), session_ends=False)
     blocks.free(held(blocks, [2] * 6, "b"), session_ends=False)
-    assert len(blocks._on_host) == 2
+    assert len(blocks.pages_on_host) == 2
     blocks.free(held(blocks, [3], "a"), session_ends=True)  # another context
-    assert {name for page in blocks._on_host.values() for name in page.sessions} == {"b"}
+    assert {name for page in blocks.pages_on_host.values() for name in page.sessions} == {"b"}
 
 
 def test_new_weights_drop_host_pages():
@@ -322,6 +326,8 @@ def test_new_weights_drop_host_pages():
     blocks.free(held(blocks, [1] * 6, "a"), session_ends=False)
     running = held(blocks, [2] * 6, "b")
     blocks.reset()
-    assert not blocks._on_host and sorted(blocks._host_free) == [0, 1] and not blocks.saved
+    assert (
+        not blocks.pages_on_host and sorted(blocks.free_host_pages) == [0, 1] and not blocks.saved
+    )
     blocks.free(running, session_ends=False)
     assert blocks.allocate([1] * 6, "a").reused == 0

@@ -40,7 +40,7 @@ def engines_of(backend):
     return getattr(backend, "engines", (backend,))
 
 def scheduler(engine):
-    return engine._core.scheduler
+    return engine.core.scheduler
 
 def parts(backend):
     "Where each device keeps its part of a matrix."
@@ -118,7 +118,7 @@ from jax_agent_rl.jetstream.speculation import Speculation
 
 # Whether it pays is measured; here every draft is verified, and no loss is too large.
 speculation.LOSS_SECONDS = float("inf")
-Speculation._best_columns = lambda on, plain, chances: on.most_columns if len(chances) else None
+Speculation.best_columns = lambda on, plain, chances: on.most_columns if len(chances) else None
 
 async def outputs(mesh, most):
     speculative = replace(shapes, num_speculative_tokens=most)

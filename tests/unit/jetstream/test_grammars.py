@@ -166,13 +166,13 @@ async def test_requests_beside_a_constrained_one_sample_what_they_sample_alone()
 async def test_a_grammar_compiles_its_program_once_and_counts_as_no_recompilation():
     lines: list[str] = []
     async with running(compile_ahead=True, print_line=lines.append) as backend:
-        ahead = len(backend._core.scheduler.engine.program_table)
+        ahead = len(backend.core.scheduler.engine.program_table)
         await backend.generate(request("a"))
-        assert len(backend._core.scheduler.engine.program_table) == ahead
+        assert len(backend.core.scheduler.engine.program_table) == ahead
         await backend.generate(request("b", grammar=JSON, max_tokens=3))
-        once = len(backend._core.scheduler.engine.program_table)
+        once = len(backend.core.scheduler.engine.program_table)
         await backend.generate(request("c", grammar=LETTERS, max_tokens=3))
-        assert len(backend._core.scheduler.engine.program_table) == once > ahead
+        assert len(backend.core.scheduler.engine.program_table) == once > ahead
         assert (await backend.metrics()).recompilations == 0
 
 

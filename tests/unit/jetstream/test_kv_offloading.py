@@ -75,7 +75,9 @@ def first_turn(on: Scheduler, session: str, prompt: list[int]) -> list[int]:
 
 
 def on_host(on: Scheduler) -> set[str]:
-    return {session for page in on.block_manager._on_host.values() for session in page.sessions}
+    return {
+        session for page in on.block_manager.pages_on_host.values() for session in page.sessions
+    }
 
 
 def returning(*, others: int) -> tuple[Scheduler, TokenOutput]:
@@ -177,12 +179,12 @@ def test_pages_come_back_bit_by_bit_wherever_they_go(model: DecoderConfig, dtype
 
 def test_the_host_takes_no_more_than_its_size():
     on = scheduler()
-    host = on._host
+    host = on.host_cache
     assert host.count == 4
-    assert sum(x.nbytes for x in jax.tree.leaves(host._pages)) <= SHAPES.kv_offloading_bytes
+    assert sum(x.nbytes for x in jax.tree.leaves(host.pages)) <= SHAPES.kv_offloading_bytes
     for number in range(6):
         first_turn(on, str(number), [number + 3, *PROMPTS[number % 3]])
-    assert on.metrics().offloaded_pages > 4 and len(on.block_manager._on_host) == 4
+    assert on.metrics().offloaded_pages > 4 and len(on.block_manager.pages_on_host) == 4
 
 
 def test_new_weights_and_sleep_drop_what_is_on_the_host():
@@ -190,7 +192,7 @@ def test_new_weights_and_sleep_drop_what_is_on_the_host():
         on = scheduler()
         context = first_turn(on, "a", PROMPTS[0])
         first_turn(on, "b", PROMPTS[1])
-        assert on_host(on) == {"a"} and not on._host._arriving, (
+        assert on_host(on) == {"a"} and not on.host_cache.arriving, (
             "nothing of it is left on the device"
         )
         drop(on)

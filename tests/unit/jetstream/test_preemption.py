@@ -16,6 +16,7 @@ from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
+from tests.messages import raises
 from tests.tiny import TINY, logprobs_of, tiny_params
 
 SMALL = EngineShapes(
@@ -101,9 +102,9 @@ def test_who_waits_with_what_it_has_can_be_aborted():
     on = scheduler(SMALL)
     for number in range(3):
         submit(on, number)
-    while not any(run.num_preempted for _, run in on._waiting):
+    while not any(run.num_preempted for _, run in on.queue):
         on.step()
-    (run,) = (run for _, run in on._waiting if run.num_preempted)
+    (run,) = (run for _, run in on.queue if run.num_preempted)
     name, had = run.request.request_id, tuple(run.token_ids)
     _, chunk = on.abort(name)
     assert chunk.final.stop_reason is StopReason.ABORTED and chunk.final.token_ids == had != ()
@@ -131,7 +132,5 @@ def test_a_cache_takes_the_memory_of_its_tokens(tokens: int):
 
 def test_a_cache_that_holds_no_context_is_refused():
     tree = {"run_dir": "x", "model": {"path": "x"}, "data": {"train": "x"}}
-    with pytest.raises(
-        ConfigError, match="kv_cache_tokens=512 holds no context of rollout.max_model_len=1024"
-    ):
+    with raises(ConfigError, key=("kv_cache_tokens", "rollout.max_model_len"), value=(512, 1024)):
         build(tree | {"rollout": {"jetstream": {"kv_cache_tokens": 512}}})

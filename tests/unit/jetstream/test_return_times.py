@@ -99,4 +99,4 @@ def test_sessions_that_never_come_back_do_not_add_up():
     times = ReturnTimes(Clock())
     for number in range(MAX_SESSIONS + 10):
         times.leave(str(number))
-    assert len(times._sessions) == MAX_SESSIONS
+    assert len(times.sessions) == MAX_SESSIONS

@@ -62,7 +62,7 @@ class Eager(Speculation):
     def __init__(self, engine: JaxEngine, drafter: Any, counters: Counters) -> None:
         super().__init__(engine, drafter, counters, clock=lambda: 0.0)
 
-    def _best_columns(self, plain: float, chances: Sequence[float]) -> int | None:
+    def best_columns(self, plain: float, chances: Sequence[float]) -> int | None:
         return self.most_columns if len(chances) else None
 
 

@@ -2,6 +2,8 @@
 steps that change nothing when they should not.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,12 +40,12 @@ def noise(terms: list[np.ndarray]) -> list[np.ndarray]:
 
 def gradients(made: Learner, groups) -> list[np.ndarray]:
     """Gradients of the policy and the critic, if any; off-policy enough for clipping to matter."""
-    (mini,), experience = made._prepare(groups, masked={groups[0].trajectories[0].trajectory_id})
+    (mini,), experience = made.prepare(groups, masked={groups[0].trajectories[0].trajectory_id})
     (terms,) = experience.updates
     terms.policy["old_logprob"] = noise(terms.policy["old_logprob"])
     leaves = []
-    for model, batch in reversed(made._batches(mini, terms)):  # the policy first
-        found, _ = made._gradients(model, batch, iter)
+    for model, batch in reversed(made.batches(mini, terms)):  # the policy first
+        found, _ = made.gradients(model, batch, iter)
         leaves += jax.tree.leaves(found)
     return [np.asarray(leaf) for leaf in leaves]
 
@@ -85,14 +87,11 @@ def test_values_are_those_of_plain_full_passes():
     made = learner(PPO)
     rng = np.random.default_rng(0)
     head = {"value_head": jnp.asarray(rng.standard_normal(TINY.hidden_size), jnp.float32)}
-    assert made._critic is not None
-    made._critic.state = type(made._critic.state)(
-        made._critic.state.params | head, made._critic.state.opt_state, made._critic.state.updates
-    )
+    assert made.critic is not None
+    made.critic.state = replace(made.critic.state, params=made.critic.state.params | head)
     groups = random_groups(3)
-    minis, _ = made._prepare(groups)
-    got = made._score(minis, groups).values
-    assert got is not None
+    (mini,) = made.packer.mini_batches(groups)
+    got = made.scorer.values(made.critic.weights, mini.batch)
     for t, values in zip([t for g in groups for t in g.trajectories], got, strict=True):
         ids = jnp.asarray([t.prompt_ids + t.response_ids])
         count = ids.shape[1]
@@ -159,10 +158,8 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
         }
     )
     groups = random_groups(4)
-    made._policy.state = type(made._policy.state)(
-        tiny_params(seed=1), made._policy.state.opt_state, made._policy.state.updates
-    )
-    _, experience = made._prepare(groups)
+    made.policy.state = replace(made.policy.state, params=tiny_params(seed=1))
+    _, experience = made.prepare(groups)
     ts = [t for g in groups for t in g.trajectories]
     returns = []
     for t in ts:
@@ -202,8 +199,8 @@ def test_the_entropy_bonus_raises_the_entropy():
 def test_a_masked_trajectory_counts_in_the_baseline_and_has_no_gradient():
     groups = random_groups(6, groups=1)
     made = learner()
-    _, plain = made._prepare(groups)
-    _, masked = made._prepare(groups, masked={groups[0].trajectories[1].trajectory_id})
+    _, plain = made.prepare(groups)
+    _, masked = made.prepare(groups, masked={groups[0].trajectories[1].trajectory_id})
     np.testing.assert_array_equal(plain.advantages[1], masked.advantages[1])
     assert [mask.any() for mask in masked.active] == [True, False, True, True]
 
@@ -253,7 +250,9 @@ def test_nan_rewards_leave_policy_critic_and_controller_unchanged_to_the_bit():
 def test_decoupled_ppo_reads_all_three_policies():
     groups = random_groups(9)
     made = learner({"policy_loss": {"loss_mode": "decoupled"}})
-    assert not made._objective.on_policy
+    _, experience = made.prepare(groups)
+    (terms,) = experience.updates
+    assert "old_logprob" in terms.policy, "the learner's own, besides the rollout's"
     metrics = made.update(groups).metrics
     assert metrics["rollout_max_logprob_difference"] > 0.1 and np.isfinite(metrics["loss"])
     assert 0 < metrics["rollout_is_min"] < metrics["rollout_is_max"], (
@@ -263,10 +262,10 @@ def test_decoupled_ppo_reads_all_three_policies():
 
 def test_bypass_takes_the_rollouts_logprobs_as_old_and_saves_the_scoring_pass():
     made = learner({"rollout_correction": {"bypass_mode": True}})
-    _, experience = made._prepare(random_groups(9))
+    _, experience = made.prepare(random_groups(9))
     (terms,) = experience.updates
     for old, rollout in zip(
         terms.policy["old_logprob"], terms.policy["rollout_logprob"], strict=True
     ):
         np.testing.assert_array_equal(old, rollout)
-    assert made._programs.score._cache_size() == 0
+    assert made.programs_compiled == 0

@@ -117,7 +117,8 @@ def test_micro_batches_are_filled_up_with_rows_that_weigh_nothing():
 def test_rows_that_are_not_full_are_cut():
     ts = [trajectory([3 + i] * 4, [9] * (4 - i), index=i) for i in range(3)]
     batch = weighted(pack(ts, pack_length=16), [1.0] * 3)
-    whole, halved = list(batch.micro_batches(1)), list(batch.micro_batches(1, lengths=2))
+    whole = list(batch.micro_batches(1))
+    halved = list(batch.micro_batches(1, lengths=2))
     assert [p["token_ids"].shape for p in halved] == [(1, 16), (1, 8)]
     assert halved[0].keys() == whole[0].keys() and halved[1]["term_weight"].shape == (1, 16)
     for name, value in whole[1].items():

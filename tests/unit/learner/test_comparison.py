@@ -95,7 +95,8 @@ def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
         members = []
         for t in group.trajectories:
             sampled = logprobs_of(params, t.prompt_ids, t.response_ids)
-            begin, turns = 0, []
+            begin = 0
+            turns = []
             for turn in t.turns:
                 end = begin + len(turn.output.token_ids)
                 values = sampled[begin:end].tolist()
@@ -122,7 +123,8 @@ def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
     ids=["the update's own pass", "a scoring pass", "bypass"],
 )
 def test_a_check_before_the_first_update_can_stop_it_with_nothing_changed(config, algorithm):
-    made, seen = learner(algorithm=algorithm, **config), []
+    made = learner(algorithm=algorithm, **config)
+    seen = []
     before = jax.device_get(made.state.policy)
 
     def refuse(comparison: Comparison) -> None:
@@ -139,7 +141,8 @@ def test_a_check_before_the_first_update_can_stop_it_with_nothing_changed(config
 
 
 def test_the_learner_looks_once_a_step_and_only_at_tokens_of_its_own_version():
-    made, seen = learner(ppo_epochs=2), []
+    made = learner(ppo_epochs=2)
+    seen = []
     groups = on_policy(random_groups(2))
     made.update(groups, check=AgreementCheck(since=0, inspect=seen.append))
     made.update(groups, check=AgreementCheck(since=10_000, inspect=seen.append))
@@ -148,7 +151,8 @@ def test_the_learner_looks_once_a_step_and_only_at_tokens_of_its_own_version():
 
 
 def test_a_breach_cancels_the_step_and_raises_once_it_is_given_up():
-    cancellation, refusal = StepCancellation(), DisagreementError("stop")
+    cancellation = StepCancellation()
+    refusal = DisagreementError("stop")
 
     def refuse(comparison: Comparison) -> None:
         raise refusal

@@ -160,7 +160,8 @@ def test_a_step_of_which_everything_is_rejected_has_metrics_all_the_same():
 
 def test_the_weights_of_decoupled_ppo_are_counted_as_it_takes_them():
     """Ratios 1, 2 and 4 under a cap of 3, and one that a filter masks."""
-    old, rollout = [np.log([1.0, 2.0, 4.0, 9.0])], [np.zeros(4)]
+    old = [np.log([1.0, 2.0, 4.0, 9.0])]
+    rollout = [np.zeros(4)]
     got = behaviour_weights(3.0, old, rollout, [np.array([True, True, True, False])])
     assert got["rollout_is_mean"] == pytest.approx(3 / 3) and got[
         "rollout_is_max"

@@ -87,7 +87,7 @@ def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
 
 def test_a_tokens_advantage_is_the_teachers_logprob_minus_the_policys():
     groups = random_groups(0)
-    _, experience = distilling(ADVANTAGE | {"coef": 0.5})._prepare(groups)
+    _, experience = distilling(ADVANTAGE | {"coef": 0.5}).prepare(groups)
     for found, t in zip(experience.advantages, trajectories_of(groups), strict=True):
         student, teacher = (
             np.take_along_axis(distributions(t, seed), sampled_ids(t)[:, None], 1)[:, 0]
@@ -99,7 +99,7 @@ def test_a_tokens_advantage_is_the_teachers_logprob_minus_the_policys():
 def test_the_task_reward_and_the_teacher_add_up():
     groups = random_groups(0)
     both, teacher, reward = (
-        distilling(kl, algorithm={"adv_estimator": name})._prepare(groups)[1].advantages
+        distilling(kl, algorithm={"adv_estimator": name}).prepare(groups)[1].advantages
         for kl, name in ((ADVANTAGE, "grpo"), (ADVANTAGE, "none"), ({"where": "loss"}, "grpo"))
     )
     assert any(np.abs(x).max() > 0 for x in reward)
@@ -125,7 +125,8 @@ def test_values_and_gradients_over_candidates_are_those_of_torch_in_float64(k: i
     chosen = np.argsort(-teacher, axis=-1)[:, :k]
 
     def expected(logits: torch.Tensor) -> torch.Tensor:
-        p, q = torch.softmax(logits, -1), torch.softmax(torch.tensor(teacher), -1)
+        p = torch.softmax(logits, -1)
+        q = torch.softmax(torch.tensor(teacher), -1)
         ids = torch.tensor(chosen)
         parts = [x.gather(1, ids) for x in (p, q)]
         if k < 20:  # all others are one id
@@ -133,7 +134,8 @@ def test_values_and_gradients_over_candidates_are_those_of_torch_in_float64(k: i
         return (parts[0] * (parts[0] / parts[1]).log()).sum(-1)
 
     def ours(logits: jax.Array) -> jax.Array:
-        logs, reference = jax.nn.log_softmax(logits), jax.nn.log_softmax(jnp.float32(teacher))
+        logs = jax.nn.log_softmax(logits)
+        reference = jax.nn.log_softmax(jnp.float32(teacher))
         return top_k_kl(*(jnp.take_along_axis(x, chosen, axis=1) for x in (logs, reference)))
 
     logits = torch.tensor(student, requires_grad=True)
@@ -166,7 +168,8 @@ def test_its_gradient_is_that_of_full_passes():
     teacher = tiny_params(7)
 
     def loss(params: dict) -> jax.Array:
-        total, count = jnp.float32(0), 0
+        total = jnp.float32(0)
+        count = 0
         for t in trajectories_of(groups):
             ids = jnp.array([t.prompt_ids + t.response_ids])
             at = len(t.prompt_ids) - 1 + np.flatnonzero(t.response_mask)
@@ -175,8 +178,10 @@ def test_its_gradient_is_that_of_full_passes():
                 model = Decoder.from_params(TINY, params)
                 return jax.nn.log_softmax(model.logits(model(ids)[0])[0][at])
 
-            mine, theirs = logs(params), jax.lax.stop_gradient(logs(teacher))
-            total, count = total + jnp.sum(jnp.exp(mine) * (mine - theirs)), count + len(at)
+            mine = logs(params)
+            theirs = jax.lax.stop_gradient(logs(teacher))
+            total = total + jnp.sum(jnp.exp(mine) * (mine - theirs))
+            count = count + len(at)
         return total / count
 
     with jax.default_matmul_precision("highest"):
@@ -211,7 +216,7 @@ def test_each_trajectory_is_scored_by_the_first_teacher_of_its_data_source():
         for group, source in zip(random_groups(3), ("math/hard", "code"), strict=False)
     ]
     learner = distilling(ADVANTAGE, teachers=[(TINY, 7, "math*"), (WIDER, 8, "*")])
-    _, experience = learner._prepare(groups)
+    _, experience = learner.prepare(groups)
     for found, t in zip(experience.advantages, trajectories_of(groups), strict=True):
         teacher = (
             distributions(t, 7)
@@ -226,7 +231,7 @@ def test_each_trajectory_is_scored_by_the_first_teacher_of_its_data_source():
 
 def test_candidates_are_ids_of_the_policy_even_if_the_teacher_has_more():
     groups = random_groups(3)
-    _, experience = distilling({"where": "loss", "top_k": V}, teachers=[(WIDER, 8, "*")])._prepare(
+    _, experience = distilling({"where": "loss", "top_k": V}, teachers=[(WIDER, 8, "*")]).prepare(
         groups
     )
     (terms,) = experience.updates
@@ -239,7 +244,8 @@ def test_candidates_are_ids_of_the_policy_even_if_the_teacher_has_more():
 
 @pytest.mark.parametrize("kl", [ADVANTAGE, {"where": "loss", "top_k": 16, "coef": 1.0}], ids=str)
 def test_a_student_learns_its_teachers_distribution(kl: dict):
-    learner, rng = distilling(kl, learning_rate=3e-3), np.random.default_rng(0)
+    learner = distilling(kl, learning_rate=3e-3)
+    rng = np.random.default_rng(0)
     contexts = jnp.arange(40)[:, None] + jnp.array([5, 9, 3])  # of three ids each
 
     def kl_now() -> float:

@@ -19,6 +19,7 @@ from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.types import Group, Trajectory
 from tests.gradients import policy_gradient
+from tests.messages import raises
 from tests.tiny import TINY, tiny_params
 from tests.tiny_vision import (
     IMAGE,
@@ -32,7 +33,9 @@ from tests.tiny_vision import (
 )
 
 PROMPT = [5, 6]
-FIRST, SECOND, WIDE = picture(1), picture(2), picture(3, 12, 8)
+FIRST = picture(1)
+SECOND = picture(2)
+WIDE = picture(3, 12, 8)
 CLIP = [picture(seed) for seed in range(4, 7)]
 
 
@@ -98,7 +101,8 @@ def test_a_placeholder_that_was_sampled_is_text():
     batch = packed(
         seeing_trajectory(PROMPT, ([*[IMAGE] * 4, VIDEO], {"image": [FIRST]}), ([IMAGE], {}))
     )
-    index, ids = batch.images.feature_index[0], batch.token_ids[0]
+    index = batch.images.feature_index[0]
+    ids = batch.token_ids[0]
     assert np.flatnonzero(index >= 0).tolist() == [8, 9, 10, 11]
     assert ids[2:7].tolist() == [*[IMAGE] * 4, VIDEO] and batch.target_id[0, :6].tolist() == [
         *[IMAGE] * 4,
@@ -115,9 +119,11 @@ def test_rows_take_no_more_patches_than_they_may():
         (1, 32, 24),
         (1, 16, 24),
     }
-    with pytest.raises(
+    with raises(
         ValueError,
-        match=r"g-0 shows images of 16 patches, a row takes 8; set learner.row_patches >=",
+        key="g-0",
+        value=("16 patches", 8),
+        fix="set learner.row_patches",
     ):
         packed(*ts, row_patches=8)
 
@@ -142,7 +148,8 @@ def test_by_default_a_row_takes_all_that_its_tokens_can_show(length: int):
 
 def test_rows_without_pictures_are_those_of_a_model_of_text():
     text = seeing_trajectory(PROMPT, ([7, 8], {}), index=5)
-    seeing, plain = packed(text), pack([text], pack_length=96)
+    seeing = packed(text)
+    plain = pack([text], pack_length=96)
     assert next(seeing.micro_batches(1)).keys() == next(plain.micro_batches(1)).keys()
 
 
@@ -205,7 +212,7 @@ def gradient(made: Learner) -> dict:
 
 def test_log_probs_are_those_of_plain_full_passes():
     made = learner(num_minibatches=2)  # which scores before it updates
-    _, experience = made._prepare(group())
+    _, experience = made.prepare(group())
     assert experience.old_logprobs is not None
     for t, got in zip(group()[0].trajectories, experience.old_logprobs, strict=True):
         ids = t.prompt_ids + t.response_ids
@@ -227,7 +234,8 @@ def test_gradients_of_tower_and_decoder_do_not_depend_on_the_layout():
 
 @pytest.mark.parametrize("freeze", [False, True])
 def test_an_update_changes_the_tower_unless_it_is_frozen(freeze: bool):
-    made, before = learner(freeze_vision=freeze), tiny_params(config=TINY_VL)
+    made = learner(freeze_vision=freeze)
+    before = tiny_params(config=TINY_VL)
     assert not made.update(group()).skipped
     for path, x in jax.tree_util.tree_leaves_with_path(made.params):
         old = before
@@ -248,19 +256,18 @@ def test_a_critic_sees_too_and_its_tower_is_frozen_with_the_policys():
         temperature=1.0,
         vision_processor=vision_processor(),
     )
-    (mini,), _ = made._prepare(group())
-    made._critic.state.params["value_head"] = jax.numpy.ones(
-        TINY_VL.hidden_size
-    )  # zeros see nothing
-    before = made._scorer.values(made._critic.weights, mini.batch)[0]
+    # A value head of zeros sees nothing.
+    made.critic.state.params["value_head"] = jax.numpy.ones(TINY_VL.hidden_size)
+    (mini,) = made.packer.mini_batches(group())
+    before = made.scorer.values(made.critic.weights, mini.batch)[0]
     black = group()[0].trajectories[0]
     turn = replace(black.turns[0], appended_media={"image": (Image.new("RGB", (8, 8)), WIDE)})
     other = [replace(group()[0], trajectories=(replace(black, turns=(turn, *black.turns[1:])),))]
-    (mini,), _ = made._prepare(other)
-    after = made._scorer.values(made._critic.weights, mini.batch)[0]
+    (mini,) = made.packer.mini_batches(other)
+    after = made.scorer.values(made.critic.weights, mini.batch)[0]
     np.testing.assert_allclose(before[:3], after[:3], atol=1e-5)
     assert np.abs(before[-1] - after[-1]) > 1e-3
-    assert "vision" not in made._critic.state.params and not made.update(group()).skipped
+    assert "vision" not in made.critic.state.params and not made.update(group()).skipped
 
 
 def test_the_first_step_compiles_for_every_number_of_patches():
@@ -283,10 +290,10 @@ def test_adapters_leave_the_tower_alone():
 
 
 def test_what_a_learner_cannot_do_is_said():
-    with pytest.raises(ConfigError, match="learner.mesh.context=2 splits rows within images"):
+    with raises(ConfigError, key="learner.mesh.context", value=2):
         image_packing(vision_processor(), LearnerConfig(mesh={"context": 2}))
     assert image_packing(None, LearnerConfig(mesh={"context": 2})) is None
-    with pytest.raises(ConfigError, match="learner.freeze_vision=true, but a llama model"):
+    with raises(ConfigError, key="learner.freeze_vision=true", value="llama"):
         Learner(
             TINY,
             tiny_params(),
@@ -311,5 +318,5 @@ def test_placeholders_that_do_not_fit_their_picture_are_an_error_of_that_traject
         agent_name="tool_agent",
         finish_reason=wrong.finish_reason,
     )
-    with pytest.raises(ValueError, match="trajectory g-3: image 1 of 1 takes 4 placeholders"):
+    with raises(ValueError, key=("g-3", "image 1 of 1"), value="4 placeholders"):
         packed(broken)

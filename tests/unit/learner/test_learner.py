@@ -51,13 +51,14 @@ def test_halved_rows_give_the_same_gradient_and_logprobs_and_are_no_recompilatio
         )
     ]
     made = learner(pack_length=512)
-    assert made._scorer._lengths == 2 and learner(pack_length=510)._scorer._lengths == 1
-    halved = gradient(made, groups), made.logprobs(groups)
+    assert made.scorer.lengths == 2
+    assert learner(pack_length=510).scorer.lengths == 1
+    of_halves = gradient(made, groups) + made.logprobs(groups)
     compiled = made.programs_compiled
-    made._scorer._lengths = 1
-    whole = gradient(made, groups), made.logprobs(groups)
+    made.scorer.lengths = 1
+    of_full_rows = gradient(made, groups) + made.logprobs(groups)
     assert made.programs_compiled == compiled
-    for found, expected in zip(halved[0] + halved[1], whole[0] + whole[1], strict=True):
+    for found, expected in zip(of_halves, of_full_rows, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
@@ -86,7 +87,8 @@ def test_the_gradient_does_not_depend_on_the_layout(layout: dict, mode: str):
     "layout", [{"share_prefixes": True}, {"pack_length": 40, "micro_batch_size": 3}], ids=str
 )
 def test_the_gradient_over_supports_does_not_depend_on_the_layout(layout: dict):
-    groups, algorithm = with_supports(random_groups(0)), {"entropy_coeff": 0.01}
+    groups = with_supports(random_groups(0))
+    algorithm = {"entropy_coeff": 0.01}
     expected = gradient(learner(algorithm=algorithm, **REFERENCE), groups)
     got = gradient(learner(algorithm=algorithm, **layout), groups)
     for a, b in zip(got, expected, strict=True):
@@ -96,7 +98,7 @@ def test_the_gradient_over_supports_does_not_depend_on_the_layout(layout: dict):
 def test_old_logprobs_are_those_of_plain_full_passes():
     groups = random_groups(1)
     made = learner(num_minibatches=2)
-    _, experience = made._prepare(groups)
+    _, experience = made.prepare(groups)
     assert experience.old_logprobs is not None
     got = sorted(np.concatenate(experience.old_logprobs).tolist())
     params = tiny_params()
@@ -108,7 +110,8 @@ def test_old_logprobs_are_those_of_plain_full_passes():
 
 
 def test_the_gap_is_measured_against_what_the_engine_reported():
-    prompt, sampled = [5, 6, 7], [8, 9, 10, 11]
+    prompt = [5, 6, 7]
+    sampled = [8, 9, 10, 11]
     exact = logprobs_of(tiny_params(), prompt, sampled)
     exact[2] += 0.25
     group = random_groups(2, groups=1, members=2)[0]
@@ -252,7 +255,8 @@ def test_observations_are_trained_on_when_asked_for_and_have_no_gap(updates: int
 )
 def test_constrained_tokens_are_context_like_inserted_ones(algorithm: dict):
     """Golden: the same ids with the constrained ones inserted between turns."""
-    constrained, inserted = [], []
+    constrained = []
+    inserted = []
     for t in random_groups(9, groups=1)[0].trajectories:
         ids = (*t.response_ids, *range(5, 11))[:6]
         fields = {

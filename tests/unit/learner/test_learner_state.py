@@ -46,7 +46,8 @@ def leaves(made: Learner) -> list[bytes]:
 
 def test_a_restored_learner_takes_the_very_same_steps(tmp_path: Path):
     decay = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 1}
-    made, other = ppo(**decay), ppo(**decay)
+    made = ppo(**decay)
+    other = ppo(**decay)
     for seed in (0, 1):
         made.update(random_groups(seed))
     assert float(made.state.kl_coef) != np.float32(0.1), (
@@ -82,7 +83,8 @@ def test_a_checkpoint_with_a_critic_does_not_fit_a_learner_without(tmp_path: Pat
 def test_a_cancelled_step_keeps_the_state_to_the_bit_and_its_buffers_alive():
     made = ppo()
     made.update(random_groups(0))
-    before, cancellation = leaves(made), StepCancellation()
+    before = leaves(made)
+    cancellation = StepCancellation()
     assert cancellation.cancel()
     with pytest.raises(StepCancelled):
         made.update(random_groups(1), cancellation=cancellation)
@@ -100,10 +102,13 @@ def test_several_updates_are_undone_to_the_bit_when_cancelled_between_them(share
     """Two epochs of a critic's and a policy's update, cancelled after a share of their
     micro-batches.
     """
-    made, undisturbed, cancellation = ppo(ppo_epochs=2), ppo(ppo_epochs=2), StepCancellation()
+    made = ppo(ppo_epochs=2)
+    undisturbed = ppo(ppo_epochs=2)
+    cancellation = StepCancellation()
     for learner in (made, undisturbed):
         learner.update(random_groups(0))
-    before, meanwhile = leaves(made), []
+    before = leaves(made)
+    meanwhile = []
 
     def cancel(done: int, total: int) -> None:
         if done == math.ceil(share * total):
@@ -125,13 +130,14 @@ def test_several_updates_are_undone_to_the_bit_when_cancelled_between_them(share
 
 
 def test_several_updates_are_undone_when_one_of_them_fails():
-    made, cancellation = ppo(ppo_epochs=3, max_nonfinite_steps=1), StepCancellation()
+    made = ppo(ppo_epochs=3, max_nonfinite_steps=1)
+    cancellation = StepCancellation()
     before = leaves(made)
 
     def poison(done: int, total: int) -> None:
         if done == 1:  # the critic's first update follows, then the policy's
-            policy = made._policy.state
-            made._policy.state = replace(
+            policy = made.policy.state
+            made.policy.state = replace(
                 policy, params=jax.tree.map(lambda x: x * np.nan, policy.params)
             )
 
@@ -153,7 +159,9 @@ def test_a_step_whose_updates_changed_nothing_can_be_cancelled():
 
 
 def test_cancelling_waits_for_an_update_that_is_under_way():
-    cancellation, inside, finish = StepCancellation(), threading.Event(), threading.Event()
+    cancellation = StepCancellation()
+    inside = threading.Event()
+    finish = threading.Event()
     done = []
 
     def update() -> None:
@@ -189,10 +197,11 @@ def test_the_average_follows_every_update_and_no_other_number_changes(
             TINY, tiny_params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0
         )
 
-    made, plain = learner(ema_decay=0.75, ppo_epochs=2), learner(ppo_epochs=2)
+    made = learner(ema_decay=0.75, ppo_epochs=2)
+    plain = learner(ppo_epochs=2)
     trained = [np.float64(x) for x in jax.tree.leaves(made.trained)]
     expected = trained
-    apply = made._policy.apply
+    apply = made.policy.apply
 
     def recorded(*arguments):
         nonlocal expected
@@ -201,7 +210,7 @@ def test_the_average_follows_every_update_and_no_other_number_changes(
         expected = [0.75 * old + 0.25 * new for old, new in zip(expected, reached, strict=True)]
         return applied
 
-    made._policy.apply = recorded
+    made.policy.apply = recorded
     for seed in (0, 1):
         made.update(random_groups(seed))
         plain.update(random_groups(seed))

@@ -13,7 +13,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax_agent_rl.learner import linear_logprobs as module
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs, linear_top_k
 
-CHUNKS, TOKENS, HIDDEN, TEMPERATURE = 2, 5, 8, 0.7
+CHUNKS = 2
+TOKENS = 5
+HIDDEN = 8
+TEMPERATURE = 0.7
 # Vocabularies of one block, of whole blocks, and that fill neither blocks nor shards.
 LAYOUTS = [(11, 1), (64, 1), (64, 2), (67, 1), (67, 2), (101, 4)]
 

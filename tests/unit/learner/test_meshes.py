@@ -7,6 +7,7 @@ import pytest
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
+from tests.messages import raises
 from tests.simulated import run_on_devices
 
 SCRIPT = """
@@ -50,8 +51,8 @@ def results(mesh, **changes):
         drawn = np.random.default_rng(4)
         def draw(x):
             return place(0.1 * drawn.standard_normal(x.shape).astype(np.float32), x.sharding)
-        moved = jax.tree.map(draw, made._policy.state.params)
-        made._policy.state = replace(made._policy.state, params=moved)
+        moved = jax.tree.map(draw, made.policy.state.params)
+        made.policy.state = replace(made.policy.state, params=moved)
     gradients, statistics = policy_gradient(made, groups)
     read = [gradients, made.params] if settings.lora else [gradients]
     loss = float(statistics["sum"]["loss"])
@@ -182,42 +183,43 @@ def test_a_mesh_splits_work_and_memory():
 
 
 def test_more_devices_than_there_are_names_the_axes_asked_for():
-    with pytest.raises(
-        ConfigError, match="context=16, tensor=4 = 64 devices, there are 1; lower learner.mesh"
+    with raises(
+        ConfigError,
+        key=("context=16", "tensor=4"),
+        value=("64 devices", "there are 1"),
+        fix="learner.mesh",
     ):
         make_mesh(LearnerConfig(mesh={"context": 16, "tensor": 4}).mesh)
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "message"),
+    ("name", "shape", "named"),
     [
         (
             "expert_up",
             (2, 6, 16, 32),
-            "experts dimension of 6 is not divisible by learner.mesh.expert=4",
+            {"value": ("experts", 6), "fix": "learner.mesh.expert=4"},
         ),
         (
             "expert_up",
             (2, 8, 15, 32),
-            "mlp dimension of 15 is not divisible by learner.mesh.tensor=2",
+            {"value": ("mlp", 15), "fix": "learner.mesh.tensor=2"},
         ),
-        ("q", (2, 32, 33), "embed dimension of 33 is not divisible by learner.mesh.fsdp=2"),
+        ("q", (2, 32, 33), {"value": ("embed", 33), "fix": "learner.mesh.fsdp=2"}),
     ],
 )
 def test_a_dimension_that_does_not_divide_names_parameter_and_key(
-    name: str, shape: tuple[int, ...], message: str
+    name: str, shape: tuple[int, ...], named: dict
 ):
     class Mesh:
         shape = {"data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 2}
 
-    with pytest.raises(ConfigError, match=f"parameter '{name}'.*{message}"):
+    with raises(ConfigError, key=f"parameter '{name}'", **named):
         parameter_shardings(Mesh(), {"layers": {name: shape}})  # type: ignore[arg-type]
 
 
 def test_rows_that_do_not_divide_over_context_name_the_length_that_does():
-    with pytest.raises(
-        ValueError, match="pack_length=1000 is not divisible by learner.mesh.context=3; .*=1002"
-    ):
+    with raises(ValueError, key=("pack_length=1000", "learner.mesh.context=3"), fix=1002):
         LearnerConfig(pack_length=1000, mesh={"context": 3})
 
 

@@ -57,7 +57,8 @@ def test_an_adapter_alone_receives_the_gradient_of_its_trajectories():
 
 def test_an_adapter_learns_beside_others_what_it_would_alone():
     groups = played(random_groups(1))
-    together, alone = MultiAdapterLearner(single(), LORA, NAMES), single()
+    together = MultiAdapterLearner(single(), LORA, NAMES)
+    alone = single()
     for _ in range(2):
         result = together.update(groups)
         expected = alone.update(by_adapter(groups)["checker"])
@@ -68,17 +69,19 @@ def test_an_adapter_learns_beside_others_what_it_would_alone():
 
 
 def test_a_step_that_fails_at_one_adapter_changes_none():
-    made, seen = MultiAdapterLearner(single(), LORA, NAMES), []
+    made = MultiAdapterLearner(single(), LORA, NAMES)
+    seen = []
 
     def inspect(comparison):
         seen.append(comparison)
         if len(seen) == 2:
-            assert bits(made._learners["checker"].trained) != before, (
+            assert bits(made.learners["checker"].trained) != before, (
                 "the first one has learned by then"
             )
             raise RuntimeError("the second")
 
-    before, states = bits(made._learners["checker"].trained), bits(made.state)
+    before = bits(made.learners["checker"].trained)
+    states = bits(made.state)
     with pytest.raises(RuntimeError, match="the second"):
         made.update(played(random_groups(0)), check=AgreementCheck(since=0, inspect=inspect))
     assert bits(made.state) == states
@@ -94,14 +97,15 @@ def test_engines_get_the_model_below_the_adapters_and_each_adapter_scaled():
     ):
         np.testing.assert_array_equal(got, expected, err_msg=str(path))
     for name, adapter in made.adapters.items():
-        merged = made._learners[name].params["layers"]["q"]
+        merged = made.learners[name].params["layers"]["q"]
         a, b = (x.astype(np.float64) for x in adapter.weights["q"])
         expected = np.asarray(tiny_params()["layers"]["q"], np.float64) + b @ a
         np.testing.assert_allclose(merged, expected, atol=1e-6)
 
 
 def test_a_second_adapter_compiles_nothing():
-    alone, both = single(), MultiAdapterLearner(single(), LORA, NAMES)
+    alone = single()
+    both = MultiAdapterLearner(single(), LORA, NAMES)
     groups = played(random_groups(0))
     alone.update(by_adapter(groups)["solver"])
     both.update(groups)
@@ -110,10 +114,8 @@ def test_a_second_adapter_compiles_nothing():
 
 def test_a_saved_state_continues_as_if_never_saved():
     groups = played(random_groups(0))
-    made, other = (
-        MultiAdapterLearner(single(), LORA, NAMES),
-        MultiAdapterLearner(single(), LORA, NAMES),
-    )
+    made = MultiAdapterLearner(single(), LORA, NAMES)
+    other = MultiAdapterLearner(single(), LORA, NAMES)
     made.update(groups)
     other.state = jax.tree.map(lambda x: x.copy(), made.state)
     made.update(groups)

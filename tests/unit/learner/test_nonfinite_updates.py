@@ -148,7 +148,8 @@ def test_adapters_count_their_own_steps_and_name_themselves():
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_half_a_step_trains_its_half(at: int):
-    made, groups = learner(num_minibatches=2), groups_with_poison(at=at)
+    made = learner(num_minibatches=2)
+    groups = groups_with_poison(at=at)
     before = bits(made.params)
     result = made.update(groups)
     assert bits(made.params) != before and not result.skipped
@@ -162,7 +163,8 @@ def test_half_a_step_trains_its_half(at: int):
 
 
 def test_half_a_step_learns_what_the_half_alone_would():
-    made, alone = learner(num_minibatches=2), learner(num_minibatches=1)
+    made = learner(num_minibatches=2)
+    alone = learner(num_minibatches=1)
     groups = groups_with_poison(at=1)
     made.update(groups)
     alone.update(groups[:1])
@@ -249,10 +251,8 @@ def coefficients(made: Learner, steps: list[list[Group]]) -> list[float]:
 
 
 def test_the_kl_coefficient_adapts_after_half_a_step_and_not_after_none():
-    half, none = (
-        groups_with_poison(),
-        [poisoned(group) for group in random_groups(1, groups=2, members=3)],
-    )
+    half = groups_with_poison()
+    none = [poisoned(group) for group in random_groups(1, groups=2, members=3)]
     made = learner({"kl": ADAPTIVE}, num_minibatches=2)
     first, second, third = coefficients(made, [half, none, half])
     assert first < np.float32(0.1), "the policy is the reference: the distance is below the target"

@@ -102,8 +102,8 @@ def group(dtype: str, *, replay: bool) -> Group:
 def gaps(own: Group) -> np.ndarray:
     """Differences between the learner's log-probs and the engine's."""
     made = learner(weights(SEED))
-    (mini,) = made._packer.mini_batches([own])
-    scored = made._scorer.logprobs(made._policy.weights, mini.batch)
+    (mini,) = made.packer.mini_batches([own])
+    scored = made.scorer.logprobs(made.policy.weights, mini.batch)
     wanted = (trajectory.rollout_logprobs for trajectory in own.trajectories)
     return np.concatenate([np.abs(a - b) for a, b in zip(scored, wanted, strict=True)])
 
@@ -132,7 +132,8 @@ def test_the_first_update_reports_a_ratio_of_1():
 
 def test_given_experts_are_weighted_by_the_own_scores_in_float64_numpy():
     rng = np.random.default_rng(0)
-    x, router = rng.standard_normal((5, 32)), rng.standard_normal((8, 32))
+    x = rng.standard_normal((5, 32))
+    router = rng.standard_normal((8, 32))
     given = rng.random((5, 8)).argsort(axis=1)[:, :2].astype(np.int16)
     given[3] = -1
     assert EXPERTS.experts is not None
@@ -184,9 +185,12 @@ def one_prefix(own: Group) -> Group:
     drawn = np.random.default_rng(1).random((97, 2, 8)).argsort(axis=-1)[..., :2].astype(np.uint8)
 
     def by_id(made: Trajectory) -> Trajectory:
-        context, at, turns = [*made.prompt_ids, *made.response_ids], len(made.prompt_ids), []
+        context = [*made.prompt_ids, *made.response_ids]
+        at = len(made.prompt_ids)
+        turns = []
         for turn in made.turns:
-            start, at = at - 1 if turns else 0, at + len(turn.output.token_ids)
+            start = at - 1 if turns else 0
+            at = at + len(turn.output.token_ids)
             chosen = RoutedExperts.of(start, drawn[context[start : at - 1]])
             turns.append(replace(turn, output=replace(turn.output, routed_experts=chosen)))
             at += len(turn.appended_ids)
@@ -196,15 +200,14 @@ def one_prefix(own: Group) -> Group:
 
 
 def test_the_router_learns_from_the_experts_it_was_given():
-    replayed, free = (
-        gradient(GROUPS)["['layers']['router']"],
-        gradient(random_groups(0))["['layers']['router']"],
-    )
+    replayed = gradient(GROUPS)["['layers']['router']"]
+    free = gradient(random_groups(0))["['layers']['router']"]
     assert np.abs(replayed).max() > 1e-4 and np.abs(replayed - free).max() > 1e-4
 
 
 def test_a_shared_node_takes_the_choice_of_the_first_sequence_that_knows_one():
-    first, second = trajectory([5, 6, 7], [8, 9]), trajectory([5, 6, 7], [8, 10], index=1)
+    first = trajectory([5, 6, 7], [8, 9])
+    second = trajectory([5, 6, 7], [8, 10], index=1)
 
     def with_experts(made: Trajectory, start: int, chosen: list[int]) -> Trajectory:
         array = np.array(chosen, np.uint8).reshape(-1, 1, 1)

@@ -11,6 +11,7 @@ from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.optimized_params import OptimizedParams, UpdatePrograms
 from jax_agent_rl.learner.optimizer import learning_rate
 from jax_agent_rl.models.sharding import make_mesh, replicated
+from tests.messages import raises
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 
@@ -58,7 +59,7 @@ def test_past_the_horizon_the_rate_stays_at_its_floor(kind: str):
 
 
 def test_a_decay_without_a_horizon_is_refused():
-    with pytest.raises(ConfigError, match="lr_scheduler_type=linear.*give the learner total_steps"):
+    with raises(ConfigError, key="lr_scheduler_type=linear", fix="total_steps"):
         learning_rate(OptimizerSection(lr_scheduler_type="linear"), total_steps=None)
     assert learning_rate(OptimizerSection(lr_warmup_steps=2), total_steps=None)(5) == pytest.approx(
         1e-6

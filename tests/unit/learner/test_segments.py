@@ -67,7 +67,7 @@ def test_the_reward_of_two_contexts_comes_after_the_last():
         config=LearnerConfig(pack_length=32),
         temperature=1.0,
     )
-    _, made = learner._prepare([Group(group_id="g", trajectories=(in_two_pieces(),))])
+    _, made = learner.prepare([Group(group_id="g", trajectories=(in_two_pieces(),))])
     (advantage,) = made.advantages
     assert np.all(np.diff(advantage) > 0)
 

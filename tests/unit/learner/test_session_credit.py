@@ -147,7 +147,8 @@ def in_layout(by_time: Sequence[float]) -> np.ndarray:
 
 
 def test_discounts_and_critic_values_follow_the_order_of_sampling():
-    gamma, lam = 0.9, 0.8
+    gamma = 0.9
+    lam = 0.8
     config = AlgorithmConfig(adv_estimator="gae", gamma=gamma, lam=lam)
     samples = valued(
         scored_batch([Group(group_id="g", trajectories=(SESSION,))], turn_reward="none")

@@ -72,7 +72,8 @@ async def short(base_url, api_key, row):
 
 async def recorded() -> tuple[list[Trajectory], list[Calls]]:
     """Two sessions of a group, and the engine's own record of each."""
-    trajectories, calls = [], []
+    trajectories = []
+    calls = []
     async with tiny_context(
         max_assistant_turns=99, max_user_turns=99, max_response_length=400
     ) as context:

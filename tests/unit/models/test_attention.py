@@ -16,7 +16,8 @@ def plain(q, k, v, subtree_end, sinks=None):
     visible = (index[None, None] <= index[None, :, None]) & (
         index[None, :, None] < subtree_end[:, None]
     )
-    k, v = jnp.repeat(k, group, 1), jnp.repeat(v, group, 1)
+    k = jnp.repeat(k, group, 1)
+    v = jnp.repeat(v, group, 1)
     scores = jnp.einsum("bhtd,bhsd->bhts", q, k) / q.shape[-1] ** 0.5
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     if sinks is not None:  # a column of its own, as in transformers, that has no value

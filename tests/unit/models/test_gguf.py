@@ -13,7 +13,12 @@ from jax_agent_rl.models.config import LinearScaling, Llama3Scaling, YarnScaling
 from jax_agent_rl.models.convert import convert_gguf, unpermute
 from jax_agent_rl.models.hf import load_hf
 
-HEADS, KV_HEADS, SIZE, HIDDEN, FORWARD, LAYERS = 4, 2, 8, 32, 48, 2
+HEADS = 4
+KV_HEADS = 2
+SIZE = 8
+HIDDEN = 32
+FORWARD = 48
+LAYERS = 2
 TOKENS = ["<unk>", "<bos>", "<eos>", *(chr(c) for c in range(33, 60)), "Ġ", "a", "b", "ab"]
 
 

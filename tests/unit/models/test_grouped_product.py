@@ -16,7 +16,9 @@ def expected(
     x: np.ndarray, weight: np.ndarray, d_out: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the output and the gradients with respect to x and weight."""
-    out, d_x, d_weight = np.zeros_like(d_out), np.zeros_like(x), np.zeros_like(weight)
+    out = np.zeros_like(d_out)
+    d_x = np.zeros_like(x)
+    d_weight = np.zeros_like(weight)
     ends = np.cumsum(SIZES)
     for i, (begin, end) in enumerate(zip(ends - SIZES, ends, strict=True)):
         out[begin:end] = x[begin:end] @ weight[i].T
@@ -36,11 +38,11 @@ def test_output_and_gradients_are_those_of_a_loop_over_groups(
         monkeypatch.setattr(moe, "TILE_COLUMNS", columns)
     rows, count = sum(SIZES), sum(SIZES) + 100  # the last are in no group
     draw = np.random.default_rng(0).standard_normal
-    x, weight, d_out = draw((count, 48)), draw((len(SIZES), 40, 48)), draw((count, 40))
-    sizes, group = (
-        jnp.asarray(SIZES, jnp.int32),
-        jnp.repeat(jnp.arange(len(SIZES)), jnp.asarray(SIZES)),
-    )
+    x = draw((count, 48))
+    weight = draw((len(SIZES), 40, 48))
+    d_out = draw((count, 40))
+    sizes = jnp.asarray(SIZES, jnp.int32)
+    group = jnp.repeat(jnp.arange(len(SIZES)), jnp.asarray(SIZES))
 
     @jax.jit
     def run(x, weight, d_out):
@@ -82,8 +84,10 @@ unwritten.defvjp(lambda *args: (unwritten(*args), args), _backward)
 def test_what_a_product_leaves_in_rows_of_other_shards_reaches_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(moe, "_product", unwritten)
-    count, tokens, draw = 4, 12, np.random.default_rng(0).standard_normal
+    monkeypatch.setattr(moe, "ragged_product", unwritten)
+    count = 4
+    tokens = 12
+    draw = np.random.default_rng(0).standard_normal
     shapes = {
         "expert_gate": (count, 6, 8),
         "expert_up": (count, 6, 8),
@@ -93,10 +97,8 @@ def test_what_a_product_leaves_in_rows_of_other_shards_reaches_nothing(
     layer |= {
         f"{name}_bias": jnp.asarray(draw(shape[:2]), jnp.float32) for name, shape in shapes.items()
     }
-    x, weights = (
-        jnp.asarray(draw((tokens, 8)), jnp.float32),
-        jnp.asarray(draw((tokens, 2)), jnp.float32),
-    )
+    x = jnp.asarray(draw((tokens, 8)), jnp.float32)
+    weights = jnp.asarray(draw((tokens, 2)), jnp.float32)
     chosen = jnp.asarray(
         np.random.default_rng(1).permuted(np.tile(np.arange(count + 2), (tokens, 1)), axis=1)[:, :2]
     )
@@ -104,7 +106,8 @@ def test_what_a_product_leaves_in_rows_of_other_shards_reaches_nothing(
 
     def grouped(layer, x, weights):
         return jnp.sum(
-            moe._weighted(layer, x, weights, chosen, lambda gate, up: jax.nn.silu(gate) * up) ** 2
+            moe.weighted_outputs(layer, x, weights, chosen, lambda gate, up: jax.nn.silu(gate) * up)
+            ** 2
         )
 
     def one_by_one(layer, x, weights):

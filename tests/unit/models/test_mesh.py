@@ -8,7 +8,7 @@ from jax_agent_rl.models import sharding
 
 
 def test_what_was_traced_before_tpus_were_described_is_traced_again(monkeypatch):
-    monkeypatch.setattr(sharding, "_described_tpus", False)
+    monkeypatch.setattr(sharding, "described_tpus", False)
     function = jax.jit(lambda x: sharding.by_platform(x, tpu=jnp.sin, default=jnp.cos))
     x = jnp.float32(1)
     np.testing.assert_allclose(function(x), np.cos(1), rtol=1e-6)

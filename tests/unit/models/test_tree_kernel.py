@@ -93,7 +93,8 @@ def test_a_shard_asks_from_where_it_stands_in_the_row(runs, window, shard):
 
 def test_blocks_between_which_nothing_is_seen_are_left_out():
     ends, _ = forest([(0, 128), (128, 172)])
-    q, k = drawn(0, 1, 2, COUNT, 8), drawn(1, 1, 2, COUNT, 8)
+    q = drawn(0, 1, 2, COUNT, 8)
+    k = drawn(1, 1, 2, COUNT, 8)
     lost = k.at[:, :, :128].set(jnp.nan)  # no weight is too small to carry it on
     out, dq, dk, dv = interpreted(q, lost, lost, TreeMask(ends), q)
     assert all(bool(jnp.isfinite(x[:, :, 128:]).all()) for x in (out, dq, dk, dv))

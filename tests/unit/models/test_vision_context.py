@@ -1,12 +1,12 @@
 """Contexts with images: which ids are whose, and that keys are equal where ids and images are."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_agent_rl.models.vision_context import ImageKeys, MultimodalContext, VisionProcessor
 from tests.examples import examples
+from tests.messages import raises
 from tests.tiny_vision import IMAGE, TINY_VISION, VIDEO, drawn
 
 # Without a patcher: patches are made here.
@@ -41,7 +41,8 @@ def test_contexts_have_equal_keys_exactly_as_far_as_their_ids_and_images_are_equ
     a: list[int], b: list[int]
 ):
     names = ImageKeys()
-    ours, theirs = names.keys(multimodal(a)), names.keys(multimodal(b))
+    ours = names.keys(multimodal(a))
+    theirs = names.keys(multimodal(b))
     alike = next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
@@ -62,5 +63,5 @@ def test_keys_of_text_are_its_ids_and_placeholders_without_an_image_are_text():
 
 
 def test_an_image_without_its_placeholders_is_refused():
-    with pytest.raises(ValueError, match="image 1 of 1 takes 4 placeholders"):
+    with raises(ValueError, key="image 1 of 1", value="4 placeholders"):
         PROCESSOR.make_context([5, IMAGE, IMAGE, 6], {"image": IMAGES[:1]})

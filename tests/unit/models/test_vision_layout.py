@@ -13,8 +13,10 @@ from jax_agent_rl.models.vision_context import (
     locate,
     rope_positions,
 )
+from tests.messages import raises
 
-IMAGE, VIDEO = 7, 8
+IMAGE = 7
+VIDEO = 8
 VISION = VisionConfig(
     num_layers=1,
     hidden_size=8,
@@ -59,9 +61,11 @@ def test_items_may_stand_side_by_side():
 
 
 def test_an_item_without_its_placeholders_is_named_with_the_fix():
-    with pytest.raises(
+    with raises(
         ValueError,
-        match=r"image 2 of 2 takes 10 placeholders \(id 7\).*expand_media.*model.max_pixels",
+        key="image 2 of 2",
+        value=("10 placeholders", "id 7"),
+        fix=("expand_media", "model.max_pixels"),
     ):
         locate(VISION, IDS[:-4], GRIDS)
 
@@ -125,7 +129,8 @@ def test_windows_and_frames_are_those_of_transformers():
     from transformers import vision_utils
 
     grids = [(1, 4, 6), (2, 10, 14), (1, 4, 4)]
-    total, padded = sum(t * h * w for t, h, w in grids), 336
+    total = sum(t * h * w for t, h, w in grids)
+    padded = 336
     tensor = torch.tensor(grids)
     order, windows = vision_utils.get_vision_window_index(
         tensor, 2, VISION.window_size, VISION.patch_size
@@ -147,7 +152,5 @@ def test_windows_and_frames_are_those_of_transformers():
 
 @pytest.mark.parametrize("patches", [16, 40])
 def test_patches_that_do_not_fit_are_counted(patches: int):
-    with pytest.raises(
-        ValueError, match=rf"24 patches cannot be padded to {patches}.*multiple of 16"
-    ):
+    with raises(ValueError, key="24 patches", value=patches, fix="multiple of 16"):
         layout(VISION, [(1, 4, 6)], patches)

@@ -26,12 +26,13 @@ class Clock:
 def shown(progress: Progress) -> str:
     """The live part as a terminal of 100 columns has it."""
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    console.print(progress._display())
+    console.print(progress.display())
     return console.file.getvalue()
 
 
 def plain(total: int = 8) -> tuple[Progress, Clock, io.StringIO]:
-    clock, file = Clock(), io.StringIO()
+    clock = Clock()
+    file = io.StringIO()
     return Progress(Console(file=file, width=100), total_steps=total, clock=clock), clock, file
 
 

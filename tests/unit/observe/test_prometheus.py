@@ -12,6 +12,7 @@ from jax_agent_rl.observe.sinks.metrics import serve_trainer
 from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health
 from jax_agent_rl.utils.prometheus import RequestCounts, exposition_text
+from tests.messages import raises
 
 CAPABILITIES = Capabilities(max_model_len=64, max_concurrent=4)
 
@@ -89,6 +90,6 @@ def test_a_port_in_use_is_a_setting_to_change():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"trainer.prometheus_port={port} cannot be used"):
+        with raises(ConfigError, key="trainer.prometheus_port", value=port):
             with serve_trainer(port, print_line=print):
                 pass

@@ -169,8 +169,12 @@ def test_the_page_spells_out_what_the_terminal_does(tmp_path):
     if node is None:
         pytest.skip("node is not installed on this machine")
     script = (Path(report.__file__).parent / "page" / "dom.js").read_text()
-    begin, end = script.index("const PICTURES"), script.index("const quoted")
-    woman, computer, heart, fire = "\U0001f469", "\U0001f4bb", "\u2764\ufe0f", "\U0001f525"
+    begin = script.index("const PICTURES")
+    end = script.index("const quoted")
+    woman = "\U0001f469"
+    computer = "\U0001f4bb"
+    heart = "\u2764\ufe0f"
+    fire = "\U0001f525"
     pictures = [
         f"{woman}\u200d{computer}",
         heart,

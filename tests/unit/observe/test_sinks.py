@@ -2,7 +2,6 @@
 
 import contextvars
 import json
-import re
 import sys
 import threading
 from contextlib import suppress
@@ -16,6 +15,7 @@ from jax_agent_rl.observe.sinks import metrics
 from jax_agent_rl.observe.sinks.metrics import RunFacts, check_sinks, open_sinks, scalars
 from jax_agent_rl.observe.sinks.threads import SinkThread
 from jax_agent_rl.utils.packages import install_command
+from tests.messages import raises
 
 STEP = {
     "kind": "step",
@@ -104,7 +104,8 @@ def test_a_run_that_resumes_tells_the_sink_which_run_it_was(kept: Kept, tmp_path
 def test_sinks_that_open_at_the_same_time_record_their_runs_one_after_the_other(
     tmp_path: Path, monkeypatch
 ):
-    together, write = threading.Barrier(2), metrics.write_atomically
+    together = threading.Barrier(2)
+    write = metrics.write_atomically
 
     def write_slowly(file: Path, text: str) -> None:
         with suppress(threading.BrokenBarrierError):
@@ -144,7 +145,9 @@ def test_a_sink_that_cannot_begin_loses_its_records_and_nothing_else(kept: Kept,
 
 
 def test_a_sink_that_hangs_is_left_behind_and_that_is_said():
-    release, said, sink = threading.Event(), [], Kept()
+    release = threading.Event()
+    said = []
+    sink = Kept()
     sink.write = lambda item: release.wait()
     thread = SinkThread("wandb", sink, print_line=said.append)
     thread.put({})
@@ -156,7 +159,8 @@ def test_a_sink_that_hangs_is_left_behind_and_that_is_said():
 
 def test_a_sink_runs_in_a_context_of_its_own_unless_it_is_given_one():
     """A tracker finishes the run that it finds in its caller's context: a trace sink's, say."""
-    variable, found = contextvars.ContextVar("run"), []
+    variable = contextvars.ContextVar("run")
+    found = []
     variable.set("the caller's")
     for context in (None, contextvars.copy_context()):
         thread = SinkThread(
@@ -174,22 +178,21 @@ def test_a_sink_runs_in_a_context_of_its_own_unless_it_is_given_one():
 def test_a_missing_package_is_named_with_its_extra_before_anything_starts(monkeypatch):
     for name in ("tensorboardX", "trackio"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it is an ImportError
-    command = install_command("tensorboard", "trackio")
-    with pytest.raises(ConfigError, match=re.escape(command)):
+    with raises(ConfigError, fix=install_command("tensorboard", "trackio")):
         check_sinks(["tensorboard", "trackio"])
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "named"),
     [
-        ("trainer.logger=[console, wandb]", "leave 'console' out"),
-        ("trainer.logger=[wandb, wandb]", "names an item twice"),
-        ("trainer.logger=swanlab", "'tensorboard', 'wandb' or 'trackio'"),
-        ("trainer.project_name=mine", "is used only with trainer.logger=wandb or trackio"),
+        ("trainer.logger=[console, wandb]", {"value": "leave 'console' out"}),
+        ("trainer.logger=[wandb, wandb]", {"value": "twice"}),
+        ("trainer.logger=swanlab", {"fix": ("'tensorboard'", "'wandb'", "'trackio'")}),
+        ("trainer.project_name=mine", {"fix": "trainer.logger=wandb or trackio"}),
     ],
 )
-def test_a_wrong_logger_is_refused_with_the_fix(override: str, message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_a_wrong_logger_is_refused_with_the_fix(override: str, named: dict):
+    with raises(ConfigError, **named):
         build({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}, [override])
 
 

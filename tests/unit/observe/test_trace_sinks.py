@@ -4,7 +4,6 @@ run.
 
 import datetime
 import json
-import re
 import sys
 import threading
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks import traces as sinks
 from jax_agent_rl.observe.sinks.traces import MAX_FAILURES, TraceSinks, open_tracer, shortened
 from jax_agent_rl.utils.packages import install_command
+from tests.messages import raises
 from tests.trajectories import EPOCH, SECOND, a_trace
 
 
@@ -79,7 +79,8 @@ def test_resuming_cuts_traces_back_too(tmp_path: Path):
 
 
 def test_every_sink_gets_every_trace_and_is_closed():
-    one, other = Keeps(), Keeps()
+    one = Keeps()
+    other = Keeps()
     threads = TraceSinks({"one": one, "other": other})
     for _ in range(3):
         threads.put(a_trace())
@@ -89,7 +90,8 @@ def test_every_sink_gets_every_trace_and_is_closed():
 
 
 def test_a_sink_works_in_the_context_it_was_opened_in():
-    setting, seen = ContextVar("setting", default="default"), []
+    setting = ContextVar("setting", default="default")
+    seen = []
     sink = Keeps()
     sink.write = lambda trace: seen.append(setting.get())
     setting.set("changed")
@@ -102,7 +104,8 @@ def test_a_sink_works_in_the_context_it_was_opened_in():
 async def test_a_sink_of_a_run_works_in_the_context_that_opening_it_made(
     tmp_path: Path, monkeypatch
 ):
-    setting, seen = ContextVar("setting", default="default"), []
+    setting = ContextVar("setting", default="default")
+    seen = []
 
     def open_sink(config, run_dir):
         setting.set("opened")
@@ -121,13 +124,14 @@ async def test_a_sink_of_a_run_works_in_the_context_that_opening_it_made(
 async def test_a_sink_whose_server_never_answers_is_named(tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sinks.SINKS, "mlflow", lambda config, run_dir: threading.Event().wait())
     monkeypatch.setattr(sinks, "OPENING_SECONDS", 0.01)
-    with pytest.raises(ConfigError, match="trace.sinks: mlflow did not answer within 0.01 seconds"):
+    with raises(ConfigError, key=("trace.sinks", "mlflow"), value="0.01 seconds"):
         async with open_tracer(TraceConfig(sinks=("mlflow",)), RunDir(tmp_path)):
             pass
 
 
 def test_a_sink_that_fails_is_given_up_and_counted_and_the_others_go_on(caplog):
-    bad, good = Keeps(fails=True), Keeps()
+    bad = Keeps(fails=True)
+    good = Keeps()
     threads = TraceSinks({"bad": bad, "good": good})
     for _ in range(MAX_FAILURES + 3):
         threads.put(a_trace())
@@ -142,7 +146,9 @@ def test_a_sink_that_fails_is_given_up_and_counted_and_the_others_go_on(caplog):
 
 
 def test_a_sink_that_hangs_loses_traces_but_nobody_waits_for_it(caplog):
-    hanging, begun, go_on = Keeps(), threading.Event(), threading.Event()
+    hanging = Keeps()
+    begun = threading.Event()
+    go_on = threading.Event()
 
     def write(trace):
         begun.set()
@@ -187,8 +193,7 @@ async def test_a_tracer_writes_what_was_traced_before_it_closes(tmp_path: Path):
 
 def test_a_sink_whose_package_is_missing_is_a_message(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    command = re.escape(install_command("trace"))
-    with pytest.raises(ConfigError, match=f"weave is not installed.*{command}"):
+    with raises(ConfigError, key="weave", fix=install_command("trace")):
         sinks.open_sinks(TraceConfig(sinks=("weave",)), RunDir(tmp_path))
 
 

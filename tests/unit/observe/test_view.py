@@ -33,6 +33,7 @@ from jax_agent_rl.observe.view import (
 )
 from jax_agent_rl.types import Fork
 from tests.examples import examples
+from tests.messages import raises
 from tests.report_runs import CountedRecords, make_run
 from tests.tiny_chat import tokenizer
 from tests.trajectories import call, session, trajectory
@@ -240,7 +241,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_said(run, tmp_path):
     whole = list(records)
     assert list(records.read([11, 0, 11])) == [whole[11], whole[0], whole[11]]
     copy.write_bytes(b"\n" + copy.read_bytes())
-    with pytest.raises(DataError, match="run the command again"):
+    with raises(DataError, fix="run the command again"):
         list(records.read([1]))
 
 
@@ -470,7 +471,8 @@ def test_a_call_in_an_outline_does_not_steer_the_terminal():
 
 
 def test_a_model_folder_with_code_of_its_own_is_neither_run_nor_asked_about(tmp_path):
-    folder, ran = tmp_path / "model", tmp_path / "ran"
+    folder = tmp_path / "model"
+    ran = tmp_path / "ran"
     tokenizer().save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {

@@ -278,7 +278,8 @@ def test_what_was_so_from_the_start_is_no_growth_and_no_collapse(name: str, chan
 
 
 def test_a_gap_within_rounding_does_not_count_as_growing():
-    tiny, small = {"logprob_gap_mean": 1e-6}, {"logprob_gap_mean": 1e-3}
+    tiny = {"logprob_gap_mean": 1e-6}
+    small = {"logprob_gap_mean": 1e-3}
     assert watched(conf(), *[tiny] * 3, *[small] * 5)[0] == []
 
 

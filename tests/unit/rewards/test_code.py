@@ -7,6 +7,7 @@ import pytest
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.code import code_tests, extract_program
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
+from tests.messages import raises
 
 SUM_PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
 SUM_TRUTH = {"inputs": ["1 2\n", "3 4\n", "0 -1\n"], "outputs": ["3\n", "7", "-1  \n\n"]}
@@ -86,7 +87,8 @@ async def test_expected_outputs_never_enter_the_sandbox():
             self.seen += stdin + b"".join((files or {}).values())
 
             class Result:
-                stdout, ok = "", True
+                stdout = ""
+                ok = True
 
             return Result()
 
@@ -111,7 +113,7 @@ async def test_a_reply_without_a_program_earns_nothing():
     "truth", [None, {}, {"inputs": ["1"], "outputs": []}, {"inputs": ["1"], "outputs": ["1", "2"]}]
 )
 async def test_a_row_without_tests_is_an_error(truth):
-    with pytest.raises(RewardError, match="ground_truth of a 'code' row must hold tests"):
+    with raises(RewardError, key=("ground_truth", "'code'"), fix="tests"):
         await code_tests("code", reply("pass"), truth, None)
 
 
@@ -136,7 +138,7 @@ async def test_a_row_without_tests_is_an_error(truth):
 )
 @pytest.mark.parametrize("program", [ADD, "pass"])
 async def test_tests_that_say_nothing_about_a_program_are_an_error(program, truth, sandbox):
-    with pytest.raises(RewardError, match="ground_truth of a 'humaneval' row"):
+    with raises(RewardError, key=("ground_truth", "'humaneval'")):
         await code_tests("humaneval", reply(program), truth, sandbox)
 
 

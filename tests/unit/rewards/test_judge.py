@@ -11,6 +11,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.messages import raises
 
 
 def make(script, **kwargs):
@@ -41,7 +42,7 @@ async def test_without_a_reference_the_prompt_has_none():
 @pytest.mark.parametrize("opinion", ["splendid", "[[11]]", "[[-1]]", "10", "[[99]]"])
 async def test_an_opinion_without_a_grade_is_an_error(opinion):
     judge, *_ = make([opinion])
-    with pytest.raises(RewardError, match="gave no grade from 0 to 10"):
+    with raises(RewardError, key="grade", value="0 to 10"):
         await judge.grade(question="q", answer="a")
 
 

@@ -17,6 +17,7 @@ from jax_agent_rl.rewards.rules import (
     qa_f1,
     tagged,
 )
+from tests.messages import raises
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_an_answer_that_is_not_marked_earns_nothing():
 
 @pytest.mark.parametrize("truth", [None, [], {}, {"target": []}, {"answer": "x"}])
 def test_a_row_without_answers_is_an_error(truth):
-    with pytest.raises(RewardError, match="ground_truth of a 'nq' row must hold answers"):
+    with raises(RewardError, key=("ground_truth", "'nq'"), fix="answers"):
         qa_exact_match("nq", "<answer>x</answer>", truth)
 
 

@@ -13,6 +13,7 @@ from jax_agent_rl.types import (
     Trajectory,
     Turn,
 )
+from tests.messages import raises
 
 ROW = {
     "data_source": "mine",
@@ -24,7 +25,7 @@ ROW = {
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch):
-    monkeypatch.setattr(registry, "_REWARDS", {})
+    monkeypatch.setattr(registry, "REWARDS", {})
 
 
 def trajectory(row=ROW):
@@ -111,9 +112,7 @@ async def test_a_function_with_open_arguments_gets_the_classic_four():
 
 async def test_a_field_that_rows_lack_is_found_before_the_run_and_drops_a_trajectory_in_it():
     rewards.register_reward("mine")(lambda solution_str, answer_key: 1.0)
-    with pytest.raises(
-        ConfigError, match="'mine' asks for 'answer_key', which some of its rows have neither"
-    ):
+    with raises(ConfigError, key="'mine'", value="'answer_key'"):
         rewards.require_rewards([ROW, {**ROW, "answer_key": "x"}])
     rewards.require_rewards([{**ROW, "answer_key": "x"}])
     with pytest.raises(RewardError, match="asks for 'answer_key'"):

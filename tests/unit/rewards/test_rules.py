@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.rules import calculator, gsm8k, last_number, marked_number, shop
 from jax_agent_rl.types import FinishReason, ToolCallRecord, Trajectory
+from tests.messages import raises
 from tests.trajectories import trajectory
 
 ANSWERED = {"finish_reason": FinishReason.ANSWER}
@@ -90,7 +91,7 @@ def test_gsm8k_is_strict_unless_asked():
 
 
 def test_a_row_without_a_numeric_truth_is_an_error():
-    with pytest.raises(RewardError, match="must hold a number, got None"):
+    with raises(RewardError, value=None, fix="a number"):
         calculator("calculator", "3", None, ANSWERED)
 
 

@@ -17,6 +17,7 @@ from jax_agent_rl.rollout.protocol import RolloutBackend, TokenChunk, WeightUpda
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
 from tests.fakes import EOS, FakeCodec, ScriptedBackend
+from tests.messages import raises
 
 WORDS = "one two three four five six seven"
 PROMPT = [5, 6, 7]
@@ -115,10 +116,10 @@ async def test_an_abort_before_the_first_id_returns_an_empty_output():
 
 async def test_an_engine_that_aborts_forever_fails_the_request():
     class Quitter(ScriptedBackend):
-        async def _wait_for_turn(self, request_id):
+        async def wait_for_turn(self, request_id):
             self._aborted.add(request_id)
 
-    with pytest.raises(BackendError, match="without a new id"):
+    with pytest.raises(BackendError, match="a new id"):
         await Fleet(backend=Quitter).ask()
 
 
@@ -209,14 +210,14 @@ async def test_a_request_id_is_used_once_at_a_time():
     fleet = Fleet()
     first = fleet.ask()
     await asyncio.sleep(0)
-    with pytest.raises(BackendError, match="'r' is running already"):
+    with raises(BackendError, key="'r'", value="running already"):
         await fleet.ask()
     await first
     await fleet.ask()
 
 
 async def test_images_for_a_text_engine_are_refused():
-    with pytest.raises(BackendError, match=r"takes no \['image'\] input"):
+    with raises(BackendError, value="['image']"):
         await Fleet().ask(image_data=["pixels"])
 
 
@@ -254,7 +255,7 @@ async def test_a_server_that_dies_of_an_update_leaves_the_others():
     await fleet.client.pool.update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
     assert [s.name for s in fleet.client.pool.servers] == ["s1"]
     fleet.backends[1].die()
-    with pytest.raises(BackendError, match="no server is left"):
+    with pytest.raises(BackendError, match="no server is"):
         await fleet.client.pool.update_weights(WeightUpdate(version=2, kind="arrays", payload=None))
     assert fleet.client.pool.policy_version == 1 and not fleet.client.pool.servers
 
@@ -336,9 +337,7 @@ async def test_a_server_of_other_weights_is_refused_until_it_is_up_to_date():
     client = LLMServerClient([fleet.servers[0]])
     update = WeightUpdate(version=3, kind="arrays", payload=None)
     await client.pool.update_weights(update)
-    with pytest.raises(
-        ValueError, match=r"'s1' has policy version 0, the others have \[3\]; bring it up to date"
-    ):
+    with raises(ValueError, key="'s1'", value=("version 0", "[3]"), fix="bring it up to date"):
         client.pool.add_server(fleet.servers[1])
     assert client.pool.servers == (fleet.servers[0],)
     await fleet.servers[1].update_weights(update)
@@ -357,7 +356,7 @@ async def test_no_server_is_added_in_the_middle_of_an_update():
     update = WeightUpdate(version=1, kind="arrays", payload=None)
     updating = asyncio.ensure_future(client.pool.update_weights(update, mode=PauseMode.WAIT))
     await asyncio.sleep(0)
-    with pytest.raises(ValueError, match="while weights are being updated"):
+    with pytest.raises(ValueError, match="while weights are"):
         client.pool.add_server(fleet.servers[1])
     fleet.go_on()
     await asyncio.gather(held, updating)
@@ -378,7 +377,7 @@ class Streams(ScriptedBackend):
         plan, start = self._plan(request)
         self.requests.append(request)
         for sampled in range(request.sampling.max_tokens):
-            await self._wait_for_turn(request.request_id)
+            await self.wait_for_turn(request.request_id)
             token = plan[len(request.prompt_ids) - start + sampled]
             self.sampled += 1
             part = {
@@ -428,7 +427,7 @@ async def test_a_server_that_is_lost_twice_at_once_costs_no_request():
     fleet.servers[0].abandon("it does nothing")
     await asyncio.sleep(0)  # its request is about to notice
     fleet.servers[0].abandon("it left")
-    with pytest.raises(EngineDiedError, match="server s0 is lost: it does nothing$"):
+    with raises(EngineDiedError, key="server s0", value="it does nothing"):
         await fleet.servers[0].update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
     assert (await task).token_ids == fleet.whole
 

@@ -15,6 +15,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.membership import ADDRESS_FILE, MembershipServer, command_run
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.types import SamplingParams
+from tests.messages import raises
 from tests.toy_backend import BASE, ToyBackend
 
 
@@ -151,10 +152,10 @@ async def test_only_the_holder_of_the_runs_token_changes_engines(tmp_path: Path)
 
 
 async def test_a_command_to_a_run_that_ended_says_so(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no run trains in .*engines.json is missing"):
+    with raises(ConfigError, key="engines.json", value="missing"):
         await command_run(tmp_path, "engines")
     async with running(tmp_path):
         stale = (tmp_path / ADDRESS_FILE).read_text()
     (tmp_path / ADDRESS_FILE).write_text(stale)
-    with pytest.raises(ConfigError, match="it was killed, or it runs on another machine"):
+    with raises(ConfigError, value=("killed", "another machine")):
         await command_run(tmp_path, "engines")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from jax_agent_rl.rollout.object_store import (
 )
 from jax_agent_rl.rollout.protocol import OBJECT_STORE, WeightUpdate
 from jax_agent_rl.utils.fingerprints import fingerprint
+from tests.messages import raises
 from tests.toy_backend import ToyBackend
 
 TREE = {
@@ -87,7 +87,7 @@ async def test_any_flipped_bit_is_found_before_the_engine_sees_it(place: int, bi
     shelf = FakeStore()
     update = store(arrays({"embed": TREE["embed"].copy()}), shelf.put)
     shelf.objects[0]["embed"].data[place] ^= 1 << bit
-    with pytest.raises(WeightUpdateError, match="version 3 were damaged"):
+    with raises(WeightUpdateError, key="version 3", value="damaged"):
         async with fetch(update, get=shelf.get):
             raise AssertionError("damaged weights were given out")
 
@@ -104,7 +104,5 @@ def test_the_fingerprint_is_of_names_types_and_shapes_too():
 
 async def test_another_kind_is_refused_by_its_name():
     engine = from_object_store(ToyBackend(), get=FakeStore().get)
-    with pytest.raises(
-        WeightUpdateError, match="takes weights of kind 'object_store', got 'arrays'"
-    ):
+    with raises(WeightUpdateError, value="'arrays'", fix="'object_store'"):
         await engine.update_weights(arrays())

@@ -11,6 +11,7 @@ from jax_agent_rl.errors import BackendError, ConfigError, EngineDiedError, Weig
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import StopReason
 from tests.fleet import in_virtual_time, now
+from tests.messages import raises
 
 
 def test_a_server_that_joins_gets_the_served_weights_before_any_request():
@@ -62,12 +63,10 @@ def test_a_join_that_fails_leaves_everything_as_it_was(why):
         make = fleet.make("b", version=7 if why == "newer" else 0)
         if why == "unreachable":
             fleet.unreachable.add("b")
-            with pytest.raises(EngineDiedError, match="not to be reached"):
+            with pytest.raises(EngineDiedError, match="to be reached"):
                 await fleet.client.pool.join("b", make)
         elif why == "newer":
-            with pytest.raises(
-                WeightUpdateError, match="version 7, newer than the run's 1.*restart it"
-            ):
+            with raises(WeightUpdateError, value=("version 7", 1), fix="restart it"):
                 await fleet.client.pool.join("b", make)
         elif why == "refuses":
 
@@ -76,7 +75,7 @@ def test_a_join_that_fails_leaves_everything_as_it_was(why):
                 engine.refuses = True
                 return engine
 
-            with pytest.raises(WeightUpdateError, match="b refuses version 1"):
+            with raises(WeightUpdateError, key="b refuses", value="version 1"):
                 await fleet.client.pool.join("b", stubborn)
         elif why == "in use":
             with pytest.raises(ValueError, match="'a' already"):
@@ -87,7 +86,7 @@ def test_a_join_that_fails_leaves_everything_as_it_was(why):
             joining.cancel()
             await asyncio.gather(joining, return_exceptions=True)
         assert fleet.up == ["a"] and len(fleet.client.pool.backends) == 1
-        assert all(engine._closed for engine in fleet.engines.get("b", []))
+        assert all(engine.closed for engine in fleet.engines.get("b", []))
         await fleet.publish(2)
         fleet.unreachable.clear()
         await fleet.client.pool.join("b", fleet.make("b"))
@@ -103,7 +102,7 @@ def test_a_server_that_leaves_loses_no_request(drain):
         tasks = [fleet.ask(10), fleet.ask(10)]
         await asyncio.sleep(4.5)
         await fleet.client.pool.leave("a", drain=drain)
-        assert fleet.up == ["b"] and fleet["a"]._closed
+        assert fleet.up == ["b"] and fleet["a"].closed
         outputs = await asyncio.gather(*tasks)
         assert [len(output.token_ids) for output in outputs] == [10, 10]
         resumed = [request.sampling.max_tokens for request in fleet["b"].asked]
@@ -123,7 +122,7 @@ def test_a_lost_server_is_replaced_updated_and_takes_part_again():
         fleet["a"].die()
         await asyncio.sleep(5)
         assert fleet.up == ["a", "b"] and len(fleet.engines["a"]) == 2
-        assert fleet["a"].updates == [1] and fleet.engines["a"][0]._closed
+        assert fleet["a"].updates == [1] and fleet.engines["a"][0].closed
         assert [len(output.token_ids) for output in await asyncio.gather(*tasks)] == [10, 10]
         stats = fleet.client.stats()
         assert (stats.servers_up, stats.servers_lost, stats.servers_joined, stats.stale_served) == (
@@ -162,10 +161,10 @@ def test_requests_wait_no_longer_than_allowed_and_a_late_server_serves_again():
         fleet.unreachable.add("a")
         fleet["a"].die()
         for expected in (50.0, 50.0):
-            with pytest.raises(EngineDiedError, match="a: a died; none came back within 50 s"):
+            with raises(EngineDiedError, key="a died", value="50 s"):
                 await fleet.ask(5)
             assert now() == pytest.approx(expected, abs=0.1), "the outage has begun once"
-        with pytest.raises(EngineDiedError, match="no rollout engine is left"):
+        with pytest.raises(EngineDiedError, match="no rollout engine"):
             fleet.client.require_server()
         fleet.unreachable.clear()
         await asyncio.sleep(40)
@@ -179,7 +178,7 @@ def test_when_time_is_up_a_server_is_given_up_and_its_loss_is_the_answer():
         await fleet.start("a")
         fleet.unreachable.add("a")
         fleet["a"].die()
-        with pytest.raises(EngineDiedError, match="no server left: a: a died"):
+        with raises(EngineDiedError, key="no server left", value="a died"):
             await fleet.ask(5)
         assert now() == pytest.approx(20, abs=0.1)
         tries = [at for _, at in fleet.starts[1:]]
@@ -211,7 +210,7 @@ def test_a_request_that_kills_every_server_fails_in_the_end():
         while not task.done():
             fleet["a"].die()
             await asyncio.sleep(1)
-        with pytest.raises(BackendError, match="20 servers were lost under it"):
+        with raises(BackendError, value="20 servers"):
             await task
 
     in_virtual_time(main)
@@ -286,7 +285,7 @@ def test_if_all_refuse_the_old_weights_are_still_served_and_the_error_is_raised(
     async def main(fleet):
         await fleet.start("a", "b")
         fleet["a"].refuses = fleet["b"].refuses = True
-        with pytest.raises(WeightUpdateError, match="a refuses version 1"):
+        with raises(WeightUpdateError, key="a refuses", value="version 1"):
             await fleet.publish(1)
         assert fleet.up == ["a", "b"] and fleet.client.pool.policy_version == 0
         output = await fleet.ask(5)
@@ -302,7 +301,7 @@ def test_an_update_during_an_outage_is_kept_if_it_lasts():
         await fleet.publish(1)
         assert (await fleet.ask(3)).policy_versions == (1, 1, 1)
         fleet["a"].die()
-        with pytest.raises(BackendError, match="no server is left to take weights of version 2"):
+        with raises(BackendError, key="no server", value="version 2"):
             await fleet.publish(2, lasting=False)
 
     in_virtual_time(main)
@@ -313,7 +312,7 @@ def test_nobody_slips_into_the_rotation_past_the_fence_while_weights_change():
         await fleet.start("a")
         publishing = asyncio.create_task(fleet.publish(1))
         await asyncio.sleep(0.5)
-        with pytest.raises(ValueError, match="while weights are being updated"):
+        with pytest.raises(ValueError, match="while weights are"):
             fleet.client.pool.add_server(AsyncServer(fleet.make("b")(), name="b"))
         await publishing
 
@@ -328,7 +327,7 @@ def test_a_fenced_server_that_dies_while_it_waits_is_replaced_by_one_that_waits(
         await asyncio.sleep(20)
         fleet["b"].die()  # this one is fenced, so nobody notices before the next update
         fleet["a"].refuses = True
-        with pytest.raises(WeightUpdateError, match="a refuses version 2"):
+        with raises(WeightUpdateError, key="a refuses", value="version 2"):
             await fleet.publish(2, lasting=False)
         await asyncio.sleep(5)
         fleet["a"].refuses = False
@@ -359,9 +358,9 @@ def test_a_server_that_is_lost_in_the_moment_it_came_back_is_recovered_again():
 
 def test_servers_that_start_with_different_weights_are_refused_and_closed():
     async def main(fleet):
-        with pytest.raises(ConfigError, match=r"different policy versions: {'a': 0, 'b': 3}"):
+        with raises(ConfigError, key="policy versions", value="{'a': 0, 'b': 3}"):
             await fleet.client.pool.start({"a": fleet.make("a"), "b": fleet.make("b", version=3)})
-        assert fleet["a"]._closed and fleet["b"]._closed and not fleet.up
+        assert fleet["a"].closed and fleet["b"].closed and not fleet.up
 
     in_virtual_time(main)
 
@@ -379,7 +378,7 @@ def test_closing_ends_what_waits_for_a_server():
         await fleet.client.pool.close()
         for error in await asyncio.gather(joining, task, return_exceptions=True):
             assert isinstance(error, BackendError)
-        assert all(engine._closed for engines in fleet.engines.values() for engine in engines)
+        assert all(engine.closed for engines in fleet.engines.values() for engine in engines)
 
     in_virtual_time(main)
 

@@ -4,8 +4,6 @@ import asyncio
 import functools
 from pathlib import Path
 
-import pytest
-
 from jax_agent_rl.errors import ConfigError, EngineDiedError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
@@ -13,6 +11,7 @@ from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams
 from jax_agent_rl.utils.fingerprints import read_fingerprint
+from tests.messages import raises
 from tests.toy_backend import ToyBackend, to_text
 
 
@@ -160,7 +159,7 @@ async def test_servers_with_different_weights_of_one_version_are_refused_at_the_
             await backend.start()
             await backend.update_weights(weights(tmp_path, 2, content))
             await backend.close()
-        with pytest.raises(ConfigError, match="different weights of version 2"):
+        with raises(ConfigError, key="different weights", value="version 2"):
             await client.pool.start(
                 {host.url: functools.partial(RemoteBackend, host.url) for host in hosts}
             )
@@ -172,7 +171,7 @@ async def test_servers_with_different_weights_of_one_version_are_refused_at_the_
 
 async def test_a_server_that_cannot_be_reached_at_the_start_is_an_error_at_once():
     client = LLMServerClient(recovery_seconds=30.0)
-    with pytest.raises(EngineDiedError, match=r"http://127\.0\.0\.1:9 is gone"):
+    with raises(EngineDiedError, key="http://127.0.0.1:9", value="gone"):
         await client.pool.start(
             {"nobody": lambda: RemoteBackend("http://127.0.0.1:9", start_seconds=0)}
         )

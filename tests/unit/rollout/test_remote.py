@@ -39,6 +39,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from jax_agent_rl.utils.media import as_frames, as_image
 from jax_agent_rl.utils.network import is_loopback
+from tests.messages import raises
 from tests.served import behind_server
 from tests.toy_backend import ToyBackend
 
@@ -97,7 +98,7 @@ async def test_without_the_right_token_nothing_is_answered(given):
 
 
 async def test_a_client_with_a_wrong_token_reads_which_key_to_check():
-    with pytest.raises(BackendError, match=r"does not accept the token.*rollout\.token_env"):
+    with raises(BackendError, key="token", fix="rollout.token_env"):
         async with served(token="secret", client={"token": "other"}):
             pass
 
@@ -206,7 +207,7 @@ def test_what_is_no_request_is_refused_before_an_engine_sees_it(wrong: dict, mes
 )
 async def test_errors_arrive_as_what_they_were(kind):
     class Failing(ToyBackend):
-        def _check(self, request):
+        def check_request(self, request):
             raise kind("exactly this text")
 
     async with served(backend=Failing()) as (_, _http, remote):
@@ -217,7 +218,7 @@ async def test_errors_arrive_as_what_they_were(kind):
 
 async def test_a_surprise_in_the_backend_is_a_backend_error_with_its_name(caplog):
     class Broken(ToyBackend):
-        def _check(self, request):
+        def check_request(self, request):
             raise ZeroDivisionError("oops")
 
     async with served(backend=Broken()) as (_, _http, remote):
@@ -234,13 +235,13 @@ MEDIA = {
 
 async def test_images_are_refused_before_anything_is_sent():
     async with served() as (_, _http, remote):
-        with pytest.raises(BackendError, match=r"server at http.* takes no \['image'\] input"):
+        with raises(BackendError, key="server at http", value="['image']"):
             await remote.generate(request(multi_modal={"image": MEDIA["image"]}))
 
 
 async def test_pictures_arrive_pixel_by_pixel():
     class Seeing(ToyBackend):
-        def _check(self, request):
+        def check_request(self, request):
             seen.append(request.multi_modal)
 
     seen = []
@@ -279,7 +280,7 @@ def test_a_small_file_that_claims_to_be_a_huge_picture_is_not_unpacked():
     data = encode_request(request()) | {
         "multi_modal": {"image": [base64.b64encode(stream.getvalue()).decode()]}
     }
-    with pytest.raises(BackendError, match="9000 x 8000 are more than"):
+    with raises(BackendError, value="9000 x 8000"):
         decode_request(data)
 
 
@@ -291,16 +292,12 @@ def test_pictures_of_one_request_have_a_limit_together_and_none_is_unpacked(monk
     data = encode_request(request()) | {
         "multi_modal": {"image": [encoded], "video": [[encoded, encoded]]}
     }
-    with pytest.raises(
-        BackendError, match=f"more than 4096 images and frames, or {1 << 27} pixels, in one request"
-    ):
+    with raises(BackendError, value=("4096 images", f"{1 << 27} pixels")):
         decode_request(data)
 
 
 def test_what_is_no_picture_is_not_sent():
-    with pytest.raises(
-        BackendError, match="request 'r': an image must be a PIL image or an array, got str"
-    ):
+    with raises(BackendError, key="request 'r'", value="got str", fix="a PIL image or an array"):
         encode_request(request(multi_modal={"image": ["cat.png"]}))
 
 
@@ -324,13 +321,13 @@ async def test_a_client_that_leaves_frees_its_slots():
 
 async def test_a_server_that_closes_in_the_middle_is_an_engine_that_died():
     async with served(client={"silence_seconds": 300}) as (inner, http, remote):
-        inner._frozen = True
+        inner.frozen = True
         task = asyncio.create_task(remote.generate(request()))
         while not inner.waiting:
             await asyncio.sleep(0.001)
         await http.close()
         async with asyncio.timeout(60):  # less than the silence
-            with pytest.raises(EngineDiedError, match=rf"{http.url} is gone"):
+            with raises(EngineDiedError, key=http.url, value="gone"):
                 await task
         assert not (health := await remote.health()).ok and "gone" in health.detail
 
@@ -341,7 +338,7 @@ async def test_a_silent_server_is_an_engine_that_died_and_a_slow_one_is_not():
         http,
         remote,
     ):
-        inner._frozen = True
+        inner.frozen = True
         task = asyncio.create_task(remote.generate(request()))
         await asyncio.sleep(5.0)
         assert not task.done(), "heartbeats keep a slow request alive"
@@ -361,7 +358,7 @@ async def test_a_restarted_server_is_refused_because_it_has_lost_its_weights():
 async def test_the_client_of_several_servers_goes_on_without_the_lost_one():
     async with served() as (first, http, one), served() as (_second, _, two):
         fleet = LLMServerClient([AsyncServer(one, name="one"), AsyncServer(two, name="two")])
-        first._frozen = True
+        first.frozen = True
         sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
         task = asyncio.create_task(
             fleet.generate("r", prompt_ids=[5, 6, 7], sampling_params=sampling)
@@ -377,7 +374,7 @@ async def test_start_waits_for_a_server_that_still_loads():
     async with served() as (inner, http, _remote):
         later = RolloutServer(inner, port=0)
         await later.start()
-        url, port = later.url, later._http.port
+        url, port = later.url, later.http.port
         await later.close()
         late = RemoteBackend(url, start_seconds=60)
         starting = asyncio.create_task(late.start())
@@ -391,7 +388,7 @@ async def test_start_waits_for_a_server_that_still_loads():
 
 
 async def test_start_gives_up_with_the_address():
-    with pytest.raises(EngineDiedError, match=r"http://127\.0\.0\.1:9 is gone"):
+    with raises(EngineDiedError, key="http://127.0.0.1:9", value="gone"):
         await RemoteBackend("http://127.0.0.1:9", start_seconds=0).start()
 
 
@@ -455,7 +452,7 @@ async def test_uploaded_weights_are_checked_used_and_deleted(tmp_path: Path):
         (folder,) = [p for p in tmp_path.iterdir() if p.is_dir()]
         assert [p.name for p in folder.iterdir()] == []
         file.write_text("nonsense")
-        with pytest.raises(WeightUpdateError, match="names no weight set"):
+        with pytest.raises(WeightUpdateError, match="no weight set"):
             await remote.update_weights(WeightUpdate(version=4, kind="safetensors", payload=[file]))
         assert [p.name for p in folder.iterdir()] == [] and remote.policy_version == 3
     assert not folder.exists()

@@ -22,6 +22,7 @@ from jax_agent_rl.rollout.http.weight_files import (
 )
 from jax_agent_rl.rollout.protocol import Health, WeightUpdate
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
+from tests.messages import raises
 from tests.served import behind_server
 from tests.toy_backend import ToyBackend
 
@@ -208,9 +209,9 @@ async def test_all_uploads_together_have_a_limit_in_bytes_and_number(tmp_path: P
     uploads = Uploads(max_bytes=MAX_UPLOADS, folder=tmp_path)
     for number in range(MAX_UPLOADS):
         assert await uploads.receive(f"{number:016x}", "w.safetensors", DIGEST, blocks(b"x")) == 1
-    with pytest.raises(WeightUpdateError, match="4 uploads wait to be used, the most"):
+    with raises(WeightUpdateError, value="4 uploads"):
         await uploads.receive("f" * 16, "w.safetensors", DIGEST, blocks(b"x"))
-    with pytest.raises(WeightUpdateError, match="5 bytes, more than the server's limit of 4"):
+    with raises(WeightUpdateError, value=("5 bytes", 4)):
         await uploads.receive("0" * 16, "v.safetensors", DIGEST, blocks(b"x"))
     uploads.drop(f"{1:016x}")
     assert await uploads.receive("e" * 16, "w.safetensors", DIGEST, blocks(b"x")) == 1
@@ -268,6 +269,6 @@ async def test_without_a_setting_uploads_leave_half_of_the_free_memory(tmp_path:
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(weight_files.shutil, "disk_usage", lambda _: usage)
     uploads = Uploads(folder=tmp_path)
-    with pytest.raises(WeightUpdateError, match="6 bytes, more than the server's limit of 5"):
+    with raises(WeightUpdateError, value=("6 bytes", 5)):
         await uploads.receive("0" * 16, "w.safetensors", "", blocks(b"xxxxxx"))
     uploads.close()

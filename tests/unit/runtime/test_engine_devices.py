@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from jax_agent_rl import config
 from jax_agent_rl.deploy.plan.architectures import architecture_folder
 from jax_agent_rl.errors import ConfigError
@@ -20,6 +18,7 @@ from jax_agent_rl.runtime.engine_devices import (
     report_idle,
     resolve_engine_mesh,
 )
+from tests.messages import raises
 
 GIB = 1 << 30
 
@@ -159,9 +158,7 @@ def test_one_program_for_engine_and_learner_runs_on_one_device():
 
 
 def test_more_devices_than_there_are_is_refused():
-    with pytest.raises(
-        ConfigError, match="takes 8 devices from number 0 on, but this process has 4"
-    ):
+    with raises(ConfigError, value=("8 devices", "number 0", "has 4")):
         resolved("qwen2.5-0.5b", settings(engine={"mesh": {"data": 8}}))
 
 

@@ -26,6 +26,7 @@ from jax_agent_rl.runtime.placement import (
     room_for_learning,
 )
 from jax_agent_rl.types import SamplingParams
+from tests.messages import raises
 from tests.toy_backend import ToyBackend
 
 SLEEPING = {"placement": "hybrid", "sleep_during_update": True}
@@ -140,9 +141,10 @@ async def test_an_engine_that_dies_asleep_comes_back_for_its_death_to_be_seen():
 
 async def test_sleep_that_an_engine_cannot_do_is_refused_at_start():
     client = await serving(here=ToyBackend())
-    with pytest.raises(
+    with raises(
         ConfigError,
-        match="rollout.sleep_during_update: the jetstream engine cannot release its memory",
+        key="rollout.sleep_during_update",
+        value="jetstream",
     ):
         room_for_learning(settings(sleep_during_update=True), client, ["here"])
     await close(client)
@@ -199,9 +201,7 @@ def test_who_works_at_the_same_time_shares_no_devices_to_exchange_data_over(mode
         for one in apart
     )
     for learner, engine in ((range(4), range(4)), (range(8), range(4)), (range(4), range(2, 6))):
-        with pytest.raises(
-            ConfigError, match=rf"trainer.mode={mode}: .* give the engine devices of its own"
-        ):
+        with raises(ConfigError, key="trainer.mode", value=mode, fix="devices of its own"):
             check_turns(asynchronous, *meshes(learner, engine))
         check_turns(settings(), *meshes(learner, engine))
         check_turns(hybrid, *meshes(learner, engine))
@@ -210,7 +210,7 @@ def test_who_works_at_the_same_time_shares_no_devices_to_exchange_data_over(mode
     check_turns(
         asynchronous, *meshes(range(4), range(4), data=4)
     )  # four engines, none of which exchanges anything
-    with pytest.raises(ConfigError, match="the same 2 devices"):
+    with raises(ConfigError, value="2 devices"):
         check_turns(asynchronous, *meshes(range(4), range(4), data=2))
 
 

@@ -15,6 +15,7 @@ from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.runtime.identity import RunIdentity, run_identity
 from jax_agent_rl.runtime.resume import check_resumed
+from tests.messages import raises
 from tests.tiny import TINY, tiny_params
 
 Tree = dict[str, Any]
@@ -182,9 +183,7 @@ def test_the_code_of_classes_that_a_file_names_is_part_of_the_run(
     assert check(before, identity(tree)) == []
 
     code.write_text("x = 2\n")
-    with pytest.raises(
-        CheckpointError, match=rf"{section}\.{key}: other code of .*somebodys_classes"
-    ):
+    with raises(CheckpointError, key=f"{section}.{key}", value="somebodys_classes"):
         check(before, identity(tree))
 
 
@@ -192,8 +191,8 @@ def test_several_differences_are_told_together(tree: Tree):
     old = identity(tree)
     set_key("seed", 7)(tree, Path())
     set_key("learner.lora.rank", 8)(tree, Path())
-    with pytest.raises(
-        CheckpointError, match=r"(?s)learner.lora.rank was 4, is 8.*--accept-change"
+    with raises(
+        CheckpointError, key="learner.lora.rank", value=("was 4", "is 8"), fix="--accept-change"
     ):
         check(old, identity(tree), "seed")
 

@@ -15,6 +15,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.runtime.multihost import decode_groups, encode_groups, initialize
 from jax_agent_rl.types import DropReason
 from jax_agent_rl.utils.media import as_frames
+from tests.messages import raises
 from tests.ports import free_port
 from tests.simulated import environment_with
 from tests.tiny_vision import picture, seeing_trajectory
@@ -181,17 +182,11 @@ def test_pictures_that_ids_show_travel_pixel_by_pixel():
 
 def test_what_cannot_join_says_what_to_start(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
-    with pytest.raises(
-        ConfigError, match="process None of 2 could not join 'localhost:1'.*own process_id"
-    ):
+    with raises(ConfigError, value=("process None of 2", "'localhost:1'"), fix="process_id"):
         initialize(MultihostConfig(coordinator="localhost:1", num_processes=2))
-    with pytest.raises(
-        ConfigError, match="num_processes=2, but nothing says where they meet; set .*HOST:PORT"
-    ):
+    with raises(ConfigError, key="num_processes", value=2, fix="HOST:PORT"):
         initialize(MultihostConfig(num_processes=2, process_id=1))
-    with pytest.raises(
-        ValueError, match="process_id=2 is not below .*num_processes=2; number .* from 0 to 1"
-    ):
+    with raises(ValueError, key=("process_id=2", "num_processes=2"), fix="0 to 1"):
         MultihostConfig(coordinator="localhost:1", num_processes=2, process_id=2)
 
 

@@ -26,6 +26,7 @@ from jax_agent_rl.runtime.multihost_engines import (
     require_equal_models,
 )
 from jax_agent_rl.types import SamplingParams
+from tests.messages import raises
 from tests.ports import free_port
 from tests.simulated import environment_with
 from tests.tiny import TINY, tiny_params
@@ -121,9 +122,7 @@ async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
     other = HostEngine(lambda: Engine(broken=True), HostRegistry(store), number=3, host="127.0.0.1")
     client = await fleet(Engine(), kept)
     try:
-        with pytest.raises(
-            BackendError, match="the engine of process 3 could not start: MemoryError: 2 GB"
-        ):
+        with raises(BackendError, key="process 3", value="MemoryError: 2 GB"):
             await join_hosts(client, registry=HostRegistry(store), other_processes=1)
     finally:
         await client.pool.close()
@@ -140,16 +139,12 @@ async def test_an_engine_that_is_not_wanted_any_more_ends_before_anybody_has_ask
 async def test_a_version_that_is_not_in_the_process_is_refused():
     engine, kept = Engine(), copies()
     served = kept.into(engine)  # type: ignore[arg-type]
-    with pytest.raises(
-        WeightUpdateError, match="version 1 are not in this process, which has none"
-    ):
+    with raises(WeightUpdateError, key="version 1", value="has none"):
         await served.update_weights(WeightUpdate(version=1, kind=MESH, payload=None))
     kept.put(1, "parameters")  # type: ignore[arg-type]
-    with pytest.raises(
-        WeightUpdateError, match="version 2 are not in this process, which has version 1"
-    ):
+    with raises(WeightUpdateError, key="version 2", value="has version 1"):
         await served.update_weights(WeightUpdate(version=2, kind=MESH, payload=None))
-    with pytest.raises(WeightUpdateError, match="takes weights of kind 'mesh', got 'arrays'"):
+    with raises(WeightUpdateError, value="'arrays'", fix="'mesh'"):
         await served.update_weights(WeightUpdate(version=2, kind="arrays", payload={}))
     assert engine.taken == []
 
@@ -215,5 +210,5 @@ async def test_a_run_whose_processes_have_other_models_ends_with_the_one_that_di
         await require_equal_models(content, registry=HostRegistry(store), other_processes=2)
     with pytest.raises(ModelError, match="gone"):
         publish_own_models(config("gone"), registry=HostRegistry(store), number=2)
-    with pytest.raises(ModelError, match="process 2 cannot read its models"):
+    with raises(ModelError, key="process 2"):
         await require_equal_models(content, registry=HostRegistry(store), other_processes=2)

@@ -68,7 +68,7 @@ def test_what_does_not_go_together_is_refused(choice: PolicyChoice, message: str
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
     with (
-        pytest.raises(CheckpointError, match="not a run folder"),
+        pytest.raises(CheckpointError, match="a run folder"),
         open_policy(PolicyChoice(run=tmp_path)),
     ):
         pass

@@ -1,6 +1,5 @@
 """What has to be so before Ray is started; none is."""
 
-import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.runtime import ray_cluster
 from jax_agent_rl.runtime.ray_cluster import open_ray
 from jax_agent_rl.utils.packages import install_command
+from tests.messages import raises
 
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_ADDRESS")
 
@@ -25,9 +25,9 @@ async def test_an_own_cluster_that_could_not_be_secured_is_not_started(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
-    with pytest.raises(
+    with raises(
         ConfigError,
-        match="set RAY_AUTH_MODE, RAY_AUTH_TOKEN, RAY_ENABLE_.* before the program starts",
+        fix=("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "before the program starts"),
     ):
         async with open_ray(None):
             raise AssertionError("it was started")
@@ -50,9 +50,7 @@ async def test_a_cluster_that_never_answers_is_named(monkeypatch: pytest.MonkeyP
     for name in (*VARIABLES, "RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"):
         monkeypatch.setenv(name, "" if name == "RAY_ADDRESS" else "token")
     never_answering_ray(monkeypatch)
-    with pytest.raises(
-        ConfigError, match=f"{address or 'this machine'} did not answer within 0.01 seconds"
-    ):
+    with raises(ConfigError, key=address or "this machine", value="0.01 seconds"):
         async with open_ray(address):
             raise AssertionError("it answered")
 
@@ -67,6 +65,6 @@ async def test_a_cluster_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch
 
 async def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=re.escape(install_command("ray"))):
+    with raises(ConfigError, fix=install_command("ray")):
         async with open_ray("10.0.0.5:6379"):
             raise AssertionError("there is none")

@@ -15,6 +15,7 @@ from jax_agent_rl.learner.checkpoint import Checkpointer, cut_off_steps
 from jax_agent_rl.learner.checkpoint_steps import complete_steps
 from jax_agent_rl.runtime.resume import choose_run, nothing_to_do, runs_without_checkpoint
 from jax_agent_rl.utils.files import mark_in_use
+from tests.messages import raises
 from tests.tiny_run import tiny_recipe
 
 
@@ -36,18 +37,21 @@ def test_a_run_begins_in_an_empty_folder_of_checkpoints_and_does_not_resume_from
 ):
     config = configured(tmp_path, checkpoint_dir=str(tmp_path / "bucket"))
     assert choose_run(config, False) == choose_run(config, "if_any") == (tmp_path / "run", False)
-    with pytest.raises(
+    with raises(
         CheckpointError,
-        match="--resume: no complete checkpoint in .*bucket; start without --resume",
+        key="--resume",
+        value="bucket",
+        fix="without --resume",
     ):
         choose_run(config, True)
 
 
 def test_checkpoints_of_another_run_are_not_written_over(tmp_path: Path):
     config = configured(tmp_path, checkpoint_dir=str(saved(tmp_path / "bucket", 3, 5)))
-    with pytest.raises(
+    with raises(
         CheckpointError,
-        match=r"of steps \[3, 5\]\); go on from them with --resume, or choose another",
+        value="[3, 5]",
+        fix=("--resume", "choose another"),
     ):
         choose_run(config, False)
     assert choose_run(config, True) == choose_run(config, "if_any") == (tmp_path / "run", True)
@@ -59,9 +63,10 @@ def test_a_checkpoint_whose_writing_was_cut_off_does_not_count(tmp_path: Path):
     assert complete_steps(bucket) == [3] and cut_off_steps(bucket) == [5]
     (tmp_path / "other" / "4.orbax-checkpoint-tmp-7").mkdir(parents=True)
     config = configured(tmp_path, checkpoint_dir=str(tmp_path / "other"))
-    with pytest.raises(
+    with raises(
         CheckpointError,
-        match="; that of step 4 was cut off while it was written; start without --re",
+        value=("step 4", "cut off"),
+        fix="without --resume",
     ):
         choose_run(config, True)
 
@@ -80,7 +85,7 @@ def test_resuming_takes_the_run_folder_that_wrote_there(tmp_path: Path):
 def test_without_such_a_folder_auto_resume_begins_where_resume_fails(tmp_path: Path):
     config = configured(tmp_path)
     assert choose_run(config, "if_any") == (tmp_path / "run", False)
-    with pytest.raises(CheckpointError, match="no run with a checkpoint"):
+    with pytest.raises(CheckpointError, match="no run with"):
         choose_run(config, True)
     saved(tmp_path / "run" / "checkpoints", 2)
     assert choose_run(config, "if_any") == (tmp_path / "run", True)

@@ -4,7 +4,6 @@ out before it.
 
 import functools
 
-import pytest
 from starlette.responses import JSONResponse
 
 from jax_agent_rl.config import build
@@ -18,6 +17,7 @@ from jax_agent_rl.tools import ToolRegistry
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.http_service import ToolServer
+from tests.messages import raises
 from tests.ports import free_port
 
 MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
@@ -84,7 +84,7 @@ async def test_a_tool_server_that_is_gone_loses_trajectories_by_reason_and_not_t
 
 async def test_a_server_that_is_not_there_is_found_out_before_the_run():
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(ConfigError, match=f"not ready: {url}/health cannot be reached"):
+    with raises(ConfigError, key=("not ready", f"{url}/health")):
         await agents(
             [ROW],
             "tool_config.enabled=true",
@@ -104,5 +104,5 @@ async def test_a_row_that_names_an_unknown_interaction_is_found_out_before_the_r
         "agent_name": "interaction_agent",
         "extra_info": {"interaction_kwargs": {"name": "gsm9k"}},
     }
-    with pytest.raises(DataError, match=r"^rows.jsonl, line 2: .*'gsm9k' is not known"):
+    with raises(DataError, key="rows.jsonl, line 2", value="'gsm9k'"):
         await agents([ROW, row])

@@ -7,6 +7,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.build import require_replay
 from jax_agent_rl.runtime.rollouts import require_grammars
+from tests.messages import raises
 from tests.toy_backend import ToyBackend
 
 MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
@@ -28,7 +29,7 @@ def server(**capabilities) -> AsyncServer:
 async def test_an_engine_without_replay_is_refused_by_the_key_that_needs_it(overrides, named):
     config = build(MINIMAL, overrides)
     require_replay(config, server())
-    with pytest.raises(ConfigError, match=f"{named}.*does not report which ids"):
+    with raises(ConfigError, key=named, value="report which ids"):
         require_replay(config, server(sampling_replay=False))
 
 
@@ -44,7 +45,5 @@ async def test_constrained_calls_need_an_engine_that_follows_grammars():
 
 
 def test_a_deterministic_run_refuses_restricted_sampling_before_it_starts():
-    with pytest.raises(
-        ConfigError, match="rollout.deterministic scores all ids, but rollout.top_p=0.9"
-    ):
+    with raises(ConfigError, key=("rollout.deterministic", "rollout.top_p"), value=0.9):
         build(MINIMAL, ["rollout.deterministic=true", "rollout.top_p=0.9"])

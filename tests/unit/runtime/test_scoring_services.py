@@ -14,12 +14,13 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.messages import raises
 from tests.trajectories import trajectory
 
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch):
-    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
+    monkeypatch.setattr(registry, "REWARDS", dict(registry.REWARDS))
 
 
 def settings(**reward):
@@ -57,9 +58,7 @@ def test_a_judge_nobody_asks_for_is_not_started_and_one_that_is_missing_is_named
         needed_services(settings(judge={"model": "policy"}), [{"data_source": "calculator"}])
         == set()
     )
-    with pytest.raises(
-        ConfigError, match="asks for a judge, and none is configured; set reward.judge.model"
-    ):
+    with raises(ConfigError, key="judge", fix="set reward.judge.model"):
         needed_services(settings(), [{"data_source": "model_judge"}])
 
 
@@ -109,7 +108,7 @@ async def test_the_reward_server_takes_the_data_sources_it_is_named_for():
         rewards.require_rewards([{"data_source": "mine_too"}])
         async with open_scorer(conf, set(), **parts) as score:
             for data_source in ("gsm8k", "mine_too"):
-                with pytest.raises(RewardError, match="http://127.0.0.1:9/score cannot be reached"):
+                with raises(RewardError, key="http://127.0.0.1:9/score"):
                     await score(scored_row(data_source))
 
 
@@ -118,5 +117,5 @@ def test_keys_of_optional_sections_are_known_and_misspelt_ones_are_guessed():
     assert {"reward.judge", "reward.judge.model", "reward.remote.url", "environments.scope"} <= set(
         keys
     )
-    with pytest.raises(ConfigError, match="did you mean reward.judge.model"):
+    with raises(ConfigError, fix="reward.judge.model"):
         settings(judge={"modle": "policy"})

@@ -19,6 +19,7 @@ from jax_agent_rl.runtime.multihost import decode_groups, encode_groups
 from jax_agent_rl.runtime.served_teachers import CompletionsTeacher, ServedTeachers
 from jax_agent_rl.testing.conformance.models import log_softmax
 from jax_agent_rl.types import Group
+from tests.messages import raises
 from tests.toy_backend import MODELS, VOCAB, ToyBackend
 from tests.trajectories import trajectory
 
@@ -86,9 +87,7 @@ async def test_completions_give_the_log_probs_of_the_ids_that_were_sent(top_k: i
 )
 async def test_an_answer_without_them_is_refused_with_the_way_to_serve_a_teacher(answer: dict):
     client = completions(lambda request: answer)
-    with pytest.raises(
-        BackendError, match="did not answer with the prompt_logprobs of the 6 ids.*vLLM"
-    ):
+    with raises(BackendError, key="prompt_logprobs", value="6 ids", fix="vLLM"):
         await client.score(IDS)
     await client.close()
 
@@ -172,7 +171,7 @@ async def test_a_teacher_that_fails_is_one_error():
         async def score(self, token_ids, *, start=1, top_k=0):
             raise BackendError("the teacher is gone")
 
-    with pytest.raises(BackendError, match="the teacher is gone"):
+    with pytest.raises(BackendError, match="teacher is gone"):
         await teachers(Fails())([group_of("math", "math")])
 
 
@@ -180,7 +179,7 @@ async def test_ids_that_the_policy_lacks_are_refused():
     served = ServedTeachers(
         [(TeacherConfig(path="big", url=URL), ToyBackend())], top_k=VOCAB, vocab_size=VOCAB - 1
     )
-    with pytest.raises(BackendError, match=f"finds id {VOCAB - 1} likely"):
+    with raises(BackendError, value=f"id {VOCAB - 1}"):
         await served([group_of("math")])
 
 
@@ -208,6 +207,6 @@ def test_a_served_teacher_and_another_distribution_are_refused(override: str):
     tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
     teacher = {"distill": {"teachers": [{"path": "big", "url": URL}]}}
     assert build(tree | teacher)
-    with pytest.raises(ConfigError, match="gives log-probs of temperature 1 over all ids"):
+    with raises(ConfigError, value="temperature 1"):
         build(tree | teacher, [override])
     assert build(tree | {"distill": {"teachers": "big"}}, [override])

@@ -130,7 +130,7 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
     learner, folder = Parameters(tiny_params(7)), tmp_path / "weights"
     folder.mkdir()
     taken, expected = engine("bfloat16"), engine("bfloat16")
-    expected._core._weights = ServedWeights(TINY, learner.params, expected._mesh)  # in float32
+    expected.core._weights = ServedWeights(TINY, learner.params, expected._mesh)  # in float32
     server = RolloutServer(taken, weight_dir=None if path == "upload" else str(folder))
     remote = RemoteBackend(server.url, shares_disk=path != "upload")
     for one in (taken, expected, server):
@@ -171,7 +171,7 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
         await expected.update_weights(
             WeightUpdate(version=1, kind="arrays", payload=learner.params)
         )
-        ours, theirs = (one._core.scheduler.params for one in (taken, expected))
+        ours, theirs = (one.core.scheduler.params for one in (taken, expected))
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             assert a.dtype == b.dtype == jnp.bfloat16
             np.testing.assert_array_equal(

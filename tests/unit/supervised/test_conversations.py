@@ -19,6 +19,7 @@ from jax_agent_rl.config.commands import ConversationsConfig, SftDataConfig
 from jax_agent_rl.config.task import DataSource
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.supervised.conversations import Encoder, encode_conversation
+from tests.messages import raises
 from tests.tiny_chat import tokenizer
 from tests.unit.chat.test_template_families import FAMILIES, codec_of, text
 
@@ -46,7 +47,8 @@ def conversation(rng: random.Random, turns: int = 3) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_assistants_text_and_the_end_of_its_turns_carry_loss_and_nothing_else(name: str):
-    codec, rng = codec_of(name), random.Random(name)
+    codec = codec_of(name)
+    rng = random.Random(name)
     for _ in range(20):
         messages = conversation(rng)
         ids, mask = encode_conversation(
@@ -60,18 +62,19 @@ def test_the_assistants_text_and_the_end_of_its_turns_carry_loss_and_nothing_els
                 turn
             )
             # GLM ends a turn by opening the next message, so that nothing ends the last one
-            assert turn[-1] in {*codec.eos_token_ids, *codec._boundary.ends} or (
+            assert turn[-1] in {*codec.eos_token_ids, *codec.boundary.ends} or (
                 last and name == "glm4"
             )
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - OPEN_THINKING.keys() - REWRITTEN))
 def test_the_ids_read_as_the_template_writes_the_whole_conversation(name: str):
-    codec, rng = codec_of(name), random.Random(name)
+    codec = codec_of(name)
+    rng = random.Random(name)
     for _ in range(20):
         messages = conversation(rng)
         ids, _ = encode_conversation(codec, messages, (), lambda *_: True)
-        whole = codec._template.render(messages, (), generation_prompt=False)
+        whole = codec.template.render(messages, (), generation_prompt=False)
         read = codec.decode(ids, skip_special_tokens=False)
         assert whole.startswith(read)
         assert whole.removeprefix(read).strip() in (
@@ -104,7 +107,7 @@ def test_calls_are_written_as_the_template_does_and_their_results_carry_no_loss(
             {"role": "assistant", "content": "It is 2."},
         ]
     }
-    sequence = encoder(codec)._conversation(row)
+    sequence = encoder(codec).conversation(row)
     turns = by_turn(sequence.token_ids.tolist(), sequence.loss_mask.tolist())
     assert [codec.decode(turn, skip_special_tokens=False) for turn in turns] == [
         '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
@@ -153,11 +156,11 @@ MESSAGES = [
     ],
 )
 def test_roles_and_weights_choose_what_carries_loss(train_on, trained):
-    assert trained_text(encoder(train_on=train_on)._conversation({"messages": MESSAGES})) == trained
+    assert trained_text(encoder(train_on=train_on).conversation({"messages": MESSAGES})) == trained
 
 
 def test_the_first_id_never_carries_loss():
-    sequence = encoder(train_on=("user",))._conversation({"messages": MESSAGES})
+    sequence = encoder(train_on=("user",)).conversation({"messages": MESSAGES})
     assert not sequence.loss_mask[0] and sequence.loss_mask[1]
 
 
@@ -235,22 +238,25 @@ def test_the_best_and_the_worst_of_a_group_are_a_preference_unless_they_are_equa
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    ("row", "named"),
     [
-        ({"text": "x"}, "line 1: it has the columns 'text'; a row needs messages"),
-        ({"messages": MESSAGES[:2]}, "there is no message of the assistant"),
-        ({"messages": MESSAGES[2:]}, "begins with the assistant"),
-        ({"messages": [*MESSAGES, MESSAGES[4]]}, "messages 4 and 5 are both the assistant's"),
-        ({"messages": MESSAGES[:3]}, "no message of role assistant carries loss"),
-        ({"messages": [{"content": "x"}]}, "'role' is missing"),
+        ({"text": "x"}, {"key": "line 1", "value": "'text'", "fix": "messages"}),
+        ({"messages": MESSAGES[:2]}, {"fix": "message of the assistant"}),
+        ({"messages": MESSAGES[2:]}, {"value": "begins"}),
+        (
+            {"messages": [*MESSAGES, MESSAGES[4]]},
+            {"key": "messages 4 and 5", "value": "assistant's"},
+        ),
+        ({"messages": MESSAGES[:3]}, {"value": "carries loss", "fix": "role assistant"}),
+        ({"messages": [{"content": "x"}]}, {"value": "'role' is missing"}),
         (
             trajectory("a", 0, 1.0) | {"response_ids": [5] * 3000, "loss_mask": [1] * 3000},
-            "set learner.pack_length >= 3003",
+            {"value": "set learner.pack_length >= 3003"},
         ),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict, problem: str):
-    with pytest.raises(DataError, match=problem):
+def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict, named: dict):
+    with raises(DataError, **named):
         encoder().examples(write(tmp_path, [row]))
 
 
@@ -258,9 +264,7 @@ def test_long_rows_are_left_out_on_request_but_not_all(tmp_path: Path):
     long = trajectory("c", 5, 1.0) | {"response_ids": [5] * 300, "loss_mask": [1] * 300}
     sources = write(tmp_path, [*ROLLOUTS, long])
     assert len(encoder(max_length=100).examples(sources)) == 4
-    with pytest.raises(
-        DataError, match="nothing is left to train on; look at data.min_reward and data.max_length"
-    ):
+    with raises(DataError, fix=("data.min_reward", "data.max_length")):
         encoder(max_length=3).examples(sources)
 
 

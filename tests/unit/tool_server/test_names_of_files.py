@@ -46,7 +46,7 @@ async def test_a_page_that_cannot_be_read_is_named_as_the_model_named_it(folder,
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("jax_agent_rl.tool_server.plugins.files._render", refuse)
+    monkeypatch.setattr("jax_agent_rl.tool_server.plugins.files.render_page", refuse)
     async with agent("tools=[page]", f"page.root={folder}") as act:
         reply = await act("<page>open a.html</page>")
         assert "'a.html' cannot be read: Permission denied" in text_of(reply) and str(

@@ -14,6 +14,7 @@ import pytest
 from jax_agent_rl.config.commands import SearchSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugins.search import BM25Index
+from tests.messages import raises
 from tests.tool_serving import agent, text_of
 
 PASSAGES = [
@@ -128,10 +129,8 @@ def embedded(folder: str, texts: list[str]) -> np.ndarray:
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModel.from_pretrained(folder).double(),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder).double()
     made = []
     for text in texts:
         ids = tokenizer(text, return_tensors="pt")
@@ -192,5 +191,5 @@ def test_embeddings_are_made_again_by_another_encoder_in_the_same_folder(corpus,
 def test_an_encoder_that_is_not_there_is_named(corpus, tmp_path):
     from jax_agent_rl.tool_server.plugins.search import DenseIndex
 
-    with pytest.raises(ConfigError, match="search.encoder=.*no sentence-transformers model"):
+    with raises(ConfigError, key="search.encoder", fix="sentence-transformers"):
         DenseIndex.open(SearchSettings(corpus=str(corpus), encoder=str(tmp_path)))

@@ -16,6 +16,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugins import interpreters
 from jax_agent_rl.tool_server.plugins.base import Failure
 from tests.capabilities import needs_bwrap
+from tests.messages import raises
 from tests.ports import free_port
 from tests.tool_serving import agent, text_of
 
@@ -521,7 +522,7 @@ async def test_tools_of_an_http_mcp_server_are_called(tmp_path):
 
 
 async def test_an_mcp_server_that_is_not_there_is_named_with_its_address():
-    with pytest.raises(ConfigError, match="test .http://127.0.0.1:9/mcp. cannot be reached"):
+    with raises(ConfigError, key=("test", "http://127.0.0.1:9/mcp"), value="cannot be reached"):
         async with agent("tools=[mcp]", "mcp.servers={test: 'http://127.0.0.1:9/mcp'}"):
             raise AssertionError("never reached")
 
@@ -535,6 +536,6 @@ def test_programs_that_run_inside_the_sandbox_need_no_package(tmp_path):
         subprocess.run([*isolated, check], check=True)
     sqlite3.connect(tmp_path / "database.sqlite").close()
     request = json.dumps({"query": "SELECT 1 AS one", "max_rows": 1})
-    command = [*isolated, interpreters._query_program().decode()]
+    command = [*isolated, interpreters.query_program().decode()]
     ran = subprocess.run(command, input=request, cwd=tmp_path, capture_output=True, text=True)
     assert ran.stdout == "one\n1\n", ran.stderr

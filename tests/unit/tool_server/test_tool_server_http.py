@@ -12,6 +12,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.server import ToolServer
 from jax_agent_rl.tool_server.worker import assign_worker
 from jax_agent_rl.utils.network import is_loopback
+from tests.messages import raises
 from tests.tool_serving import serving
 
 JSON = {"Content-Type": "application/json"}
@@ -202,11 +203,9 @@ async def test_with_a_token_nobody_gets_in_without_it(monkeypatch):
 
 
 def test_an_address_others_can_reach_needs_a_token(monkeypatch):
-    with pytest.raises(
-        ConfigError, match="host='0.0.0.0' can be reached from other machines and needs a token"
-    ):
+    with raises(ConfigError, key="host", value="'0.0.0.0'", fix="token"):
         ToolServer(build_tree(ToolServerSettings, {}, ["host=0.0.0.0"]))
-    with pytest.raises(ConfigError, match="token_env names NOT_SET, which is not set"):
+    with raises(ConfigError, key="token_env", value="NOT_SET"):
         ToolServer(build_tree(ToolServerSettings, {}, ["host=0.0.0.0", "token_env=NOT_SET"]))
 
 
@@ -227,7 +226,7 @@ def test_which_addresses_only_this_machine_reaches(host, expected):
 
 async def test_a_port_in_use_is_an_error_that_names_it():
     async with serving() as client:
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{client.server.port}"):
+        with raises(ConfigError, value=f"127.0.0.1:{client.server.port}"):
             async with serving(f"port={client.server.port}"):
                 raise AssertionError("never reached")
 
@@ -247,7 +246,7 @@ async def test_a_client_that_hangs_up_aborts_its_action():
 
 
 async def test_a_setting_that_cannot_be_is_the_workers_message():
-    with pytest.raises(ConfigError, match="there is no tool 'no_such'"):
+    with raises(ConfigError, value="'no_such'"):
         async with serving("tools=[no_such]"):
             raise AssertionError("never reached")
 

@@ -20,6 +20,7 @@ from jax_agent_rl.tool_server.service import Telemetry, ToolService, shorten
 from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.timeouts import DaemonThreads
 from tests.examples import examples
+from tests.messages import raises
 
 FAKES = str(Path(__file__).with_name("fake_tools.py"))
 
@@ -335,17 +336,17 @@ def test_whatever_happens_every_environment_is_closed_exactly_once(seed):
 
 
 @pytest.mark.parametrize(
-    ("names", "path", "message"),
+    ("names", "path", "named"),
     [
-        (("no_such",), None, "there is no tool 'no_such'"),
-        (("echo",), FAKES.replace("fake_tools", "no_file"), "no such file"),
+        (("no_such",), None, {"value": "'no_such'"}),
+        (("echo",), FAKES.replace("fake_tools", "no_file"), {"value": "no such file"}),
         (
             ("echo",),
             str(Path(__file__).parents[2] / "capabilities.py"),
-            "defines no ServerTool class",
+            {"fix": "ServerTool class"},
         ),
     ],
 )
-def test_tools_that_are_not_there_are_named(names, path, message):
-    with pytest.raises(ConfigError, match=message):
+def test_tools_that_are_not_there_are_named(names, path, named):
+    with raises(ConfigError, **named):
         tool_classes(ToolServerSettings(tools=names, tool_path=path))

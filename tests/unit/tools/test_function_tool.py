@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from jax_agent_rl.errors import ToolDefinitionError
 from jax_agent_rl.tools import FunctionTool, ToolResponse, function_tool
 from jax_agent_rl.tools.base import as_response
+from tests.messages import raises
 
 transformers_utils = pytest.importorskip("transformers.utils")
 
@@ -195,20 +196,20 @@ def _stale_docstring(x: int):
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "named"),
     [
-        (_no_annotation, "'x' has no type annotation"),
-        (_varargs, r"\*x: int"),
-        (_kwargs, r"\*\*x: int"),
-        (_positional_only, "x: int"),
-        (_unsupported, r"set\[int\] has no JSON Schema"),
-        (_int_keys, r"dict\[int, str\]"),
-        (_keys_alone, r"dict\[str\]"),
-        (_stale_docstring, r"describes \['y'\]"),
+        (_no_annotation, {"key": "'x'", "fix": "type annotation"}),
+        (_varargs, {"value": "*x: int"}),
+        (_kwargs, {"value": "**x: int"}),
+        (_positional_only, {"value": "x: int"}),
+        (_unsupported, {"value": "set[int]", "fix": "JSON Schema"}),
+        (_int_keys, {"value": "dict[int, str]"}),
+        (_keys_alone, {"value": "dict[str]"}),
+        (_stale_docstring, {"value": "describes ['y']"}),
     ],
 )
-def test_a_wrong_declaration_is_refused_with_the_place(function, message):
-    with pytest.raises(ToolDefinitionError, match=message) as error:
+def test_a_wrong_declaration_is_refused_with_the_place(function, named):
+    with raises(ToolDefinitionError, **named) as error:
         function_tool(function)
     assert "test_function_tool.py:" in str(error.value)
 
@@ -306,26 +307,26 @@ def _function(**changed):
 
 
 @pytest.mark.parametrize(
-    ("name", "schema", "message"),
+    ("name", "schema", "named"),
     [
-        (None, {"name": "x"}, r"must be \{type: function, function"),
-        (None, {"type": "function", "function": 3}, r"must be \{type: function, function"),
-        (None, SCHEMA, r"\['level'\], which it does not take"),
+        (None, {"name": "x"}, {"fix": "{type: function, function"}),
+        (None, {"type": "function", "function": 3}, {"fix": "{type: function, function"}),
+        (None, SCHEMA, {"value": "['level']"}),
         (
             "other",
             _function(parameters={"type": "object"}),
-            "'other', and 'web_search' in its schema",
+            {"value": ("'other'", "'web_search'")},
         ),
-        (None, _function(parameters={"type": "string"}), "schema of type object"),
+        (None, _function(parameters={"type": "string"}), {"fix": "type object"}),
         (
             None,
             _function(parameters={"type": "object", "properties": {"query": {"type": "text"}}}),
-            "no valid JSON",
+            {"value": "no valid JSON"},
         ),
     ],
 )
-def test_a_wrong_schema_is_refused_with_the_place(name, schema, message):
-    with pytest.raises(ToolDefinitionError, match=message) as error:
+def test_a_wrong_schema_is_refused_with_the_place(name, schema, named):
+    with raises(ToolDefinitionError, **named) as error:
         function_tool(name, schema=schema)(_takes_a_query)
     assert "_takes_a_query" in str(error.value) and "test_function_tool.py:" in str(error.value)
 

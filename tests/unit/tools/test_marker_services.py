@@ -90,10 +90,12 @@ async def test_an_interval_that_bounds_the_rollout_is_warned_about_once(
 
 
 async def test_a_cancelled_wait_gives_its_place_back():
-    async def hang(seconds):
-        await asyncio.Event().wait()
+    may_start = asyncio.Event()
 
-    pace = RequestLimiter(max_workers=1, interval=5.0, clock=lambda: 0.0, sleep=hang)
+    async def sleep(seconds):
+        await may_start.wait()
+
+    pace = RequestLimiter(max_workers=1, interval=5.0, clock=lambda: 0.0, sleep=sleep)
     async with pace.slot():
         pass
 
@@ -107,7 +109,9 @@ async def test_a_cancelled_wait_gives_its_place_back():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(pace._workers.acquire(), timeout=5)
+    may_start.set()
+    async with asyncio.timeout(5), pace.slot():
+        pass
 
 
 async def test_max_retries_repeats_what_failed():

@@ -11,6 +11,7 @@ from jax_agent_rl.config import ToolsConfig
 from jax_agent_rl.errors import ConfigError, ToolDefinitionError
 from jax_agent_rl.tools.registry import open_tools
 from jax_agent_rl.utils.plugins import load_user_module
+from tests.messages import raises
 
 CLASSES = textwrap.dedent("""
     from jax_agent_rl.tools import BaseTool, function_tool
@@ -151,7 +152,7 @@ async def test_a_file_that_is_no_list_of_tools_is_refused(tmp_path, text):
 
 
 async def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match="tools.tool_config_path='missing.yaml': no such file"):
+    with raises(ConfigError, key="tools.tool_config_path", value="'missing.yaml'"):
         await names_of(ToolsConfig(tool_config_path="missing.yaml"))
 
 

@@ -41,7 +41,8 @@ def test_imported_tools_count_and_the_same_tool_twice_is_fine(tmp_path):
 
 
 def test_a_name_used_twice_names_both_places(tmp_path):
-    first, second = write(tmp_path, ADD, "first.py"), write(tmp_path, ADD, "second.py")
+    first = write(tmp_path, ADD, "first.py")
+    second = write(tmp_path, ADD, "second.py")
     registry = ToolRegistry.from_path(first)
     with pytest.raises(ToolDefinitionError) as error:
         registry.load(second)

@@ -18,7 +18,8 @@ class Recorder(BaseTool):
     def __init__(self, name="recorder", *, fail=(), hang=()):
         super().__init__(name=name, description="", parameters=OBJECT)
         self.log = []
-        self.fail, self.hang = fail, hang
+        self.fail = fail
+        self.hang = hang
 
     async def _step(self, what, instance_id, kwargs):
         self.log.append((what, instance_id, kwargs))
@@ -82,7 +83,8 @@ async def test_release_is_called_when_the_trajectory_fails():
 
 
 async def test_release_is_called_when_the_trajectory_is_cancelled():
-    tool, inside = Recorder(hang=("execute",)), asyncio.Event()
+    tool = Recorder(hang=("execute",))
+    inside = asyncio.Event()
 
     async def trajectory():
         async with session(tool) as opened:
@@ -99,7 +101,8 @@ async def test_release_is_called_when_the_trajectory_is_cancelled():
 
 
 async def test_release_is_called_when_creating_is_cancelled():
-    first, second = Recorder("first"), Recorder("second", hang=("create",))
+    first = Recorder("first")
+    second = Recorder("second", hang=("create",))
 
     async def trajectory():
         async with session(first, second):
@@ -115,9 +118,11 @@ async def test_release_is_called_when_creating_is_cancelled():
 
 
 async def test_a_tool_that_cannot_be_created_answers_with_the_reason():
-    broken, sound = Recorder("broken", fail=("create",)), Recorder("sound")
+    broken = Recorder("broken", fail=("create",))
+    sound = Recorder("sound")
     async with session(broken, sound) as opened:
-        bad, good = await opened.call("broken", {}), await opened.call("sound", {})
+        bad = await opened.call("broken", {})
+        good = await opened.call("sound", {})
     assert (
         bad.error == "raised" and bad.observation == "Error: broken is not available: create failed"
     )
@@ -126,7 +131,8 @@ async def test_a_tool_that_cannot_be_created_answers_with_the_reason():
 
 
 async def test_a_failing_release_does_not_keep_the_others():
-    first, second = Recorder("first"), Recorder("second", fail=("release",))
+    first = Recorder("first")
+    second = Recorder("second", fail=("release",))
     async with session(first, second):
         pass
     assert first.steps == ["create", "release"]

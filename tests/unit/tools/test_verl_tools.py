@@ -21,6 +21,7 @@ from jax_agent_rl.tools.verl import VerlTool
 from jax_agent_rl.types import SamplingParams
 from tests.agent_testbed import AgentHarness, assert_token_exact, episode_request
 from tests.fakes import FakeCodec
+from tests.messages import raises
 from tests.tiny_chat import TinyCodec, assert_exact, tiny_context
 
 needs_no_verl = pytest.mark.skipif(
@@ -302,7 +303,7 @@ async def test_verl_is_there_only_while_a_class_is_loaded(write):
         assert importlib.util.find_spec("verl") is None and not [
             m for m in sys.modules if m.startswith("verl")
         ]
-    with pytest.raises(ConfigError, match="it imports 'verl.workers', which is not installed"):
+    with raises(ConfigError, value="'verl.workers'"):
         async with open_tools(write("import verl.workers", name="needs_more")):
             pass
     assert "verl" not in sys.modules
@@ -484,9 +485,7 @@ async def test_a_class_that_cannot_run_is_refused_with_its_place(write, code, me
 
 
 async def test_a_class_without_a_schema_is_refused(write):
-    with pytest.raises(
-        ToolDefinitionError, match="Grader has no schema; give the entry a tool_schema"
-    ):
+    with raises(ToolDefinitionError, key="Grader", fix="tool_schema"):
         async with open_tools(write(tool_schema=None)):
             pass
 

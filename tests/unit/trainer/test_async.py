@@ -12,6 +12,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.types import DropReason, PauseMode
 from tests.fake_training import Versions, books, engine_of, finish, make_trainer, parity, steps_of
+from tests.messages import raises
 
 LONG = (
     "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
@@ -170,7 +171,7 @@ async def test_an_update_that_the_engine_cannot_do_is_refused_at_the_start(tmp_p
         max_model_len=99, max_concurrent=9, pause_modes=frozenset({PauseMode.WAIT})
     )
     trainer = {"mode": "fully_async", "in_flight_update": "keep"}
-    with pytest.raises(ConfigError, match="in_flight_update=keep: server-0 can do only auto, wait"):
+    with raises(ConfigError, key=("in_flight_update", "server-0"), value="keep", fix="auto, wait"):
         make_trainer(tmp_path, steps=1, trainer=trainer, capabilities=waits)
 
 

@@ -4,12 +4,11 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from jax_agent_rl.errors import NothingToTrainError, RewardTimeoutError
 from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.types import DropReason
 from tests.fake_training import make_trainer
+from tests.messages import raises
 
 
 async def hangs(trajectory):
@@ -19,12 +18,9 @@ async def hangs(trajectory):
 
 
 async def test_rewards_that_fail_for_whole_batches_stop_the_run_with_a_message(tmp_path: Path):
-    training = make_trainer(tmp_path, steps=1000)
+    training = make_trainer(tmp_path, steps=1000, score=hangs)
     collector = training.runtime.collector
-    collector._score = hangs
-    with pytest.raises(
-        NothingToTrainError, match="reward_timeout 2.*did not return within reward.timeout=60"
-    ):
+    with raises(NothingToTrainError, key=("reward_timeout 2", "reward.timeout"), value=60):
         async with asyncio.timeout(60):
             await training.run()
     assert collector.accounting.dropped == {DropReason.REWARD_TIMEOUT: 4}, "two batches of two"
@@ -35,27 +31,23 @@ async def test_rewards_that_fail_for_whole_batches_stop_the_run_with_a_message(t
 
 
 async def test_a_batch_that_is_half_lost_goes_on(tmp_path: Path):
-    training = make_trainer(tmp_path, steps=5)
-
     async def fails_for_one(trajectory):
         if trajectory.trajectory_id.endswith("-0"):
             return await hangs(trajectory)
         return replace(trajectory, reward=1.0)
 
-    training.runtime.collector._score = fails_for_one
+    training = make_trainer(tmp_path, steps=5, score=fails_for_one)
     await training.run()
     assert training.record.step == 5
 
 
 async def test_named_parts_and_the_sums_of_tools_and_turns_are_metrics_of_the_step(tmp_path: Path):
-    training = make_trainer(tmp_path, steps=1)
-
     async def parts(trajectory):
         reward = float(trajectory.trajectory_id.endswith("-1"))
         metrics = {**trajectory.metrics, "tool_reward": -0.5, "turn_score": 2 * reward}
         return replace(trajectory, reward=reward, reward_parts={"format": reward}, metrics=metrics)
 
-    training.runtime.collector._score = parts
+    training = make_trainer(tmp_path, steps=1, score=parts)
     await training.run()
     (step,) = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
     assert {key: value for key, value in step.items() if key.startswith("reward/")} == {

@@ -15,6 +15,7 @@ from jax_agent_rl.rollout.merge_outputs import remaining_request
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime.multihost import decode_groups, encode_groups
 from jax_agent_rl.types import RoutedExperts, SamplingParams, StopReason, TokenOutput, join_routed
+from tests.messages import raises
 from tests.trajectories import random_groups, with_routed_experts
 
 WHOLE = np.random.default_rng(0).integers(0, 256, (12, 3, 2)).astype(np.uint8)
@@ -42,8 +43,12 @@ def output(ids: int, routed: RoutedExperts | None) -> TokenOutput:
 
 @given(st.tuples(*[st.integers(0, 12)] * 4))
 def test_joined_parts_are_the_whole_and_positions_never_move(cuts: tuple[int, int, int, int]):
-    begin, seam, back, end = sorted(cuts)[0], cuts[1], cuts[2], sorted(cuts)[3]
-    first, rest = span(begin, max(begin, seam)), span(min(back, max(begin, seam)), end)
+    begin = sorted(cuts)[0]
+    seam = cuts[1]
+    back = cuts[2]
+    end = sorted(cuts)[3]
+    first = span(begin, max(begin, seam))
+    rest = span(min(back, max(begin, seam)), end)
     joined = join_routed(first, rest)
     assert joined == span(begin, max(first.end, end) if rest.start <= first.end else first.end)
     assert joined is not None and joined.until(seam).end == min(max(seam, begin), joined.end)
@@ -91,7 +96,7 @@ def test_a_position_takes_a_byte_per_layer_and_choice_or_two_beyond_256_experts(
 
 
 def test_bytes_of_another_size_are_refused():
-    with pytest.raises(ValueError, match=r"\(2, 3, 2\) from 0 on take 12 bytes, not 11"):
+    with raises(ValueError, key="(2, 3, 2)", value=("12 bytes", 11)):
         RoutedExperts(start=0, shape=(2, 3, 2), data=bytes(11))
 
 

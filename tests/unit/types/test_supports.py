@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.types.supports import decode_supports, encode_supports, mask_words
+from tests.messages import raises
 
 
 def masks_of(kept: np.ndarray) -> np.ndarray:
@@ -58,7 +59,7 @@ def test_a_nucleus_of_ten_ids_takes_a_few_characters():
     ],
 )
 def test_damaged_supports_are_refused(damaged: str):
-    with pytest.raises(ValueError, match="not a support of a vocabulary of 100 ids"):
+    with raises(ValueError, key="support", value="100 ids"):
         decode_supports([damaged], 100)
 
 

@@ -20,6 +20,7 @@ from jax_agent_rl.types import (
     Turn,
     digest_ids,
 )
+from tests.messages import raises
 
 
 def output(ids: list[int], logprobs: list[float], version: int) -> TokenOutput:
@@ -95,7 +96,7 @@ def test_a_sequence_of_a_history_window_shows_what_its_ids_show():
 
 @pytest.mark.parametrize("changes", [{"prompt_ids": []}, {"turns": []}])
 def test_a_trajectory_without_prompt_or_sample_is_refused(changes: dict):
-    with pytest.raises(ValueError, match="needs a prompt and a sampled id"):
+    with raises(ValueError, fix=("a prompt", "a sampled id")):
         trajectory(changes.pop("turns", [Turn(output=output([1], [0.0], 0))]), **changes)
 
 
@@ -126,7 +127,7 @@ def test_constrained_ids_are_sampled_ids_without_loss():
 
 
 def test_an_output_with_a_missing_logprob_is_refused():
-    with pytest.raises(ValueError, match="2 ids, 1 log-probs"):
+    with raises(ValueError, value=("2 ids", "1 log-probs")):
         TokenOutput(
             token_ids=(1, 2),
             log_probs=(0.0,),
@@ -137,57 +138,66 @@ def test_an_output_with_a_missing_logprob_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "named"),
     [
-        ({"max_tokens": 0}, "max_tokens=0: must be >= 1"),
-        ({"max_tokens": 2.5}, "max_tokens=2.5: must be a whole number"),
-        ({"temperature": -1.0}, "0 is greedy"),
-        ({"temperature": math.nan}, "temperature=nan: must be a finite number"),
-        ({"temperature": math.inf}, "finite"),
-        ({"temperature": 10**400}, "finite"),
-        ({"temperature": "1"}, "temperature='1': must be a finite number"),
-        ({"top_p": 0.0}, "top_p=0.0"),
-        ({"top_p": 1.5}, "top_p=1.5"),
-        ({"top_p": math.nan}, "top_p=nan"),
-        ({"top_k": -1}, "0 is off"),
-        ({"top_k": 2**31}, "top_k=2147483648: must be < 2147483648"),
-        ({"top_k": 2.5}, "whole number"),
-        ({"seed": "a"}, "seed='a': must be a whole number"),
-        ({"stop": ("",)}, "empty string"),
-        ({"stop": (5,)}, "stop string=5: must be a string"),
-        ({"stop": "end"}, "stop='end': must be a tuple of strings"),
-        ({"stop": None}, "stop=None"),
-        ({"stop_token_ids": (2**40,)}, "stop token id=1099511627776: must be < 2147483648"),
-        ({"stop_token_ids": (-5,)}, "must be >= 0"),
-        ({"stop_token_ids": 7}, "stop_token_ids=7: must be a tuple of ids"),
-        ({"ignore_eos": "false"}, "ignore_eos='false': must be True or False"),
+        ({"max_tokens": 0}, {"key": "max_tokens", "value": 0, "fix": ">= 1"}),
+        ({"max_tokens": 2.5}, {"key": "max_tokens", "value": 2.5, "fix": "a whole number"}),
+        ({"temperature": -1.0}, {"value": "0 is greedy"}),
+        (
+            {"temperature": math.nan},
+            {"key": "temperature", "value": "nan", "fix": "a finite number"},
+        ),
+        ({"temperature": math.inf}, {"value": "finite"}),
+        ({"temperature": 10**400}, {"value": "finite"}),
+        ({"temperature": "1"}, {"key": "temperature", "value": "'1'", "fix": "a finite number"}),
+        ({"top_p": 0.0}, {"value": "top_p=0.0"}),
+        ({"top_p": 1.5}, {"value": "top_p=1.5"}),
+        ({"top_p": math.nan}, {"value": "top_p=nan"}),
+        ({"top_k": -1}, {"value": "0 is off"}),
+        ({"top_k": 2**31}, {"key": "top_k", "value": "=2147483648", "fix": "< 2147483648"}),
+        ({"top_k": 2.5}, {"value": "whole number"}),
+        ({"seed": "a"}, {"key": "seed", "value": "'a'", "fix": "a whole number"}),
+        ({"stop": ("",)}, {"value": "empty string"}),
+        ({"stop": (5,)}, {"key": "stop string", "value": 5, "fix": "a string"}),
+        ({"stop": "end"}, {"key": "stop", "value": "'end'", "fix": "a tuple of strings"}),
+        ({"stop": None}, {"value": "stop=None"}),
+        (
+            {"stop_token_ids": (2**40,)},
+            {"key": "stop token id", "value": 1099511627776, "fix": "< 2147483648"},
+        ),
+        ({"stop_token_ids": (-5,)}, {"value": "must be >= 0"}),
+        ({"stop_token_ids": 7}, {"key": "stop_token_ids", "value": 7, "fix": "a tuple of ids"}),
+        (
+            {"ignore_eos": "false"},
+            {"key": "ignore_eos", "value": "'false'", "fix": "True or False"},
+        ),
     ],
 )
-def test_impossible_sampling_parameters_are_refused(wrong: dict, message: str):
-    with pytest.raises(ValueError, match=message):
+def test_impossible_sampling_parameters_are_refused(wrong: dict, named: dict):
+    with raises(ValueError, **named):
         SamplingParams(**{"max_tokens": 1, **wrong})
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "named"),
     [
-        ({"request_id": 7}, "request_id=7: must be a string"),
-        ({"prompt_ids": ()}, "empty prompt"),
+        ({"request_id": 7}, {"key": "request_id", "value": 7, "fix": "a string"}),
+        ({"prompt_ids": ()}, {"value": "empty prompt"}),
         (
             {"prompt_ids": (1.5, 2)},
-            r"the prompt of request 'r' holds 1\.5: ids must be whole numbers",
+            {"key": "request 'r'", "value": 1.5, "fix": "whole numbers"},
         ),
-        ({"prompt_ids": (5, "6")}, "holds '6'"),
-        ({"sampling": {"max_tokens": 4}}, "must be SamplingParams"),
-        ({"session_id": [1]}, r"session_id=\[1\]: must be a string"),
-        ({"session_ends": "no"}, "session_ends='no'"),
-        ({"priority": "high"}, "priority='high': must be a whole number"),
-        ({"lora": 3}, "lora=3"),
-        ({"multi_modal": [1]}, "must be a mapping"),
+        ({"prompt_ids": (5, "6")}, {"value": "holds '6'"}),
+        ({"sampling": {"max_tokens": 4}}, {"value": "must be SamplingParams"}),
+        ({"session_id": [1]}, {"key": "session_id", "value": "[1]", "fix": "a string"}),
+        ({"session_ends": "no"}, {"value": "session_ends='no'"}),
+        ({"priority": "high"}, {"key": "priority", "value": "'high'", "fix": "a whole number"}),
+        ({"lora": 3}, {"value": "lora=3"}),
+        ({"multi_modal": [1]}, {"fix": "a mapping"}),
     ],
 )
-def test_impossible_requests_are_refused(wrong: dict, message: str):
-    with pytest.raises(ValueError, match=message):
+def test_impossible_requests_are_refused(wrong: dict, named: dict):
+    with raises(ValueError, **named):
         GenerateRequest(
             **{"request_id": "r", "prompt_ids": (5, 6), "sampling": SamplingParams(max_tokens=1)}
             | wrong

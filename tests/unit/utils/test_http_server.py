@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
@@ -24,8 +24,8 @@ from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.tool_server.server import ToolServer
 from jax_agent_rl.utils.bounded_json import MAX_NESTING
-from jax_agent_rl.utils.files import remove_temp_folder
 from jax_agent_rl.utils.http_server import HttpServer, read_json
+from tests.messages import raises
 from tests.toy_backend import ToyBackend
 
 JSON = {"Content-Type": "application/json"}
@@ -34,15 +34,15 @@ PROTOCOL = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
 TOKEN = {"Authorization": "Bearer s3cret"}
 
 
-@contextlib.contextmanager
-def rollout(token: str | None) -> Iterator[HttpServer]:
+@contextlib.asynccontextmanager
+async def rollout(token: str | None) -> AsyncIterator[HttpServer]:
     server = RolloutServer(ToyBackend(), token=token)
-    yield server._http
-    server._uploads.close()
+    yield server.http
+    await server.close()
 
 
-@contextlib.contextmanager
-def endpoint(token: str | None) -> Iterator[HttpServer]:
+@contextlib.asynccontextmanager
+async def endpoint(token: str | None) -> AsyncIterator[HttpServer]:
     def opened(*_):
         raise AssertionError("a session was opened")
 
@@ -52,8 +52,8 @@ def endpoint(token: str | None) -> Iterator[HttpServer]:
     ).server
 
 
-@contextlib.contextmanager
-def tools(token: str | None) -> Iterator[HttpServer]:
+@contextlib.asynccontextmanager
+async def tools(token: str | None) -> AsyncIterator[HttpServer]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TOOL_TOKEN", token or "")
         settings = build_tree(
@@ -62,12 +62,12 @@ def tools(token: str | None) -> Iterator[HttpServer]:
             ["port=0", "tools=[python]", *(["token_env=TOOL_TOKEN"] if token else [])],
         )
         server = ToolServer(settings)
-        yield server._http
-        remove_temp_folder(server._folder)
+        yield server.http
+        await server.close()
 
 
-@contextlib.contextmanager
-def metrics(token: str | None) -> Iterator[HttpServer]:
+@contextlib.asynccontextmanager
+async def metrics(token: str | None) -> AsyncIterator[HttpServer]:
     yield trainer_server(TrainerMetrics(), 0)
 
 
@@ -108,7 +108,7 @@ STRANGERS = {
 
 @pytest.mark.parametrize("service", SERVICES)
 async def test_a_page_in_a_local_browser_reaches_no_route(service: Callable):
-    with service(None) as server:
+    async with service(None) as server:
         async with client_of(server) as client:
             for method, path in routes(server):
                 for who, headers in STRANGERS.items():
@@ -129,7 +129,7 @@ async def test_a_page_in_a_local_browser_reaches_no_route(service: Callable):
 
 @pytest.mark.parametrize("service", [rollout, endpoint, tools])
 async def test_with_a_token_no_route_is_for_strangers(service: Callable):
-    with service("s3cret") as server:
+    async with service("s3cret") as server:
         async with client_of(server) as client:
             for method, path in routes(server):
                 if path in server.open_paths:
@@ -147,14 +147,14 @@ async def test_with_a_token_no_route_is_for_strangers(service: Callable):
 
 
 async def test_a_health_probe_of_the_endpoint_needs_no_key_and_learns_nothing():
-    with endpoint("s3cret") as server:
+    async with endpoint("s3cret") as server:
         async with client_of(server) as client, client.get("/health") as answer:
             assert (answer.status, await answer.json()) == (200, {"ok": True})
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:80", "127.9.9.9"])
 async def test_this_machine_has_many_names(host: str):
-    with metrics(None) as server:
+    async with metrics(None) as server:
         same = {"Host": host, "Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}
         async with client_of(server) as client, client.get("/metrics", headers=same) as answer:
             assert answer.status == 200
@@ -164,7 +164,7 @@ async def test_this_machine_has_many_names(host: str):
 @pytest.mark.parametrize("depth", [MAX_NESTING + 1, 500, 950, 100_000])
 async def test_json_nested_too_deep_is_a_bad_request_at_every_route(service: Callable, depth: int):
     bodies = [b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth]
-    with service(None) as server:
+    async with service(None) as server:
         async with client_of(server) as client:
             for method, path in routes(server):
                 if method != "POST" or path in ("/", "/retrieve"):
@@ -305,9 +305,7 @@ async def test_a_body_that_does_not_come_is_given_up():
 
 
 def test_an_address_others_can_reach_needs_a_token():
-    with pytest.raises(
-        ConfigError, match=r"host='0\.0\.0\.0' .* needs a token: .* name it in --token-env"
-    ):
+    with raises(ConfigError, key="host", value="'0.0.0.0'", fix="--token-env"):
         Endpoint(
             SessionStore(max_sessions=1, ttl=1), model="m", limits=EndpointConfig(), host="0.0.0.0"
         )

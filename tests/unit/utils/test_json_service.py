@@ -12,6 +12,7 @@ from starlette.routing import Route
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.utils.network import JsonService, bearer
 from tests.http_service import serve
+from tests.messages import raises
 from tests.ports import free_port
 
 
@@ -69,9 +70,7 @@ async def test_an_unreachable_server_is_named_with_its_key_after_the_retries():
     sleeps = []
     url = f"http://127.0.0.1:{free_port()}"
     client = service(url, retries=2, sleeps=sleeps)
-    with pytest.raises(
-        ToolServerError, match=rf"{url}.* cannot be reached .*correct a\.url \(3 times\)"
-    ):
+    with raises(ToolServerError, key=(url, "a.url"), value="3 times"):
         await client.post({})
     assert sleeps == [0.7, 0.7] and client.retries == 2
 
@@ -88,7 +87,8 @@ async def test_a_slow_server_is_not_waited_for_and_named_with_the_key():
 async def test_a_request_that_timed_out_is_repeated_only_if_it_may_run_twice(
     repeatable, repeated, ending
 ):
-    never, sleeps = asyncio.Event(), []
+    never = asyncio.Event()
+    sleeps = []
     with pytest.raises(TimeoutError, match=ending):
         await post(Script(never.wait), timeout=0.1, retries=2, repeatable=repeatable, sleeps=sleeps)
     assert sleeps == [0.7] * repeated
@@ -122,7 +122,7 @@ async def test_a_busy_server_is_asked_again(status):
 @pytest.mark.parametrize(("repeatable", "asked"), [(False, 1), (True, 3)])
 async def test_a_server_error_is_repeated_only_for_what_may_run_twice(repeatable, asked):
     script = Script(Response("out of luck", status_code=500))
-    with pytest.raises(ToolServerError, match="HTTP 500: out of luck"):
+    with raises(ToolServerError, value=("HTTP 500", "out of luck")):
         await post(script, retries=2, repeatable=repeatable)
     assert len(script.bodies) == asked
 
@@ -156,14 +156,14 @@ async def test_invalid_utf8_is_replaced():
 
 async def test_a_huge_answer_is_refused_before_it_is_in_memory():
     script = Script(Response(b'"' + b"x" * 5000 + b'"'))
-    with pytest.raises(ToolServerError, match="more than 1000 bytes"):
+    with raises(ToolServerError, value="1000 bytes"):
         await post(script, retries=2, repeatable=True, max_answer_bytes=1000)
     assert len(script.bodies) == 1
 
 
 @pytest.mark.parametrize("payload", [{"a": b"bytes"}, {"a": float("nan")}, {1, 2}])
 async def test_what_json_cannot_hold_is_not_sent(payload):
-    with pytest.raises(ToolServerError, match="cannot be written as JSON"):
+    with pytest.raises(ToolServerError, match="as JSON"):
         await service("http://localhost:1").post(payload)
 
 
@@ -180,7 +180,7 @@ async def test_a_connection_that_breaks_off_is_an_error_not_a_crash():
 
     broken = await asyncio.start_server(cut, "127.0.0.1", 0)
     port = broken.sockets[0].getsockname()[1]
-    with pytest.raises(ToolServerError, match="broke off the connection"):
+    with pytest.raises(ToolServerError, match="off the connection"):
         await service(f"http://127.0.0.1:{port}").post({})
     broken.close()
 
@@ -190,5 +190,5 @@ def test_a_secret_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("MY_SECRET", "s3")
     assert bearer("MY_SECRET", key="a.token_env") == {"authorization": "Bearer s3"}
     monkeypatch.delenv("MY_SECRET")
-    with pytest.raises(ConfigError, match="a.token_env names MY_SECRET, which is not set"):
+    with raises(ConfigError, key="a.token_env", value="MY_SECRET"):
         bearer("MY_SECRET", key="a.token_env")

@@ -18,6 +18,7 @@ from jax_agent_rl.utils.media import (
     read_images,
     read_media,
 )
+from tests.messages import raises
 
 
 def test_what_is_transparent_stands_on_white():
@@ -51,26 +52,34 @@ def test_arrays_are_pictures_too():
 
 
 @pytest.mark.parametrize(
-    ("convert", "item", "message"),
+    ("convert", "item", "named"),
     [
-        (as_image, "cat.png", "PIL image or an array, got str"),
-        (as_image, np.zeros((2, 2), np.uint8), r"uint8 \[height, width, 3\], got uint8 \[2, 2\]"),
-        (as_image, np.zeros((2, 2, 3)), "got float64"),
-        (as_image, Image.new("RGB", (0, 4)), "0 x 4"),
-        (as_frames, "clip.mp4", "sequence of frames, got str"),
-        (as_frames, [], "got 0 of sizes"),
-        (as_frames, [Image.new("RGB", (2, 2)), Image.new("RGB", (2, 3))], "all of one size, got 2"),
+        (as_image, "cat.png", {"value": "str", "fix": "PIL image or an array"}),
+        (
+            as_image,
+            np.zeros((2, 2), np.uint8),
+            {"value": "uint8 [2, 2]", "fix": "uint8 [height, width, 3]"},
+        ),
+        (as_image, np.zeros((2, 2, 3)), {"value": "got float64"}),
+        (as_image, Image.new("RGB", (0, 4)), {"value": "0 x 4"}),
+        (as_frames, "clip.mp4", {"value": "str", "fix": "sequence of frames"}),
+        (as_frames, [], {"value": "got 0"}),
+        (
+            as_frames,
+            [Image.new("RGB", (2, 2)), Image.new("RGB", (2, 3))],
+            {"value": 2, "fix": "one size"},
+        ),
     ],
 )
-def test_what_is_no_picture_is_named(convert, item, message: str):
-    with pytest.raises(ValueError, match=message):
+def test_what_is_no_picture_is_named(convert, item, named: dict):
+    with raises(ValueError, **named):
         convert(item)
 
 
 def test_the_wrong_one_of_several_is_counted_out():
     good = Image.new("RGB", (2, 2))
     check_media({"image": (good,), "video": ([good],)})
-    with pytest.raises(ValueError, match="image 2 of 2: .* got NoneType"):
+    with raises(ValueError, key="image 2 of 2", value="NoneType"):
         check_media({"image": (good, None)})
 
 
@@ -95,7 +104,7 @@ def test_files_of_the_listed_formats_are_read(kind: str):
 def test_files_of_other_formats_reach_no_reader(kind: str, monkeypatch):
     text = encode_image(Image.new("RGB", (4, 3)), kind)
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", None)
-    with pytest.raises(ValueError, match="none of PNG, JPEG, WEBP, GIF"):
+    with raises(ValueError, fix=("PNG", "JPEG", "WEBP", "GIF")):
         read_images([text])
 
 
@@ -135,23 +144,23 @@ def test_small_files_with_many_pixels_are_refused_before_any_is_unpacked(monkeyp
     one = encode_image(Image.new("1", (4000, 4000)), "PNG")
     assert len(one) < 10_000
     monkeypatch.setattr(ImageFile.ImageFile, "load", None)
-    with pytest.raises(ValueError, match="48000000 pixels together, more than 32000000"):
+    with raises(ValueError, value=("48000000 pixels", 32000000)):
         read_images([one] * 3)
-    with pytest.raises(ValueError, match="9000 x 2000 pixels, more than 16000000"):
+    with raises(ValueError, value=("9000 x 2000 pixels", 16000000)):
         read_images([encode_image(Image.new("1", (9000, 2000)), "PNG")])
-    with pytest.raises(ValueError, match="65 images are more than 64"):
+    with raises(ValueError, value=("65 images", 64)):
         read_images([""] * 65)
 
 
 @pytest.mark.parametrize("text", ["no base64!", base64.b64encode(b"no image").decode(), ""])
 def test_what_is_no_image_file_is_one_error(text: str):
-    with pytest.raises(ValueError, match="an image cannot be read"):
+    with pytest.raises(ValueError, match="image cannot be"):
         read_images([text])
 
 
 def test_an_image_file_cut_short_is_one_error():
     whole = base64.b64decode(encode_image(Image.effect_noise((64, 64), 90), "PNG"))
-    with pytest.raises(ValueError, match="an image cannot be read"):
+    with pytest.raises(ValueError, match="image cannot be"):
         read_images([base64.b64encode(whole[: len(whole) // 2]).decode()])
 
 
@@ -168,7 +177,7 @@ def test_a_playlist_in_place_of_a_video_is_not_followed():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/part.ts"
         playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{url}\n#EXT-X-ENDLIST\n"
-        with pytest.raises(ValueError, match="a video cannot be read"):
+        with pytest.raises(ValueError, match="video cannot be"):
             read_media(
                 [{"role": "user", "content": [{"type": "video", "video": playlist.encode()}]}]
             )

@@ -12,6 +12,7 @@ from jax_agent_rl.config import Config, build
 from jax_agent_rl.config.loading import valid_keys
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.near_names import did_you_mean, nearest, nearest_keys
+from tests.messages import raises
 
 PACKAGE = Path(__file__).parents[3] / "jax_agent_rl"
 KEYS = sorted({*valid_keys(Config), *(key.rpartition(".")[0] for key in valid_keys(Config))} - {""})
@@ -40,7 +41,8 @@ def edits(one: str, two: str) -> int:
 def slips(draw, names: list[str]) -> tuple[str, str]:
     """A name of at least four letters, and what one slip of the hand makes of it."""
     name = draw(st.sampled_from([name for name in names if len(name) >= 4]))
-    at, letter = draw(st.integers(0, len(name) - 2)), draw(st.sampled_from("aeimnrt"))
+    at = draw(st.integers(0, len(name) - 2))
+    letter = draw(st.sampled_from("aeimnrt"))
     slip = draw(
         st.sampled_from(
             [
@@ -70,7 +72,8 @@ def test_what_is_guessed_is_near_and_what_is_nearer_comes_first(written: str, na
     guesses = nearest(written, names)
     distances = [edits(written, guess) for guess in guesses]
     for guess, distance in zip(guesses, distances, strict=True):
-        words, its_words = set(written.split("_")), set(guess.split("_"))
+        words = set(written.split("_"))
+        its_words = set(guess.split("_"))
         shares_words = words < its_words or its_words < words
         assert distance <= 3 and distance < max(len(written), len(guess)) or shares_words
     one_edit = [
@@ -98,7 +101,7 @@ def test_a_key_that_is_near_is_guessed(written: str, meant: str):
     assert nearest_keys(written, KEYS)[:1] == [meant]
     leaf = written.rpartition(".")[2]
     if "." in written and written.partition(".")[0] in {key.partition(".")[0] for key in KEYS}:
-        with pytest.raises(ConfigError, match=f"{leaf}: unknown key; did you mean {meant}"):
+        with raises(ConfigError, key=leaf, fix=meant):
             build({}, [f"{written}=1"])
 
 

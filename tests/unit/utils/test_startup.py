@@ -63,7 +63,8 @@ class Stream(io.StringIO):
 def test_a_warning_is_printed_above_a_live_display_unless_standard_error_is_a_file(
     monkeypatch, terminal
 ):
-    shown, errors = Stream(True), Stream(terminal)
+    shown = Stream(True)
+    errors = Stream(terminal)
     monkeypatch.setattr(sys, "stderr", errors)
     monkeypatch.setattr(logging.root, "handlers", [])  # as a process begins
     quiet_logging()

@@ -77,7 +77,7 @@ def test_any_text_is_a_value_or_an_error_of_yaml(text):
 
 def read_card(path, monkeypatch):
     (path.parent / "README.md").write_text(f"---\n{path.read_text()}\n---\n# a dataset\n")
-    monkeypatch.setattr(hub, "_download", lambda *_: path.parent)
+    monkeypatch.setattr(hub, "download_snapshot", lambda *_: path.parent)
     hub.dataset_files("owner/name", None, name="one", suffixes=(".parquet",))
 
 

@@ -14,7 +14,7 @@ from jax_agent_rl.types import PauseMode, StopReason, TokenOutput
 
 _ATTEMPTS = 5
 """Attempts to abort: on a fast engine one may be too late, but not this often in a row."""
-_SETTLE_SECONDS = 10.0
+SETTLE_SECONDS = 10.0
 _DROPPED = "a held request was dropped"
 _NOT_PAUSED = "the pause does not hold: weights would change under a running step"
 _STILL_PAUSED = "the pause holds on after resume: the engine never continues"
@@ -325,7 +325,7 @@ async def test_close_ends_everything(probe: Probe) -> None:
         "health does not report that the backend is closed"
     )
 
-    deadline = time.monotonic() + _SETTLE_SECONDS
+    deadline = time.monotonic() + SETTLE_SECONDS
     left_behind = probe.footprint.added()
     while left_behind and time.monotonic() < deadline:
         await asyncio.sleep(0.05)

@@ -257,7 +257,7 @@ async def test_a_tool_server_that_is_not_there_fails_and_other_agents_are_ready(
 
 
 async def test_each_rollout_server_is_asked(recipe, monkeypatch):
-    monkeypatch.setattr("jax_agent_rl.deploy.doctor.run._REMOTE_SECONDS", 0.0)
+    monkeypatch.setattr("jax_agent_rl.deploy.doctor.run.REMOTE_SECONDS", 0.0)
     gone = f"http://127.0.0.1:{free_port()}"
     found = await findings(recipe, "rollout.backend=remote", f"rollout.urls=[{gone}]")
     assert any(
@@ -269,6 +269,6 @@ async def test_each_rollout_server_is_asked(recipe, monkeypatch):
 async def test_a_missing_token_and_vllm_are_told(recipe, monkeypatch):
     monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
     overrides = ("rollout.backend=remote", f"rollout.urls=[http://127.0.0.1:{free_port()}]")
-    monkeypatch.setattr("jax_agent_rl.deploy.doctor.run._REMOTE_SECONDS", 0.0)
+    monkeypatch.setattr("jax_agent_rl.deploy.doctor.run.REMOTE_SECONDS", 0.0)
     found = await findings(recipe, *overrides, "rollout.token_env=NO_SUCH_TOKEN")
     assert any("export NO_SUCH_TOKEN" in text for _, text in found["engine"])

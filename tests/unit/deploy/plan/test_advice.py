@@ -21,7 +21,8 @@ def adviser(tmp_path):
     file = recipe(tmp_path)
 
     def run(changes=(), topology="v5e:2x2"):
-        slice, config = described(topology), load(file, changes)
+        slice = described(topology)
+        config = load(file, changes)
         model = load_config(config.model.path)
         check_layout(config, model, slice)
         return Adviser(config=config, model=model, slice=slice)

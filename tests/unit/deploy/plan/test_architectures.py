@@ -12,6 +12,7 @@ from jax_agent_rl.deploy.plan.architectures import ARCHITECTURES, architecture_f
 from jax_agent_rl.deploy.plan.result import PlanResult
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config
+from tests.messages import raises
 
 # Parameters in billions, from the models' cards (Qwen, Llama, Mistral, GLM, SmolLM2), Gemma 3's
 # report (embeddings and the rest) and that of gpt-oss (table 1).
@@ -41,7 +42,7 @@ def test_a_model_has_the_published_number_of_parameters(name: str):
 
 
 def test_a_name_that_is_not_known_is_refused_with_the_nearest_and_all_there_are():
-    with pytest.raises(ConfigError, match="did you mean qwen3-8b.*smollm2-135m.*config.json"):
+    with raises(ConfigError, fix=("qwen3-8b", "smollm2-135m", "config.json")):
         architecture_folder("Qwen3-8").__enter__()
 
 

@@ -13,10 +13,13 @@ from jax_agent_rl.models.sharding import MESH_AXES
 class Chip:
     """As much of a described device as a mesh and the reader look at."""
 
-    platform, device_kind, process_index = "tpu", "TPU v5 lite", 0
+    platform = "tpu"
+    device_kind = "TPU v5 lite"
+    process_index = 0
 
     def __init__(self, number: int, slice_index: int = 0) -> None:
-        self.id, self.slice_index = number, slice_index
+        self.id = number
+        self.slice_index = slice_index
 
 
 def mesh(*, slices: int = 1, **sizes: int) -> Mesh:

@@ -6,6 +6,7 @@ import pytest
 
 from jax_agent_rl.deploy.plan.command import PlanTask, plan_in_subprocess
 from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
+from tests.messages import raises
 
 TASK = PlanTask(
     recipe="no.yaml",
@@ -54,7 +55,7 @@ print(json.dumps({"report": "fits", "plan": plan}))
     [("ConfigError", ConfigError), ("ModelError", ModelError), ("CompilerError", CompilerError)],
 )
 def test_a_refusal_is_raised_as_what_it_was(kind, error):
-    with pytest.raises(error, match="set it to false"):
+    with raises(error, fix="set it to false"):
         answered(f'print(json.dumps({{"refused": "{kind}", "problems": ["set it to false"]}}))')
 
 

@@ -121,7 +121,8 @@ def test_an_engine_is_planned_with_the_programs_it_compiles(tmp_path):
     given = []
     for table, weights in ((CountingTable(), params), (RecordingTable(), described)):
         engine = JaxEngine(TINY, engine_shapes(config), mesh=mesh, program_table=table)
-        served, cache = engine.load_params(weights), engine.init_cache()
+        served = engine.load_params(weights)
+        cache = engine.init_cache()
         slots = make_decode_batch(8, engine.shapes.context_pages, 16)
         cache, sampled = engine.decode(served, cache, slots, 16, 1)
         given.append((shapes(served), shapes((cache, sampled.ids, sampled.log_probs))))

@@ -43,7 +43,8 @@ def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
     made = json.loads(done.stdout)
     assert made["fits"] and made["chips"] == 4
     programs = {program["name"]: program for program in made["programs"]}
-    gradient, decode = programs["policy gradient"], programs["decode 4 slots of 128"]
+    gradient = programs["policy gradient"]
+    decode = programs["decode 4 slots of 128"]
     assert gradient["exchanged"]["fsdp"] > 0 and gradient["exchanged"]["tensor"] > 0
     assert set(decode["exchanged"]) == {"tensor"}
     # Two engines of two chips share 8 slots: each has 4 contexts of 128 positions, of each a key

@@ -105,7 +105,8 @@ def kernel_line(*, flops: int, size: int) -> str:
 
 
 def test_a_kernel_takes_as_long_as_the_longest_of_products_memory_and_steps():
-    flops, size = round(V5E.flops * 1e-3), round(MEMORY * 2e-3)
+    flops = round(V5E.flops * 1e-3)
+    size = round(MEMORY * 2e-3)
     one = kernel_line(flops=flops, size=size)
     assert milliseconds(one) == pytest.approx(2.0 + LAUNCH * 1e3)
     assert milliseconds(kernel_line(flops=flops, size=0)) == pytest.approx(1.0 + LAUNCH * 1e3)

@@ -107,10 +107,8 @@ def test_the_program_that_samples_is_the_one_for_the_runs_restrictions(
 
 
 def test_pages_that_move_to_the_host_are_planned_with_the_engines_programs(tmp_path):
-    plain, config = (
-        configured(tmp_path / "a"),
-        configured(tmp_path / "b", "rollout.jetstream.kv_offloading_size=1"),
-    )
+    plain = configured(tmp_path / "a")
+    config = configured(tmp_path / "b", "rollout.jetstream.kv_offloading_size=1")
     table = RecordingTable()
     made = planned_inventory(config)
     names = [program.name for program in made.programs]
@@ -138,7 +136,8 @@ def test_an_engine_that_verifies_drafts_is_planned_with_their_program(tmp_path, 
 
 
 def test_an_estimate_counts_supports_and_experts(tmp_path):
-    plain, restricted = configured(tmp_path / "a"), configured(tmp_path / "b", **RESTRICTED)
+    plain = configured(tmp_path / "a")
+    restricted = configured(tmp_path / "b", **RESTRICTED)
     chip = CHIPS["v5e"]
 
     def passes(config, model):
@@ -201,7 +200,8 @@ def test_hosts_have_to_hold_the_pages_of_all_their_engines(tmp_path):
 
 
 def test_replay_and_pages_on_the_host_are_said(plan):  # noqa: F811
-    offloading, restricted = "rollout.jetstream.kv_offloading_size={}", "rollout.top_k=20"
+    offloading = "rollout.jetstream.kv_offloading_size={}"
+    restricted = "rollout.top_k=20"
     small = plan([compiled(program())], changes=[offloading.format(8), restricted])
     text = "\n".join(shown(small, width=200))
     assert "The engines keep up to 8 GiB of KV in a host's 44.7 GiB of memory" in text

@@ -51,7 +51,8 @@ def plan(tmp_path):
     file = recipe(tmp_path)
 
     def run(programs, *, engines=(MESH,), changes=()):
-        config, slice = load(file, [*ONE_CHIP, *changes]), Slice.parse("v5e:1x1")
+        config = load(file, [*ONE_CHIP, *changes])
+        slice = Slice.parse("v5e:1x1")
         vars(slice)["devices"] = list(MESH.devices.flat)
         there = dataclasses.replace(
             one := programs[0], program=dataclasses.replace(one.program, mesh=MESH)
@@ -115,7 +116,8 @@ def test_what_is_not_known_of_a_refused_program_is_not_shown_as_nothing(plan):
     made = plan([gradient(refused=True), *rollouts()])
     lines = shown(made, price=1.2)
     sizes, times = rows(lines, "policy gradient")[:2]
-    sent, (ideal, _, predicted, share, _) = sizes[-1], times[-5:]
+    sent = sizes[-1]
+    (ideal, _, predicted, share, _) = times[-5:]
     assert (sent, predicted, share) == ("-", "-", "-") and ideal.startswith(">=")
     text = "\n".join(lines)
     assert "learner: 640 tokens in at least" in text and ", at most" in text

@@ -24,6 +24,7 @@ from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.types import DropReason, FinishReason
 from tests.agent_testbed import ROW, AgentHarness, assert_token_exact
 from tests.http_service import serve
+from tests.messages import raises
 
 GSM8K = {**ROW, "extra_info": {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "18"}}}
 
@@ -155,21 +156,21 @@ async def never():
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "named"),
     [
-        (ValueError("ouch"), "reply raised ValueError: ouch"),
-        (asyncio.CancelledError(), "cancelled itself"),
-        (never, r"within interactions\.timeout=0\.2 seconds"),
-        ("text", "must answer"),
-        ((1, "x", 0.0, {}), "must answer"),
-        ((False, None, 0.0, {}), "must answer"),
-        ((False, "x", float("nan"), {}), "must answer"),
-        ((False, "x", 0.0), "must answer"),
+        (ValueError("ouch"), {"key": "reply", "value": "ValueError: ouch"}),
+        (asyncio.CancelledError(), {"value": "cancelled itself"}),
+        (never, {"key": "interactions.timeout", "value": 0.2}),
+        ("text", {"value": "must answer"}),
+        ((1, "x", 0.0, {}), {"value": "must answer"}),
+        ((False, None, 0.0, {}), {"value": "must answer"}),
+        ((False, "x", float("nan"), {}), {"value": "must answer"}),
+        ((False, "x", 0.0), {"value": "must answer"}),
     ],
 )
-async def test_a_user_that_fails_loses_the_trajectory_and_is_finalized(answer, message):
+async def test_a_user_that_fails_loses_the_trajectory_and_is_finalized(answer, named):
     user = Recorded(answer)
-    with pytest.raises(InteractionError, match=message) as raised:
+    with raises(InteractionError, **named) as raised:
         await stage(["word"], user, timeout=0.2).run()
     assert raised.value.drop_reason is DropReason.INTERACTION_ERROR
     assert user.finalized == 1
@@ -245,7 +246,7 @@ async def test_the_gsm8k_user_may_be_flexible(style, score):
 
 async def test_the_gsm8k_user_wants_a_truth():
     row = {**ROW, "extra_info": {"interaction_kwargs": {"name": "gsm8k"}}}
-    with pytest.raises(InteractionError, match="ground_truth=None holds no number"):
+    with raises(InteractionError, key="ground_truth", value=None):
         await stage(["#### 18"], {"gsm8k": Gsm8kInteraction({})}).run(row)
 
 
@@ -311,7 +312,7 @@ async def test_a_model_behind_an_endpoint_plays_the_user(monkeypatch):
     "answer", [{}, {"choices": []}, {"choices": [{"message": {"content": None}}]}, [1]]
 )
 async def test_an_endpoint_without_text_loses_the_trajectory(answer):
-    with pytest.raises(InteractionError, match="/v1/chat/completions answered without"):
+    with pytest.raises(InteractionError, match=r"/v1/chat/completions answered without"):
         await converse(answer, script=["3"])
 
 
@@ -366,43 +367,46 @@ def test_users_come_from_yaml_also_from_a_file_of_ones_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("[", "not valid YAML"),
-        ("users: []", "must hold `interaction:`"),
-        ("interaction: [3]", r"interaction\[0\]: must be \{name"),
-        ("interaction: [{class_name: a.B, konfig: {}}]", r"unknown fields \['konfig'\]"),
-        ("interaction: [{class_name: B}]", "package.module.Class"),
-        ("interaction: [{class_name: no.such.B}]", "class_name='no.such': no such module"),
+        ("[", {"value": "not valid YAML"}),
+        ("users: []", {"value": "must hold `interaction:`"}),
+        ("interaction: [3]", {"key": "interaction[0]", "fix": "{name"}),
+        ("interaction: [{class_name: a.B, konfig: {}}]", {"value": "unknown fields ['konfig']"}),
+        ("interaction: [{class_name: B}]", {"value": "package.module.Class"}),
+        (
+            "interaction: [{class_name: no.such.B}]",
+            {"key": "class_name", "value": ("'no.such'", "no such module")},
+        ),
         (
             "interaction: [{class_name: jax_agent_rl.types.Turn}]",
-            "not a subclass of BaseInteraction",
+            {"fix": "BaseInteraction"},
         ),
         (
             (
                 "interaction: [{class_name: jax_agent_rl.environments.users.Gsm8kInteraction,"
                 " config: {b: 1}}]"
             ),
-            "config.b:",
+            {"value": "config.b:"},
         ),
         (
             (
                 "interaction: [{class_name: jax_agent_rl.environments.users.ModelUserInteraction,"
                 " config: {t: 1}}]"
             ),
-            "config.t:",
+            {"value": "config.t:"},
         ),
         (
             (
                 "interaction: [{class_name: jax_agent_rl.environments.users.Gsm8kInteraction},"
                 " {name: gsm8k, class_name: jax_agent_rl.environments.users.Gsm8kInteraction}]"
             ),
-            "two interactions are called 'gsm8k'",
+            {"key": "two interactions", "value": "'gsm8k'"},
         ),
     ],
 )
-def test_a_wrong_file_says_what_and_where(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_wrong_file_says_what_and_where(tmp_path, text, named):
+    with raises(ConfigError, **named):
         registry(tmp_path, text)
 
 

@@ -60,7 +60,9 @@ def test_a_response_with_tool_results_is_worth_what_it_is_without_them(
     rewards, values, mask = (np.array(x) for x in zip(*rows, strict=True))
     kept = np.flatnonzero(mask)
     merged = np.add.reduceat(rewards, kept)
-    expected, running, following = [], 0.0, after
+    expected = []
+    running = 0.0
+    following = after
     for r, v in zip(merged[::-1], values[kept][::-1], strict=True):
         running = r + gamma * following - v + gamma * lam * running
         following = v

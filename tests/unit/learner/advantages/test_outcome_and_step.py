@@ -95,7 +95,8 @@ def test_reinforce_plus_plus_baseline_matches_a_peer():
 
 
 def test_reinforce_plus_plus_matches_a_peer_where_nothing_is_masked():
-    rewards, masks = [np.array([0.0, 0.0, s]) for s in TOTALS], [np.ones(3, bool)] * 6
+    rewards = [np.array([0.0, 0.0, s]) for s in TOTALS]
+    masks = [np.ones(3, bool)] * 6
     got = estimators.reinforce_plus_plus(rewards, masks, 0.9)
     np.testing.assert_allclose(
         got[0], [-0.24424937443394684, -0.13363042375376968, -0.010720478553572822], atol=1e-12
@@ -106,7 +107,8 @@ def test_reinforce_plus_plus_matches_a_peer_where_nothing_is_masked():
 
 
 def test_a_discounted_return_crosses_tool_results_without_losing_anything():
-    rewards, mask = np.array([0, 0, 0, 0, 2.0]), np.array([1, 1, 0, 0, 1], bool)
+    rewards = np.array([0, 0, 0, 0, 2.0])
+    mask = np.array([1, 1, 0, 0, 1], bool)
     assert estimators.discounted_returns(rewards, mask, 0.5).tolist() == [0.5, 1, 0, 0, 2]
 
 

@@ -24,7 +24,10 @@ from tests.trajectories import call, group_of, trajectory
 def test_gigpo_adds_what_a_step_is_worth_among_those_from_the_same_observation():
     # Two episodes: both start from s, then a sees x and b sees y, then both see z. Their rewards at
     # the end are 1 and 0.
-    s, x, y, z = (1,), (2,), (3,), (4,)
+    s = (1,)
+    x = (2,)
+    y = (3,)
+    z = (4,)
     rewards = [np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.0, 0.0])]
     got = gigpo(
         np.array([1.0, 0.0]),
@@ -61,7 +64,9 @@ def test_gigpo_with_deviation_matches_a_peer():
 
 
 def test_observations_that_are_nearly_equal_share_an_anchor_if_asked_to():
-    a, b, c = tuple(range(40)), (*range(39), 99), tuple(range(50, 90))
+    a = tuple(range(40))
+    b = (*range(39), 99)
+    c = tuple(range(50, 90))
     assert anchor_groups([a, b, c, a], 1.0).tolist() == [0, 1, 2, 0]
     assert anchor_groups([a, b, c, a], 0.95).tolist() == [0, 0, 1, 0]
 
@@ -101,7 +106,8 @@ def test_mt_grpo_credits_the_tool_call_only_before_its_result():
     )
     samples = scored_batch([group_of(members)], turn_reward="tool_success")
     got = compute_advantages(samples, config).advantages
-    outcome, turn = grpo(np.array([1.0, 0, 0])), grpo(np.array([1.0, 0, 0]))
+    outcome = grpo(np.array([1.0, 0, 0]))
+    turn = grpo(np.array([1.0, 0, 0]))
     np.testing.assert_allclose(got[0], [outcome[0] + turn[0] / 2] * 2 + [0, outcome[0]])
     np.testing.assert_allclose(got[1], [outcome[1] + turn[1] / 2] * 2 + [0, outcome[1]])
     np.testing.assert_allclose(
@@ -147,7 +153,8 @@ PATHS = TrajectoryGraph.of(TREE).paths
 
 
 def test_tree_grpo_adds_the_comparison_within_each_tree():
-    everyone, pair = grpo(REWARDS), grpo(np.array([1.0, 0.0]))
+    everyone = grpo(REWARDS)
+    pair = grpo(np.array([1.0, 0.0]))
     expected = [everyone[0] + pair[0], everyone[1] + pair[1], everyone[2]]
     np.testing.assert_allclose(tree_grpo(REWARDS, ["a", "a", "e"]), expected)
 
@@ -161,7 +168,8 @@ def test_a_branch_at_the_prompt_is_compared_within_its_tree():
     )
     samples = scored_batch([group_of([stem, other, branch])], turn_reward="none")
     got = compute_advantages(samples, AlgorithmConfig(adv_estimator="tree_grpo")).advantages
-    everyone, tree = grpo(np.array([0.0, 1.0, 1.0])), grpo(np.array([0.0, 1.0]))
+    everyone = grpo(np.array([0.0, 1.0, 1.0]))
+    tree = grpo(np.array([0.0, 1.0]))
     np.testing.assert_allclose([a[0] for a in got], everyone + [tree[0], 0, tree[1]])
 
 

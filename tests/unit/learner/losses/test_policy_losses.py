@@ -148,7 +148,8 @@ def test_decoupled_is_vanilla_when_the_rollout_is_the_proximal_policy(
 
 
 def test_dppo_masks_by_total_variation():
-    new, old = np.exp(NEW), np.exp(OLD)
+    new = np.exp(NEW)
+    old = np.exp(OLD)
     inside = np.where(ADVANTAGE > 0, new - old <= 0.28, new - old >= -0.2)
     weight = np.minimum(new / old, 1.5) * inside
     assert 0 < inside.sum() < inside.size
@@ -157,11 +158,13 @@ def test_dppo_masks_by_total_variation():
 
 
 def test_dppo_masks_by_binary_kl_only_moves_away_from_the_old_policy():
-    new, old = np.exp(NEW), np.exp(OLD)
+    new = np.exp(NEW)
+    old = np.exp(OLD)
     divergence = old * (OLD - NEW) + (1 - old) * np.log((1 - old) / (1 - new))
     policy_loss = PolicyLossConfig(loss_mode="dppo_kl")
     settings = LossConfig(low=0.05, high=0.1, dual=3.0, policy_loss=policy_loss)
-    rises, falls = (divergence <= 0.1) | (new <= old), (divergence <= 0.05) | (new >= old)
+    rises = (divergence <= 0.1) | (new <= old)
+    falls = (divergence <= 0.05) | (new >= old)
     inside = np.where(ADVANTAGE > 0, rises, falls)
     assert 0 < inside.sum() < inside.size
     got = per_token("dppo_kl", settings)
@@ -196,7 +199,8 @@ def test_clip_cov_leaves_the_chosen_tokens_out():
 
 def test_clip_cov_chooses_within_the_bounds_and_never_what_is_clipped_anyway():
     rng = np.random.default_rng(1)
-    new, advantage = rng.normal(-1, 1, 1000), rng.normal(0, 2, 1000)
+    new = rng.normal(-1, 1, 1000)
+    advantage = rng.normal(0, 2, 1000)
     old = new - rng.normal(0, 0.3, 1000)
     settings = config("clip_cov", clip_cov_ratio=0.05, clip_cov_lb=0.5, clip_cov_ub=3.0)
     chosen = choose_clip_cov(new, old, advantage, settings, np.random.default_rng(0))

@@ -109,7 +109,8 @@ def test_a_trajectory_without_advantage_changes_nothing(mode, data):
 @given(data=st.data(), without=marks)
 @pytest.mark.parametrize("mode", [mode for mode in LOSS_MODES if mode not in SEQUENCE_LOSSES])
 def test_a_token_without_advantage_changes_nothing_in_its_trajectory(mode, data, without):
-    columns, is_without = data.draw(trajectories(mode)), np.asarray(without)
+    columns = data.draw(trajectories(mode))
+    is_without = np.asarray(without)
     columns["advantage"] = np.where(is_without, 0, columns["advantage"])
     check_that_they_change_nothing(mode, columns, is_without)
 
@@ -118,7 +119,8 @@ def test_a_token_without_advantage_changes_nothing_in_its_trajectory(mode, data,
 @given(data=st.data(), without=marks)
 @pytest.mark.parametrize("mode", sorted(SEQUENCE_LOSSES))
 def test_a_token_without_advantage_is_not_counted_in_a_loss_of_sequences(mode, data, without):
-    columns, is_without = data.draw(trajectories(mode)), np.asarray(without)
+    columns = data.draw(trajectories(mode))
+    is_without = np.asarray(without)
     columns["advantage"] = np.where(is_without, 0, columns["advantage"])
     *_, clipped = sums(mode, **columns)
     np.testing.assert_array_equal(clipped[:, is_without], 0)

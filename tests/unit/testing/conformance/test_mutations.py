@@ -17,6 +17,7 @@ from jax_agent_rl.testing.conformance.probe import CheckFailed
 from jax_agent_rl.testing.conformance.runner import run_suite
 from jax_agent_rl.types import PauseMode, RoutedExperts, StopReason, digest_ids
 from jax_agent_rl.utils.packages import install_command
+from tests.messages import raises
 from tests.toy_backend import (
     EOS,
     IMAGE,
@@ -99,7 +100,9 @@ class OneTooMany(ToyBackend):
 class LosesPartials(ToyBackend):
     def finish(self, run, reason):
         if reason is StopReason.ABORTED:
-            run.ids, run.log_probs, run.versions = [], [], []
+            run.ids = []
+            run.log_probs = []
+            run.versions = []
         super().finish(run, reason)
 
 
@@ -120,7 +123,8 @@ class MixesWeights(ToyBackend):
         old = self.model
         await super().update_weights(update)
         mixed = ToyModel("base")
-        mixed.last, mixed.before = self.model.last, old.before
+        mixed.last = self.model.last
+        mixed.before = old.before
         self.model = mixed
 
 
@@ -169,7 +173,7 @@ class WaitsOnForNobody(ToyBackend):
         await asyncio.shield(asyncio.create_task(super().pause(mode)))
 
     async def resume(self):
-        self._frozen = False
+        self.frozen = False
         self._changed.set()
 
 
@@ -213,8 +217,8 @@ class CutsStopString(ToyBackend):
 
 class HangsAtClose(ToyBackend):
     async def close(self):
-        self._closed = True
-        self._frozen = True
+        self.closed = True
+        self.frozen = True
 
 
 class LeavesAThread(ToyBackend):
@@ -269,8 +273,8 @@ class ComparesIdsAlone(Seeing):
 
 
 class CountsNothing(Seeing):
-    def _check(self, request):
-        super()._check(
+    def check_request(self, request):
+        super().check_request(
             replace(
                 request,
                 prompt_ids=tuple(i for i in request.prompt_ids if i != IMAGE),
@@ -338,8 +342,8 @@ class Constrained(ToyBackend):
     def __init__(self, **options):
         super().__init__(grammars=True, **options)
 
-    def _check(self, request):
-        super()._check(request)
+    def check_request(self, request):
+        super().check_request(request)
         if request.sampling.grammar and not self.bounds(request):
             raise BackendError("not a grammar")
 
@@ -436,7 +440,8 @@ class ReversesLayers(Routing):
 
 class KeepsStaleExperts(Routing):
     def routed(self, run):
-        chosen, prompt = super().routed(run), run.request.prompt_ids
+        chosen = super().routed(run)
+        prompt = run.request.prompt_ids
         chosen[: len(prompt)] = self.kept.setdefault(prompt, chosen[: len(prompt)].copy())
         return chosen
 
@@ -482,8 +487,8 @@ class AdaptsItsNeighbours(Adapting):
 
 
 class ServesAnyAdapterPlain(Adapting):
-    def _check(self, request):
-        super()._check(replace(request, lora=None))
+    def check_request(self, request):
+        super().check_request(replace(request, lora=None))
 
 
 class SharesKVOverAdapters(Adapting):
@@ -575,8 +580,8 @@ def short_timeouts(monkeypatch):
     import jax_agent_rl.testing.conformance.runner as runner
     import jax_agent_rl.testing.conformance.suite.test_control as control
 
-    monkeypatch.setattr(control, "_SETTLE_SECONDS", 0.5)
-    monkeypatch.setattr(runner, "_CLEAN_UP_SECONDS", 1.0)
+    monkeypatch.setattr(control, "SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr(runner, "CLEAN_UP_SECONDS", 1.0)
     until = probe.Probe.until
     monkeypatch.setattr(
         probe.Probe, "until", lambda self, *a, **k: until(self, *a, **k | {"seconds": 2.0})
@@ -613,10 +618,10 @@ def test_what_is_not_declared_is_skipped_by_name():
 
 def test_a_backend_that_dies_is_replaced_and_the_suite_goes_on():
     class Fragile(ToyBackend):
-        def _check(self, request):
+        def check_request(self, request):
             if max(request.prompt_ids) >= 61:
                 self._task.cancel()
-            super()._check(request)
+            super().check_request(request)
 
     report = run_suite(
         toy_subject(Fragile, timeout=3.0), only=["bad-ids-refused", "prompt-too-long"]
@@ -664,7 +669,7 @@ def test_a_backend_that_is_not_there_is_a_config_error(tmp_path):
     from jax_agent_rl.testing.conformance.models import ModelDirs
 
     options = BackendOptions(folders=ModelDirs(base=tmp_path, scratch=tmp_path))
-    with pytest.raises(ConfigError, match="jetstream, ray, remote, vllm"):
+    with raises(ConfigError, fix=("jetstream", "ray", "remote", "vllm")):
         select_backend("jetsream", options)
     with pytest.raises(ConfigError, match="not available"):
         select_backend("no_such_package:subject", options)

@@ -30,7 +30,9 @@ SAME = [
     "engines.slots=16",
 ]
 BALANCED = [*SAME, "learner.tokens_per_second=2624", "steps=4"]
-ROLLOUT, LEARNER, PUBLISH = 4.005, 4.0, 1.0
+ROLLOUT = 4.005
+LEARNER = 4.0
+PUBLISH = 1.0
 
 
 def outcome(policy, assumptions):

@@ -27,7 +27,7 @@ async def execute(request, monkeypatch):
     """A function that has a long-lived Python execute source; that program is its attribute."""
     if request.param == "user_namespace":
         monkeypatch.setattr(
-            "jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False
+            "jax_agent_rl.tool_server.sandbox.isolation.maps_every_user", lambda: False
         )
     sandbox = await open_sandbox(limits=LIMITS)
     before = set(process_tree(os.getpid()))
@@ -134,7 +134,7 @@ async def test_a_limit_passed_just_before_the_answer_counts(execute, folder):
 
 
 async def test_what_cannot_be_held_is_ended(execute, monkeypatch):
-    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.process._MAX_CHECKS", 0)
+    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.process.MAX_CHECKS", 0)
     _, stopped, left = await execute("print(1)")
     assert stopped is StopCause.BACKGROUND and not execute.process.alive and not left
     assert (

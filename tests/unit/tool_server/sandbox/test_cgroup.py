@@ -63,7 +63,7 @@ def test_without_a_memory_controller_there_are_none(hierarchy, controllers):
 
 
 def test_a_cgroup_that_no_process_can_enter_is_passed_over(hierarchy, monkeypatch):
-    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.limits._ENTER", "exit 1")
+    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.limits.ENTER", "exit 1")
     assert find_cgroups(hierarchy) is None
 
 

@@ -18,7 +18,7 @@ pytestmark = needs_bwrap
 async def run(request, monkeypatch):
     if request.param == "user_namespace":
         monkeypatch.setattr(
-            "jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False
+            "jax_agent_rl.tool_server.sandbox.isolation.maps_every_user", lambda: False
         )
     sandbox = await open_sandbox()
 

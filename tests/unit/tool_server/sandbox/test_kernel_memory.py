@@ -19,7 +19,7 @@ LIMITS = SandboxLimits(
 async def run(request, monkeypatch):
     if request.param == "user_namespace":
         monkeypatch.setattr(
-            "jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False
+            "jax_agent_rl.tool_server.sandbox.isolation.maps_every_user", lambda: False
         )
     sandbox = await open_sandbox(limits=LIMITS)
 

@@ -8,6 +8,7 @@ import pytest
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, StopCause, open_sandbox, seccomp
 from tests.capabilities import needs_bwrap
+from tests.messages import raises
 
 MODULE = "jax_agent_rl.tool_server.sandbox.sandbox"
 
@@ -24,7 +25,7 @@ async def test_a_sandbox_that_does_not_isolate_is_refused(monkeypatch, tmp_path)
     fake.write_text("#!/bin/sh\necho 64 2\n")
     fake.chmod(0o755)
     monkeypatch.setattr(f"{MODULE}.find_bwrap", lambda: fake)
-    with pytest.raises(ConfigError, match="does not hold here .expected '64 1', got '64 2'"):
+    with raises(ConfigError, value=("expected '64 1'", "got '64 2'")):
         await open_sandbox()
 
 
@@ -33,7 +34,7 @@ async def test_a_bwrap_that_fails_is_refused_with_its_words(monkeypatch, tmp_pat
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setattr(f"{MODULE}.find_bwrap", lambda: fake)
-    with pytest.raises(ConfigError, match="No permissions to create new namespace"):
+    with pytest.raises(ConfigError, match="No permissions"):
         await open_sandbox()
 
 

@@ -37,7 +37,7 @@ async def sandbox(request, monkeypatch):
     """
     if request.param == "user_namespace":
         monkeypatch.setattr(
-            "jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False
+            "jax_agent_rl.tool_server.sandbox.isolation.maps_every_user", lambda: False
         )
     return await open_sandbox(limits=LIMITS)
 

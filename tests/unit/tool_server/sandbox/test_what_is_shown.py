@@ -30,7 +30,7 @@ print("\\n".join(words))
 async def test_no_path_of_the_host_is_shown(user_namespace, monkeypatch):
     if user_namespace:
         monkeypatch.setattr(
-            "jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False
+            "jax_agent_rl.tool_server.sandbox.isolation.maps_every_user", lambda: False
         )
     sandbox = await open_sandbox()
     result = await sandbox.run(

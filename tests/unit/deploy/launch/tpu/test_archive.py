@@ -51,5 +51,5 @@ def test_outside_a_checkout_nothing_tells_what_to_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(LaunchError, match="is no git checkout"):
+    with pytest.raises(LaunchError, match="no git checkout"):
         job.pack(tmp_path, tmp_path / "x.tar.gz", extra={})

@@ -12,6 +12,7 @@ from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
 from jax_agent_rl.errors import LaunchError
 from tests.cloud import job_of
 from tests.examples import examples
+from tests.messages import raises
 
 
 @pytest.mark.parametrize(
@@ -123,17 +124,15 @@ def test_what_could_not_be_kept_is_refused():
         with pytest.raises(LaunchError, match="--bucket is missing: "):
             job.require_keepable(task)
     for bucket in ("/mnt", "s3://b", "gs://", "gs:///b", ""):
-        with pytest.raises(LaunchError, match="is no bucket: it has the form gs://NAME"):
+        with raises(LaunchError, fix="gs://NAME"):
             job_of(bucket=bucket)
 
 
 def test_keys_that_the_launcher_sets_are_refused():
-    with pytest.raises(
-        LaunchError, match="run_dir=x: tpu_pod.sh sets run_dir, trainer.checkpoint_dir"
-    ):
+    with raises(LaunchError, value="run_dir=x", fix=("tpu_pod.sh", "trainer.checkpoint_dir")):
         job.require_overrides(["seed=1", "run_dir=x"])
 
 
 def test_an_override_without_a_value_is_refused():
-    with pytest.raises(LaunchError, match="override 'seed': write key.path=value"):
+    with raises(LaunchError, key="override", value="'seed'", fix="key.path=value"):
         job.require_overrides(["seed"])

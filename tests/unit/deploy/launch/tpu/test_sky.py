@@ -16,6 +16,7 @@ from jax_agent_rl.deploy.launch.tpu.job import Job, SchedulerOptions, render
 from jax_agent_rl.errors import LaunchError
 from tests.cloud import job_of
 from tests.launching import ROOT
+from tests.messages import raises
 
 GOLDEN = Path(__file__).parent / "golden" / "sky.yaml"
 # SkyPilot pins older packages than the project: ./launch/test.sh --all makes an environment for it.
@@ -182,9 +183,7 @@ def test_setup_prepares_with_the_environments_programs(config: Path, tmp_path: P
 
 
 def test_a_managed_job_needs_a_bucket_and_is_one_slice(config: Path):
-    with pytest.raises(LaunchError, match="--bucket gs://NAME is missing: hosts keep nothing"):
+    with raises(LaunchError, key="--bucket", fix="gs://NAME"):
         rendered(job_of(config=config, bucket=None))
-    with pytest.raises(
-        LaunchError, match="its job is one slice; --slices and --rollout-hosts need --render gke"
-    ):
+    with raises(LaunchError, key=("--slices", "--rollout-hosts"), fix="--render gke"):
         rendered(job_of(config=config, slices=2))

@@ -6,6 +6,7 @@ import pytest
 
 from jax_agent_rl.deploy.launch.tpu.gcloud import SHAPES, parse_topology
 from jax_agent_rl.errors import LaunchError
+from tests.messages import raises
 
 
 @pytest.mark.parametrize(
@@ -38,18 +39,18 @@ def test_no_accelerator_type_stands_for_two_shapes():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "named"),
     [
-        ("v5e", "not of the form GENERATION:SHAPE"),
-        ("v5e:3x3", "v5e comes as 1x1, 2x2"),
-        ("v5p:4x4", "v5p comes as 2x2x1"),
-        ("v5:4x4", "no generation 'v5'; did you mean 'v5"),
-        ("tpu7x:2x2x1", "GKE only"),
-        ("2*v5e:4x4", "is more than one slice: give --topology v5e:4x4 --slices 2"),
+        ("v5e", {"fix": "GENERATION:SHAPE"}),
+        ("v5e:3x3", {"key": "v5e", "fix": "1x1, 2x2"}),
+        ("v5p:4x4", {"key": "v5p", "fix": "2x2x1"}),
+        ("v5:4x4", {"value": "'v5'", "fix": "did you mean"}),
+        ("tpu7x:2x2x1", {"value": "GKE only"}),
+        ("2*v5e:4x4", {"value": "more than one slice", "fix": "--topology v5e:4x4 --slices 2"}),
     ],
 )
-def test_what_is_no_slice_is_refused_with_what_there_is(name: str, message: str):
-    with pytest.raises(LaunchError, match=message):
+def test_what_is_no_slice_is_refused_with_what_there_is(name: str, named: dict):
+    with raises(LaunchError, **named):
         parse_topology(name)
 
 

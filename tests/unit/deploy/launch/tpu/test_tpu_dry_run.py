@@ -16,6 +16,7 @@ from jax_agent_rl.deploy.launch.tpu.job import Job, SchedulerOptions, render
 from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
 from jax_agent_rl.errors import LaunchError
 from tests.cloud import job_of
+from tests.messages import raises
 from tests.ports import free_port
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -144,7 +145,8 @@ def test_a_jobset_starts_sampling_pods_first_and_ends_with_the_others(config: Pa
         serving["readinessProbe"]["tcpSocket"]["port"] == port
         and f"--port={port} " in serving["command"][2]
     )
-    name, service = jobset["metadata"]["name"], f"{jobset['metadata']['name']}:{port}"
+    name = jobset["metadata"]["name"]
+    service = f"{jobset['metadata']['name']}:{port}"
     urls = ",".join(f"http://{name}-{rollout['name']}-{i}-0.{service}" for i in range(2))
     assert f"'rollout.urls=[{urls}]' rollout.token_env=JAX_AGENT_RL_TOKEN" in training["command"][2]
     assert [each["env"][-1] for each in (serving, training)] == [
@@ -268,9 +270,10 @@ def test_a_slurm_job_ends_when_its_servers_do_before_they_listen(tmp_path: Path)
 
 
 def test_new_weights_go_through_a_bucket(config: Path):
-    with pytest.raises(
+    with raises(
         LaunchError,
-        match="--bucket gs://NAME is missing: new weights go to --rollout-hosts through it",
+        key=("--bucket", "--rollout-hosts"),
+        fix="gs://NAME",
     ):
         rendered("slurm", job_of(config=config, bucket=None), rollout_hosts=1)
 
@@ -283,40 +286,40 @@ def test_a_slurm_job_has_a_task_per_host_and_goes_on_after_a_requeue(config: Pat
 def test_pods_need_an_image_and_a_bucket(config: Path):
     with pytest.raises(LaunchError, match="--image is missing"):
         rendered("gke", job_of(config=config), image=None)
-    with pytest.raises(LaunchError, match="--bucket gs://NAME is missing"):
+    with raises(LaunchError, key="--bucket", fix="gs://NAME"):
         rendered("gke", job_of(config=config, bucket=None))
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "message"),
+    ("kind", "options", "named"),
     [
-        ("gke", {"rollout_topology": V5E_HOST}, "needs --rollout-hosts: give their number"),
+        ("gke", {"rollout_topology": V5E_HOST}, {"key": "--rollout-hosts", "fix": "their number"}),
         (
             "gke",
             {"rollout_hosts": 2, "rollout_topology": parse_topology("v5e:4x4")},
-            "v5e:4x4 has 4 hosts, and an engine runs on one",
+            {"key": "v5e:4x4", "value": "4 hosts"},
         ),
         (
             "slurm",
             {"rollout_hosts": 1, "rollout_topology": V5E_HOST},
-            "nodes of a Slurm job are of one kind",
+            {"key": "Slurm job", "value": "one kind"},
         ),
         (
             "sky",
             {"rollout_hosts": 1},
-            "its job is one slice; --slices and --rollout-hosts need --render gke or slurm",
+            {"key": ("--slices", "--rollout-hosts"), "fix": "--render gke or slurm"},
         ),
     ],
 )
 def test_rollout_hosts_that_cannot_be_are_refused(
-    kind: str, options: dict, message: str, config: Path
+    kind: str, options: dict, named: dict, config: Path
 ):
-    with pytest.raises(LaunchError, match=message):
+    with raises(LaunchError, **named):
         rendered(kind, job_of(config=config), **options)
 
 
 def test_keys_of_rollout_hosts_are_refused_only_with_them(config: Path):
     job = job_of(config=config, overrides=("rollout.urls=[http://x:1]",))
     assert "'rollout.urls=[http://x:1]'" in rendered("slurm", job)
-    with pytest.raises(LaunchError, match=r"rollout.urls=\[http://x:1\]: tpu_pod.sh sets"):
+    with raises(LaunchError, key="rollout.urls", value="[http://x:1]", fix="tpu_pod.sh"):
         rendered("slurm", job, rollout_hosts=1)

@@ -16,7 +16,8 @@ WAITS = (
     "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(3)); print('up',"
     " flush=True); signal.pause()"
 )
-KILLED, NO_RUN = 70, 71
+KILLED = 70
+NO_RUN = 71
 
 
 class Host:
