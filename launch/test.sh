@@ -31,9 +31,12 @@ while true; do
   esac
   shift
 done
-# Side by side, see tests/conftest.py: compiling takes one core at a time, and many tests wait.
-# Engines of vLLM start several processes each: two files of theirs at a time.
-SIDE_BY_SIDE=(-n 3 --no-loadscope-reorder) VLLM_SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
+# Side by side, see tests/conftest.py: compiling takes one core at a time, and many tests wait. Slow
+# tests start runs, and engines of vLLM several processes each: fewer files at a time.
+WORKERS=4
+if [ "$PARTS" = "main vllm" ]; then WORKERS=3; fi
+SIDE_BY_SIDE=(-n "$WORKERS" --no-loadscope-reorder)
+VLLM_SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
 if [ $# -gt 0 ]; then SELECTED="not vllm" SIDE_BY_SIDE=() VLLM_SIDE_BY_SIDE=(); fi
 
 # Tests that look at a page use Chromium or Chrome, and are skipped where there is neither. Where INSTALL_BROWSER=1
