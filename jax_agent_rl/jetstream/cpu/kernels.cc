@@ -1,6 +1,7 @@
-// Kernels of a decode step on CPUs, called through XLA's foreign function interface; kernels.py builds and wraps them.
+// Kernels of a decode step on CPUs, called through XLA's foreign function interface.
 //
-// Activations are feature-major [in, B], as in forward.py, for B slots. Everything is float32.
+// kernels.py builds and wraps them. Activations are feature-major [in, B], as in forward.py, for B
+// slots. Everything is float32.
 
 #include "attention.h"
 #include "products.h"
@@ -11,12 +12,22 @@
 #define RESULT Ret<ffi::Buffer<ffi::F32>>()
 #define NORM Attr<float>("eps").Attr<float>("offset")
 
+// weight, x, norm
 XLA_FFI_DEFINE_HANDLER_SYMBOL(product, Product, BIND.FLOATS.FLOATS.FLOATS.NORM.RESULT);
+
+// weight, x, norm
 XLA_FFI_DEFINE_HANDLER_SYMBOL(gated_product, GatedProduct,
-                              BIND.FLOATS.FLOATS.FLOATS.NORM.Attr<int64_t>("activation").RESULT);
+                              BIND.FLOATS.FLOATS.FLOATS.NORM
+                                  .Attr<int64_t>("activation")
+                                  .RESULT);
+
+// weight, x, group
 XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_product, GroupedProduct, BIND.FLOATS.FLOATS.INTS.RESULT);
+
+// qkv, keys, values, pages, positions, cos, sin, sinks -> mixed, keys, values
 XLA_FFI_DEFINE_HANDLER_SYMBOL(decode_attention, DecodeAttention,
-                              BIND.FLOATS.FLOATS.FLOATS.INTS.INTS.FLOATS.FLOATS.FLOATS.Attr<float>("scale")
+                              BIND.FLOATS.FLOATS.FLOATS.INTS.INTS.FLOATS.FLOATS.FLOATS
+                                  .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<bool>("interleaved")
                                   .RESULT.RESULT.RESULT);
