@@ -169,7 +169,7 @@ async def test_positions_that_are_shifted_from_a_later_turn_on_are_named(
 ):
     rope = forward.all_rope_tables
     monkeypatch.setattr(
-        forward, "rope_tables", lambda config, positions: rope(config, change(positions))
+        forward, "all_rope_tables", lambda config, positions: rope(config, change(positions))
     )
     made = await diagnosed_engine(LLAMA, own_programs(LLAMA, number), talks=True, lengths=EQUAL)
     check(made, Cause.POSITION, said)
