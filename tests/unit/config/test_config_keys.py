@@ -1,320 +1,336 @@
-"""No key is dead: each is read by the program, and either declares when it is used or has a test of
-what it does.
+"""No key is dead: the program reads each one while it does a little of everything.
 
-A new key without a condition goes into :data:`EFFECTS`, with the test that shows what another value
-changes. A key with a condition is refused wherever that does not hold, see
-``test_config_conditions``.
+::
+
+    actions below ──► Section.__getattribute__, recorded ──► the keys that were read
 """
 
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
 import re
-from functools import cache
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from pydantic import BaseModel
+from rich.console import Console
 
-from jax_agent_rl.config import Config, TrainerConfig
-from tests.config_reads import Reads
-from tests.config_values import all_conditions, keys
+import jax_agent_rl
+from jax_agent_rl.agents import OpenAIAgentLoop, SearchAgent, TextToolAgent, ToolAgent
+from jax_agent_rl.agents.command.agent import CommandAgent
+from jax_agent_rl.collect.filters import select
+from jax_agent_rl.collect.strategies import Growth, Outcome, make_strategy
+from jax_agent_rl.config import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    LearnerConfig,
+    SearchConfig,
+    ToolClientConfig,
+    load,
+)
+from jax_agent_rl.config.algorithm import (
+    ADV_ESTIMATORS,
+    FILTER_NAMES,
+    LOSS_MODES,
+    GdpoConfig,
+    PolicyLossConfig,
+    RolloutCorrectionConfig,
+)
+from jax_agent_rl.config.base import Section
+from jax_agent_rl.config.default_agent import default_agent
+from jax_agent_rl.config.kl import KLConfig
+from jax_agent_rl.config.learner import LoraConfig, MultihostConfig
+from jax_agent_rl.config.rollout import StrategyConfig
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.experience import Scores, build_experience
+from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.learner.losses.policy import (
+    POLICY_LOSSES,
+    SELECTORS,
+    LossConfig,
+    Terms,
+    select_terms,
+)
+from jax_agent_rl.learner.optimizer import make_optimizer
+from jax_agent_rl.rewards import registry
+from jax_agent_rl.runtime import build as runtime_build
+from jax_agent_rl.runtime import train as runtime_train
+from jax_agent_rl.runtime.engines import backend_factories, make_client, read_model
+from jax_agent_rl.runtime.multihost import initialize
+from jax_agent_rl.runtime.rollouts import open_codec
+from jax_agent_rl.runtime.scoring import open_scorer
+from jax_agent_rl.runtime.teachers import check_teachers
+from jax_agent_rl.runtime.transports import make_transport
+from jax_agent_rl.testing.fakes import NoCheckpoints
+from jax_agent_rl.tools import ToolRegistry
+from jax_agent_rl.tools.calculator import calculator
+from tests.agent_testbed import ACT, AgentHarness, server_tool_stage
+from tests.config_values import keys
+from tests.fake_training import IdleLearner
+from tests.fakes import ScriptedBackend
+from tests.http_service import ToolServer
+from tests.tiny import TINY, tiny_params
+from tests.tiny_chat import params
+from tests.tiny_run import tiny_recipe
+from tests.trajectories import random_groups, trajectory
 
-ROOT = Path(__file__).parents[3]
+PROGRAM = str(Path(jax_agent_rl.__file__).parent)
+CONFIG = f"{PROGRAM}/config"
+CALL = '<call>calculator {"expression": "1 + 2"}</call>'
 KEYS = {path: (section, name) for path, section, name in keys(Config)}
 
-READ_OTHERWISE = {
-    # Another name of rollout.group_size, resolved when a configuration is made.
-    "agent.n": "jax_agent_rl/config/run.py",
-    **dict.fromkeys(
-        (f"algorithm.filters.{name}" for name in
-         ("void_turn", "void_trajectory", "all_tool_calls_failed", "overlong", "repetition")),
-        "jax_agent_rl/collect/filters.py",  # by name, from FILTER_NAMES
-    ),
+READ_ELSEWHERE = {
+    # Ray has to be started
+    "runtime/placement.py": [
+        "rollout.num_engines", "rollout.gpus_per_engine", "rollout.ray_address",
+    ],
+    # a program has to run in a container or a sandbox
+    "agents/command/agent.py": ["agent.command.verifier_timeout"],
+    "agents/command/containers.py": ["agent.command.image"],
+    # an engine, a learner's update or a vision model has to be compiled
+    "runtime/scoring.py": ["reward.judge.max_model_len"],
+    "learner/learner.py": [
+        "algorithm.kl.target", "algorithm.kl.horizon", "learner.max_nonfinite_steps",
+    ],
+    "learner/image_packing.py": ["learner.row_patches"],
+    "trainer/agreement.py": ["trainer.on_disagreement"],
+    "agreement/report.py": ["trainer.agreement_tolerance"],
+    # MLflow takes seconds to import
+    "observe/sinks/traces.py": ["trace.project", "trace.mlflow_tracking_uri"],
+    # another name of rollout.group_size, read when a configuration is made
+    "config/run.py": ["agent.n"],
 }  # fmt: skip
-"""Keys that are read without an attribute of that name, and where."""
+"""Keys that no action below reads, by the file that does, with the reason."""
 
-EFFECTS = {
-    "seed": "e2e/test_run.py::test_the_same_seed_gives_the_same_trajectories_and_another_does_not",
-    "run_dir":
-        "e2e/test_run.py::"
-        "test_stopping_and_resuming_gives_the_trajectories_of_an_uninterrupted_run",
-    "model.path":
-        "e2e/test_picture_run.py::"
-        "test_engine_learner_and_transformers_agree_before_and_after_an_update",
-    "data.train": "e2e/test_run.py::test_bad_input_is_one_message_and_no_traceback",
-    "data.shuffle":
-        "unit/data/test_data.py::"
-        "test_rows_that_are_not_shuffled_come_in_their_order_in_every_epoch",
-    "data.shuffle_row_groups":
-        "unit/data/test_dataset.py::"
-        "test_no_more_row_groups_than_allowed_are_in_memory_whatever_is_done_with_them",
-    "data.eval":
-        "e2e/test_policy_commands.py::"
-        "test_doctor_is_content_with_it_and_fails_where_something_is_missing",
-    "rollout.placement":
-        "unit/runtime/test_engine_placement.py::test_each_placement_has_its_engines",
-    "rollout.sleep_during_update":
-        "unit/runtime/test_engine_placement.py::"
-        "test_sleep_that_an_engine_cannot_do_is_refused_at_start",
-    "rollout.backend":
-        "e2e/test_remote_run.py::test_eval_on_a_rollout_server_samples_what_the_engine_here_does",
-    "rollout.urls":
-        "e2e/test_remote_run.py::test_eval_on_a_rollout_server_samples_what_the_engine_here_does",
-    "rollout.prompts_per_step":
-        "unit/trainer/test_sync.py::test_groups_that_are_left_out_are_refilled_from_new_prompts",
-    "rollout.group_size":
-        "unit/agents/test_server_tool_settings.py::test_n_is_another_name_of_the_group_size",
-    "rollout.strategy.name": "unit/collect/test_strategies.py::test_strategies_are_made_by_name",
-    "rollout.max_in_flight":
-        "unit/collect/test_collector.py::test_no_more_than_max_in_flight_run_at_once",
-    "rollout.trajectory_timeout":
-        "unit/trainer/test_progress.py::"
-        "test_a_trajectory_that_never_ends_is_dropped_by_name_and_every_step_ends",
-    "rollout.max_in_flight_per_server":
-        "unit/rollout/test_request_queue.py::"
-        "test_no_server_exceeds_its_limit_and_waiting_requests_go_in_order_of_sessions",
-    "rollout.recovery_seconds":
-        "unit/rollout/test_pool.py::test_without_recovery_a_loss_is_final_and_reported_at_once",
-    "rollout.wait_for_server_seconds":
-        "unit/rollout/test_request_queue.py::"
-        "test_one_that_is_cancelled_in_the_moment_all_hope_is_lost_is_cancelled",
-    "rollout.stall_seconds":
-        "unit/rollout/test_pool.py::"
-        "test_an_engine_that_accepts_and_never_answers_is_lost_and_its_requests_move_on",
-    "rollout.max_model_len":
-        "unit/trainer/test_sampling_of_a_run.py::"
-        "test_each_has_its_temperature_and_both_the_length_of_the_engines_context",
-    "rollout.temperature":
-        "unit/trainer/test_sampling_of_a_run.py::"
-        "test_each_has_its_temperature_and_both_the_length_of_the_engines_context",
-    **dict.fromkeys(
-        ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
-        "unit/trainer/test_sampling_of_a_run.py::"
-        "test_training_samples_from_a_part_of_the_vocabulary_and_evaluation_does_not",
-    ),
-    "rollout.eval_temperature":
-        "unit/trainer/test_sampling_of_a_run.py::"
-        "test_each_has_its_temperature_and_both_the_length_of_the_engines_context",
-    "rollout.deterministic":
-        "e2e/test_precision_runs.py::"
-        "test_a_deterministic_run_has_a_gap_of_exactly_zero_and_compiles_nothing_late",
-    "agent.default_agent":
-        "unit/agents/test_agent_loops.py::test_the_row_chooses_and_the_default_fills_in",
-    "agent.max_model_len":
-        "unit/agents/test_server_tool_settings.py::test_max_model_len_bounds_the_whole_context",
-    "agent.adapter":
-        "unit/agents/test_adapters.py::"
-        "test_a_row_or_the_configuration_names_the_adapter_of_every_request",
-    "agent.n": "unit/agents/test_server_tool_settings.py::test_n_is_another_name_of_the_group_size",
-    "agent.val_max_response_length":
-        "unit/agents/test_server_tool_settings.py::test_val_settings_hold_in_evaluations_only",
-    "agent.tool_format":
-        "unit/chat/test_formats_vs_templates.py::"
-        "test_a_template_of_an_unknown_format_is_refused_with_the_key_to_set",
-    "agent.max_prompt_length":
-        "unit/agents/test_server_tool_settings.py::test_max_prompt_length_drops_a_longer_prompt",
-    "agent.max_response_length":
-        "unit/agents/test_server_tool_settings.py::test_val_settings_hold_in_evaluations_only",
-    "agent.module":
-        "unit/deploy/doctor/test_config_checks.py::"
-        "test_several_faults_are_told_together_and_hide_no_other",
-    "agent.chat_template_kwargs":
-        "unit/agents/test_template_kwargs.py::test_arguments_reach_the_template_and_add_up",
-    "agent.role_models": "e2e/test_roles_run.py::test_a_frozen_role_is_on_record_and_not_trained",
-    "agent.role_adapters":
-        "unit/collect/test_roles.py::"
-        "test_an_adapter_plays_its_role_and_the_model_below_it_is_frozen",
-    "reward.path": "unit/rewards/test_reward_registry.py::test_a_users_file_registers_functions",
-    "reward.workers":
-        "unit/runtime/test_scoring_services.py::"
-        "test_synchronous_functions_of_reward_path_run_in_as_many_workers_as_configured",
-    "reward.timeout":
-        "unit/rewards/test_reward_registry.py::"
-        "test_a_function_that_hangs_is_given_up_and_others_go_on",
-    "reward.remote.url":
-        "unit/rewards/test_remote.py::test_retries_end_and_the_message_names_the_url_and_the_key",
-    "reward.remote.data_sources":
-        "unit/runtime/test_scoring_services.py::"
-        "test_the_reward_server_takes_the_data_sources_it_is_named_for",
-    "reward.remote.timeout":
-        "unit/rewards/test_remote.py::test_an_attempt_has_its_time_however_the_answer_trickles_in",
-    "reward.remote.max_retries":
-        "unit/rewards/test_remote.py::test_retries_end_and_the_message_names_the_url_and_the_key",
-    "reward.remote.retry_delay":
-        "unit/rewards/test_remote.py::test_each_repetition_waits_twice_as_long",
-    "reward.remote.max_concurrency":
-        "unit/rewards/test_remote.py::test_only_so_many_requests_are_in_flight",
-    "reward.remote.requests_per_second":
-        "unit/rewards/test_remote.py::"
-        "test_starts_are_spaced_to_the_rate_and_the_server_may_ask_for_more",
-    "reward.sandbox":
-        "unit/deploy/doctor/test_config_checks.py::"
-        "test_a_ground_truth_is_tried_in_the_form_its_reward_function_wants",
-    "reward.judge.model":
-        "unit/runtime/test_scoring_services.py::"
-        "test_a_judge_nobody_asks_for_is_not_started_and_one_that_is_missing_is_named",
-    "reward.judge.max_tokens":
-        "unit/runtime/test_scoring_services.py::test_the_policy_may_be_the_judge",
-    "reward.judge.temperature":
-        "unit/runtime/test_scoring_services.py::test_the_policy_may_be_the_judge",
-    "reward.judge.chat_template_kwargs":
-        "unit/agents/test_template_kwargs.py::test_a_judge_has_arguments_of_its_own",
-    "reward.judge.max_in_flight":
-        "unit/rewards/test_judge.py::test_only_so_many_questions_are_in_flight",
-    "algorithm.adv_estimator":
-        "unit/learner/test_algorithms.py::"
-        "test_gradients_do_not_depend_on_packing_sharing_or_splitting",
-    "algorithm.policy_loss.loss_mode":
-        "unit/learner/test_algorithms.py::test_decoupled_ppo_reads_all_three_policies",
-    "algorithm.loss_agg_mode":
-        "unit/learner/test_algorithms.py::"
-        "test_gradients_do_not_depend_on_packing_sharing_or_splitting",
-    "algorithm.entropy_coeff":
-        "unit/learner/test_algorithms.py::test_the_entropy_bonus_raises_the_entropy",
-    "algorithm.kl.where":
-        "unit/learner/test_algorithms.py::test_kl_in_the_reward_is_taken_off_token_by_token",
-    "algorithm.rollout_correction.rollout_is":
-        "unit/learner/test_correction.py::test_importance_weights_match_a_peer",
-    "algorithm.rollout_correction.rollout_rs":
-        "unit/learner/test_algorithms.py::"
-        "test_a_step_of_which_every_token_is_rejected_changes_nothing_to_the_bit",
-    "algorithm.rollout_correction.rollout_rs_threshold":
-        "unit/learner/test_algorithms.py::"
-        "test_a_step_of_which_every_token_is_rejected_changes_nothing_to_the_bit",
-    "algorithm.rollout_correction.bypass_mode":
-        "unit/learner/test_algorithms.py::"
-        "test_bypass_takes_the_rollouts_logprobs_as_old_and_saves_the_scoring_pass",
-    "algorithm.filter_zero_variance":
-        "unit/config/test_config_algorithm.py::"
-        "test_zero_variance_groups_are_kept_where_equal_totals_hide_differences",
-    "algorithm.max_resample_rounds":
-        "unit/trainer/test_sync.py::test_refilling_ends_after_its_rounds",
-    "algorithm.filters.void_turn":
-        "unit/collect/test_filters.py::test_a_turn_is_void_without_a_tool_call_or_an_answer",
-    "algorithm.filters.void_trajectory":
-        "unit/collect/test_filters.py::test_a_turn_is_void_without_a_tool_call_or_an_answer",
-    "algorithm.filters.all_tool_calls_failed":
-        "unit/collect/test_filters.py::test_all_tool_calls_failed_needs_calls",
-    "algorithm.filters.overlong":
-        "unit/collect/test_filters.py::"
-        "test_mask_keeps_a_reward_in_the_baseline_and_drop_takes_it_out",
-    "algorithm.filters.repetition":
-        "unit/collect/test_filters.py::test_repetition_looks_at_sampled_tokens_only",
-    "algorithm.shaping.overlong_buffer":
-        "unit/collect/test_shaping.py::test_penalties_come_off_the_reward_and_are_on_record",
-    "algorithm.shaping.repetition_factor":
-        "unit/collect/test_shaping.py::test_penalties_come_off_the_reward_and_are_on_record",
-    **{
-        f"learner.{name}": "unit/learner/test_optimizer_keys.py::test_a_key_changes_what_is_learnt"
-        for name in (
-            "optimizer", "learning_rate", "lr_scheduler_type", "lr_warmup_steps", "lr_decay_ratio",
-            "min_lr_ratio", "weight_decay", "no_weight_decay", "adam_b1", "adam_b2", "adam_eps",
-            "max_grad_norm",
+
+@contextmanager
+def recorded_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[type, str]]]:
+    """Yield the set of (section, key) that the program reads meanwhile."""
+    found: set[tuple[type, str]] = set()
+
+    def read(section: Section, name: str) -> Any:
+        if name in type(section).model_fields and is_use(sys._getframe(1)):
+            found.add((type(section), name))
+        return object.__getattribute__(section, name)
+
+    def is_use(frame: FrameType) -> bool:
+        """Return whether a key is read by the program, not by a check of the configuration.
+
+        A property of a section reads on behalf of whoever asks for it.
+        """
+        while frame.f_code is read.__code__ or frame.f_code.co_filename.startswith(CONFIG):
+            is_check = "." not in frame.f_code.co_qualname
+            if is_check and frame.f_code is not default_agent.__code__:
+                return False
+            frame = frame.f_back
+        return frame.f_code.co_filename.startswith(PROGRAM)
+
+    def dump(section: Section, **options: Any) -> dict[str, Any]:
+        if options.get("mode") != "json":  # such a tree is saved, not used
+            names = type(section).model_fields.keys() - options.get("exclude", set())
+            found.update((type(section), name) for name in names)
+        return BaseModel.model_dump(section, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Section, "__getattribute__", read, raising=False)
+        patch.setattr(Section, "model_dump", dump)
+        yield found
+
+
+# --- a little of everything -----------------------------------------------------------------------
+
+MASKED = dict.fromkeys(FILTER_NAMES, "mask")
+RUNS: dict[str, Any] = {
+    "sync": {
+        "algorithm": {
+            "filters": {**MASKED, "repetition": "drop", "final_answer": "x"},
+            "shaping": {"overlong_buffer": 4, "repetition_factor": 0.1},
+            "max_resample_rounds": 1,
+        },
+        "reward": {"remote": {"url": "http://127.0.0.1:1", "data_sources": ["of_a_server"]}},
+        "trace": {"sinks": ["files"]},
+        "trainer": {"eval_every": 1},
+    },
+    "fully_async": {"trainer": {"mode": "fully_async"}},
+    "tree_grpo": {"rollout": {"strategy": {"name": "tree_grpo"}, "group_size": 6}},
+    "treerl": {"rollout": {"strategy": {"name": "treerl", "treerl": {"m": 1}}, "group_size": 5}},
+}
+
+
+async def train(folder: Path, patch: pytest.MonkeyPatch, sections: Any) -> None:
+    """Run a whole training on a scripted engine, with a learner that learns nothing."""
+    config = load(tiny_recipe(folder, **sections), ["trainer.steps=2"])
+    codec = open_codec(config)
+    reply = [*codec.encode_text("one two"), *codec.eos_token_ids]
+    engines = {"jetstream": lambda: ScriptedBackend(codec, lambda request: reply)}
+    patch.setattr(runtime_build, "backend_factories", lambda *_, **__: engines)
+    patch.setattr(runtime_build, "make_learner", lambda *_, **__: IdleLearner())
+    patch.setattr(runtime_train, "open_checkpointer", lambda *_, **__: NoCheckpoints())
+    patch.setattr(runtime_train, "reward_plot", lambda *_, **__: None)
+    await runtime_train.train(config, resume=False, console=Console(file=io.StringIO()))
+
+
+async def make_engines(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Make what generates and scores: engines of every backend, a judge, teachers, processes."""
+    teacher = str(folder / "model")
+    sections = {"reward": {"judge": {"model": "policy"}}, "distill": {"teachers": [teacher]}}
+    config = load(tiny_recipe(folder, **sections))
+    codec = open_codec(config)
+    model = read_model(config, codec)
+    client = make_client(config, codec)
+    check_teachers(config)
+    with contextlib.suppress(ConfigError):  # this machine has no sandbox
+        async with open_scorer(config, {"judge", "sandbox"}, client=client, codec=codec):
+            pass
+
+    for backend in ("jetstream", "vllm", "remote"):
+        rollout = config.rollout.model_copy(update={"backend": backend, "urls": ("http://a:1",)})
+        pixels = config.model.model_copy(update={"min_pixels": 1, "max_pixels": 2})
+        changed = config.model_copy(update={"rollout": rollout, "model": pixels})
+        factories = backend_factories(
+            changed, codec, weights=lambda: (model, params()), print_line=print
         )
-    },
-    "distill.teachers":
-        "unit/learner/test_distillation.py::"
-        "test_each_trajectory_is_scored_by_the_first_teacher_of_its_data_source",
-    "learner.num_minibatches":
-        "unit/learner/test_learner.py::test_old_logprobs_are_those_of_plain_full_passes",
-    "learner.ppo_epochs":
-        "unit/learner/test_learner_state.py::"
-        "test_several_updates_are_undone_when_one_of_them_fails",
-    "learner.pack_length":
-        "unit/learner/test_learner.py::test_the_gradient_does_not_depend_on_the_layout",
-    "learner.micro_batch_size":
-        "unit/learner/test_learner.py::test_the_gradient_does_not_depend_on_the_layout",
-    "learner.share_prefixes":
-        "unit/learner/test_batch.py::test_a_group_with_one_prompt_pays_for_it_once",
-    "learner.remat":
-        "unit/deploy/plan/test_advice.py::test_the_key_to_change_is_the_one_of_what_takes_most",
-    "learner.compute_dtype":
-        "e2e/test_precision_runs.py::test_engine_and_learner_in_bfloat16_agree_to_its_rounding",
-    "learner.router_aux_loss_coef":
-        "unit/learner/test_router_loss.py::"
-        "test_the_router_learns_from_it_and_without_it_nothing_changes",
-    "learner.max_nonfinite_steps":
-        "unit/learner/test_learner.py::"
-        "test_a_nonfinite_gradient_changes_nothing_and_three_in_a_row_stop_the_run",
-    "learner.lora.rank":
-        "unit/learner/test_lora.py::test_the_files_load_in_peft_and_give_the_merged_models_logits",
-    "learner.lora.alpha":
-        "unit/learner/test_lora.py::test_the_files_load_in_peft_and_give_the_merged_models_logits",
-    "learner.lora.targets":
-        "unit/learner/test_lora.py::test_only_adapters_change_and_have_optimizer_state",
-    "learner.lora.quantize": "unit/learner/test_lora.py::test_a_quantised_base_is_near_the_model",
-    "learner.lora.seed": "unit/learner/test_lora.py::test_the_seed_draws_the_first_values",
-    **{
-        f"learner.mesh.{axis}":
-            "unit/learner/test_meshes.py::test_a_mesh_gives_the_loss_and_gradient_of_one_device"
-        for axis in ("data", "fsdp", "expert", "context", "tensor")
-    },
-    "learner.multihost.coordinator":
-        "unit/runtime/test_multihost.py::test_without_a_coordinator_a_process_is_alone",
-    "learner.multihost.num_processes":
-        "unit/runtime/test_multihost.py::test_a_process_waits_for_the_others_as_long_as_configured",
-    "learner.multihost.process_id":
-        "unit/runtime/test_multihost.py::test_a_process_waits_for_the_others_as_long_as_configured",
-    "learner.multihost.timeout":
-        "unit/runtime/test_multihost.py::test_a_process_waits_for_the_others_as_long_as_configured",
-    "trainer.logger": "unit/observe/test_sinks.py::test_a_wrong_logger_is_refused_with_the_fix",
-    "trainer.prometheus_port":
-        "unit/observe/test_prometheus.py::test_a_port_in_use_is_a_setting_to_change",
-    "trainer.mode": "unit/trainer/test_async.py::test_tokens_are_as_old_as_the_mode_says",
-    "trainer.max_staleness": "unit/trainer/test_async.py::test_tokens_are_as_old_as_the_mode_says",
-    "trainer.steps":
-        "e2e/test_precision_runs.py::"
-        "test_a_run_with_adapters_resumes_and_exports_merged_and_for_peft",
-    "trainer.checkpoint_every": "e2e/test_run.py::test_ctrl_c_leaves_a_checkpoint_that_resumes",
-    "trainer.keep_checkpoints": "unit/learner/test_checkpoint.py::test_only_the_newest_are_kept",
-    "trainer.on_disagreement":
-        "unit/trainer/test_agreement_watch.py::"
-        "test_with_warn_the_run_goes_on_and_every_step_says_what_was_compared",
-    "trainer.agreement_tolerance":
-        "unit/trainer/test_agreement_watch.py::test_a_tolerance_of_ones_own_holds",
-    "trainer.checkpoint_dir":
-        "unit/runtime/test_resume.py::test_checkpoints_of_another_run_are_not_written_over",
-    "trainer.keep_trajectories":
-        "unit/observe/test_sample_and_filters.py::"
-        "test_a_run_writes_no_more_of_a_step_than_it_keeps",
-    "trainer.max_failed_batches":
-        "unit/environments/test_pool.py::test_a_run_that_loses_every_batch_stops_and_says_why",
-    "trace.sinks": "unit/observe/test_trace_sinks.py::test_mlflow_shows_a_trace_with_its_spans",
-}  # fmt: skip
+        for make in factories.values():
+            make()
+        make_transport(changed, model, client.pool, probe_ids=[3, 4])
 
-SPELLED = {"trainer.keep_checkpoints": "keep"}
-"""Keys under another name where their test is."""
+    patch.setattr(jax.distributed, "initialize", lambda **_: None)
+    initialize(MultihostConfig(coordinator="a:1", num_processes=2, process_id=0))
 
 
-@cache
-def reads() -> frozenset:
-    return frozenset(Reads().found)
+# An observation between separators, longer than what is left for it.
+TURNS = {"enable_mtrl": True, "mtrl_sep": "<o>{obs}</o>", "max_response_length": 8}
 
 
-def dead(keys_of_a_tree, found) -> list[str]:
-    return [
-        path
-        for path, (section, name) in keys_of_a_tree.items()
-        if (section.__name__, name) not in found
-    ]
+async def play() -> None:
+    """Let each agent play a trajectory."""
+    tools = {"tools": ToolRegistry([calculator])}
+    async with ToolServer() as server:
+        client = {"tool_config": ToolClientConfig(server_url=server.url, request_interval=0)}
+        for harness in (
+            server_tool_stage(server, [ACT, "so 3"], mask_void_traj=True, max_turns=1),
+            server_tool_stage(server, [ACT, "3"], **TURNS),
+            AgentHarness(TextToolAgent, ["<tool> 1 </tool>", "3"], shared=client),
+            AgentHarness(ToolAgent, [CALL, "3"], shared=tools, history_window=1),
+            AgentHarness(ChatTwice, ["hello"]),
+        ):
+            await harness.run()
+            await harness.agent.close()
+    search = SearchConfig(server_url="http://127.0.0.1:1")
+    AgentHarness(SearchAgent, [], shared={"search": search})
+    command = AgentHarness(CommandAgent, [], command={"argv": ["true"]})
+    with contextlib.suppress(ConfigError):  # this machine has no sandbox
+        await command.agent.preflight()
 
 
-def test_every_key_is_read_by_the_program():
-    assert set(dead(KEYS, reads())) == set(READ_OTHERWISE)
-    for path, file in READ_OTHERWISE.items():
-        names = (path.rpartition(".")[2], "FILTER_NAMES")
-        assert any(re.search(rf"\b{name}\b", (ROOT / file).read_text()) for name in names)
+class ChatTwice(OpenAIAgentLoop):
+    """A client of the endpoint that edits its history."""
+
+    @staticmethod
+    async def function(base_url: str, api_key: str, row: Any) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with httpx.AsyncClient(base_url=base_url, headers=headers) as client:
+            for content in ("a", "b"):
+                messages = [{"role": "user", "content": content}]
+                body = {"model": "policy", "messages": messages}
+                answer = await client.post("/chat/completions", json=body)
+                answer.raise_for_status()
 
 
-def test_a_key_that_nothing_reads_is_found():
-    assert dead({"trainer.no_such": (TrainerConfig, "no_such")}, reads()) == ["trainer.no_such"]
+def learn() -> None:
+    """Make learners, and compute what a step learns from."""
+    groups = random_groups(0)
+    config = LearnerConfig(lora=LoraConfig(), lr_scheduler_type="wsd", ema_decay=0.5)
+    critic = CriticConfig(lr_scheduler_type="wsd")
+    algorithm = AlgorithmConfig(
+        adv_estimator="gae", kl=KLConfig(where="loss"), gdpo=GdpoConfig(reward_keys=("score",))
+    )
+    learner = Learner(
+        TINY,
+        tiny_params(),
+        algorithm=algorithm,
+        config=config,
+        critic=critic,
+        temperature=1.0,
+        total_steps=10,
+    )
+    learner.packer.mini_batches(groups)
+    params = {"embed": jnp.ones(2)}
+    for section in (config, critic):
+        optimizer = make_optimizer(section, 0.1)
+        optimizer.update(params, optimizer.init(params), params)
+
+    trajectories = [t for group in groups for t in group.trajectories]
+    old = [np.zeros(t.num_sampled) for t in trajectories]
+    scores = Scores(
+        old=old,
+        ref=old,
+        values=[np.zeros(len(t.response_ids) + 1) for t in trajectories],
+    )
+    correction = RolloutCorrectionConfig(
+        rollout_is="token", rollout_rs=("token_k1",), rollout_rs_threshold=(2.0,)
+    )
+    for name in ADV_ESTIMATORS:
+        changes = {"adv_estimator": name, "rollout_correction": correction}
+        changed = algorithm.model_copy(update=changes)
+        select(groups, changed)
+        build_experience(groups, changed, scores, kl_coef=0.1, masked=())
+
+    values = dict.fromkeys(Terms.__annotations__, jnp.zeros((1, 2)))
+    terms = Terms(**{**values, "sequence": jnp.zeros((1, 2), int)})
+    for name in LOSS_MODES:
+        policy_loss = PolicyLossConfig(loss_mode=name)
+        loss = LossConfig(low=0.2, high=0.2, dual=3.0, policy_loss=policy_loss)
+        POLICY_LOSSES[name](terms, loss)
+        if name in SELECTORS:
+            active = [x == 0 for x in old]
+            select_terms(old, {"advantage": old}, active, loss, seed=0)
 
 
-def test_every_key_says_when_it_is_used_or_has_a_test_of_what_it_does():
-    unconditional = {path for path in KEYS if not all_conditions(Config, path)}
-    assert sorted(EFFECTS) == sorted(unconditional)
+def branch() -> None:
+    """Decide about the branches of a trajectory whose second turn follows an observation."""
+    arpo = make_strategy(StrategyConfig(name="arpo"))
+    growth = Growth(group_size=2, seed=0)
+    (start, *_) = arpo.next_wave(growth)
+    two_turns = trajectory([1], [2, 3, 4], mask=[1, 0, 1])
+    outcome = Outcome(trajectory_id="g-0", start=start, trajectories=(two_turns,))
+    arpo.next_wave(replace(growth, waves=[[outcome]]))
 
 
-@pytest.mark.parametrize("path", EFFECTS)
-def test_the_test_of_a_key_exists_and_names_it(path: str):
-    file, _, test = EFFECTS[path].partition("::")
-    text = (ROOT / "tests" / file).read_text()
-    assert f"def {test}(" in text
-    assert re.search(rf"\b{SPELLED.get(path, KEYS[path][1])}\b", text)
+async def do_everything(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Do all of the above."""
+    for name, sections in RUNS.items():
+        with patch.context() as patch_of_run:
+            await train(folder / name, patch_of_run, sections)
+    await make_engines(folder / "parts", patch)
+    await play()
+    branch()
+    learn()
+
+
+async def test_every_key_is_read_by_these_actions_or_by_a_named_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(registry, "REWARDS", dict(registry.REWARDS))
+    with recorded_reads(monkeypatch) as reads:
+        await do_everything(tmp_path, monkeypatch)
+    unread = [path for path, key in KEYS.items() if key not in reads]
+    assert sorted(unread) == sorted(itertools.chain.from_iterable(READ_ELSEWHERE.values()))
+    for file, paths in READ_ELSEWHERE.items():
+        source = Path(PROGRAM, file).read_text()
+        for path in paths:
+            name = path.rpartition(".")[2]
+            assert re.search(rf"""(\.|\("){name}\b""", source), f"{file} does not read {path}"
