@@ -16,6 +16,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from jax_agent_rl.utils.text import counted
+
 logger = logging.getLogger(__name__)
 
 IN_JAX = "Qwen2ForCausalLM, Qwen3ForCausalLM and LlamaForCausalLM"
@@ -83,8 +85,8 @@ def replace_weights(runner: Any, tensors: Iterator[tuple[str, Any]]) -> None:
     if changed:
         name = changed[0]
         raise RuntimeError(
-            f"{len(changed)} parameters have another form, e.g. {name}: {new_forms.get(name)}, was"
-            f" {old_forms.get(name)}"
+            f"{counted(len(changed), 'parameter')} of another form than before, e.g. {name}:"
+            f" {new_forms.get(name)}, was {old_forms.get(name)}"
         )
 
     runner.state = jax.tree.map(

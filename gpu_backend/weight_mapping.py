@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from jax_agent_rl.errors import ConfigError, ModelError, WeightUpdateError
 from jax_agent_rl.models.tensors import HEAD, has_own_head
+from jax_agent_rl.utils.text import counted
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -194,7 +195,8 @@ class Checkpoint:
         unknown = sorted(update.keys() - self.shapes.keys() - self.optional)
         if unknown:
             raise WeightUpdateError(
-                f"the update holds {len(unknown)} tensors the model does not have: {unknown[:3]}"
+                f"the update holds {counted(len(unknown), 'tensor')} that the model does not have:"
+                f" {unknown[:3]}"
             )
 
         misshapen = []
@@ -204,14 +206,14 @@ class Checkpoint:
         if misshapen:
             name = misshapen[0]
             raise WeightUpdateError(
-                f"{len(misshapen)} tensors have another shape, e.g. {name}: {list(update[name])}, "
-                f"served is {list(self.shapes[name])}"
+                f"the update holds {counted(len(misshapen), 'tensor')} of another shape, e.g."
+                f" {name}: {list(update[name])}, served is {list(self.shapes[name])}"
             )
 
         missing = sorted(self.shapes.keys() - update.keys() - self.optional)
         if missing and not partial:
             raise WeightUpdateError(
-                f"the update lacks {len(missing)} of {len(self.shapes)} tensors, e.g."
+                f"the update lacks {len(missing)} of {counted(len(self.shapes), 'tensor')}, e.g."
                 f" {missing[:3]}; send them all or set partial=True"
             )
         if not update:

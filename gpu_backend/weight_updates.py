@@ -24,6 +24,7 @@ from gpu_backend.weight_mapping import Checkpoint, Shapes, update_shapes
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.tensors import TensorSample
 from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, FILES, WeightUpdate
+from jax_agent_rl.utils.text import counted
 from jax_agent_rl.utils.weight_transfer import LogprobProbe, check_files, read_probe
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ class WeightUpdater:
         missing.update(*names_by_worker)
         if missing:
             raise WeightUpdateError(
-                f"{len(missing)} tensors did not arrive in vLLM's model, e.g."
+                f"{counted(len(missing), 'tensor')} did not arrive in vLLM's model, e.g."
                 f" {sorted(missing)[:3]}: its loader skipped them or stores them in a way"
                 " gpu_backend/weight_mapping.py does not describe"
             )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.lora import ADAPTABLE, PeftAdapter
@@ -25,6 +26,23 @@ TINY = DecoderConfig(
     tie_word_embeddings=True,
     eos_token_ids=(2,),
 )
+
+TWO_SLOTS = EngineShapes(
+    max_model_len=32,
+    max_concurrent_decodes=2,
+    kv_cache_tokens=64,
+    decode_steps=4,
+    prefill_buckets=(8,),
+)
+"""An engine with few programs."""
+FOUR_SLOTS = EngineShapes(
+    max_model_len=60,
+    max_concurrent_decodes=4,
+    kv_cache_tokens=384,
+    decode_steps=4,
+    prefill_buckets=(4, 16),
+)
+"""An engine that continues prompts in chunks."""
 
 EXPERTS = replace(
     TINY,

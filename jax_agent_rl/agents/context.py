@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
@@ -12,6 +12,7 @@ from jax_agent_rl.agents.request import EpisodeRequest, Prefix
 from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
 from jax_agent_rl.environments.base import EnvironmentPools
 from jax_agent_rl.environments.users import InteractionRegistry
+from jax_agent_rl.rollout.merge_outputs import check_output
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import SamplingParams, TokenOutput, ToolCallRecord
 from jax_agent_rl.utils.failures import FailureLog
@@ -131,6 +132,13 @@ class AgentContext:
             message += f": {problem[:80]}"
         self.failures.report("a tool call that could not be decoded", message, hint=hint, once=True)
 
+    def shorten(self, text: str) -> str:
+        """Return a tool's result within ``agent.max_tool_response_length`` tokens."""
+        limits = self.limits
+        return self.codec.truncate(
+            text, limits.max_tool_response_length, limits.tool_response_truncate_side
+        )
+
     def for_request(self, request: EpisodeRequest) -> AgentContext:
         """Return the context of one trajectory.
 
@@ -210,6 +218,40 @@ class AgentContext:
             section = "rollout" if max_context_length == self.max_model_len else "agent"
             exceeded.append(f"{section}.max_model_len={max_context_length}")
         return exceeded
+
+    async def sample(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        metrics: MutableMapping[str, float],
+        *,
+        label: str,
+        previous_output: TokenOutput | None = None,
+        **options: Any,
+    ) -> TokenOutput:
+        """Sample from a context, check the output, and count its ids in ``metrics``.
+
+        Args:
+            label: names the turn in errors.
+            previous_output: the last output in the context; the engine reports routed experts from
+                its end on. None: from the beginning.
+            options: further arguments of :meth:`TokenClient.generate`.
+
+        Raises:
+            TokenDriftError: the engine conditioned on other ids than ours.
+            AbortedError: the generation was aborted for good.
+            BackendError: the engine failed, or returned no id or more than asked for.
+        """
+        if previous_output is not None and previous_output.routed_experts:
+            options["routed_experts_prompt_start"] = previous_output.routed_experts.end
+        output = await self.client.generate(
+            request_id, prompt_ids=prompt_ids, sampling_params=sampling, **options
+        )
+        check_output(output, prompt_ids, sampling.max_tokens, what=label)
+        metrics["prompt_tokens"] += len(prompt_ids)
+        metrics["cached_tokens"] += output.cached_tokens
+        return output
 
     @property
     def modalities(self) -> frozenset[str]:

@@ -101,7 +101,7 @@ class EnvironmentResponder(Responder):
         """Return the messages of an observation, each within ``agent.max_tool_response_length``."""
         messages = []
         for message in observation.messages:
-            messages.append({**message, "content": self.shorten(message["content"])})
+            messages.append({**message, "content": self.context.shorten(message["content"])})
         return messages
 
 

@@ -24,7 +24,7 @@ from jax_agent_rl.agents.request import EpisodeRequest, Prefix, derive_seed, tur
 from jax_agent_rl.chat.reply import Reply
 from jax_agent_rl.chat.thinking import answer_of, outside_thinking
 from jax_agent_rl.errors import PromptTooLongError
-from jax_agent_rl.rollout.merge_outputs import check_output, merge_outputs
+from jax_agent_rl.rollout.merge_outputs import merge_outputs
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.registry import list_schemas
@@ -238,36 +238,30 @@ class Episode:
 
         turns = self._turns_in_context()
         media = join_media([self._prompt_media, *(turn.appended_media for turn in turns)])
-        options: dict[str, Any] = {f"{kind}_data": items for kind, items in media.items()}
-
-        # The engine reports routed experts from this position on. The previous output has those
-        # before it, unless turns have left the history window: then the context is a new one.
+        # If turns have left the history window, the context is a new one.
         previous_output = partial_turn
         if previous_output is None and turns and len(turns) == len(self.turns):
             previous_output = turns[-1].output
-        if previous_output and previous_output.routed_experts:
-            options["routed_experts_prompt_start"] = previous_output.routed_experts.end
 
         self._request_id = request_id
         self._sampled_before_request = partial_turn
         try:
-            output = await self._context.client.generate(
+            output = await self._context.sample(
                 request_id,
-                prompt_ids=prompt_ids,
-                sampling_params=remaining,
+                prompt_ids,
+                remaining,
+                self._metrics,
+                label=f"{trajectory_id}: turn {turn_index}",
+                previous_output=previous_output,
                 session_id=trajectory_id,
                 session_ends=session_ends and not self._context.keep_sessions,
                 lora=self._context.lora(self.request),
                 resumed=len(resumed_ids),
-                **options,
+                **{f"{kind}_data": items for kind, items in media.items()},
             )
         finally:
             self._request_id = None
 
-        label = f"{trajectory_id}: turn {turn_index}"
-        check_output(output, prompt_ids, remaining.max_tokens, what=label)
-        self._metrics["prompt_tokens"] += len(prompt_ids)
-        self._metrics["cached_tokens"] += output.cached_tokens
         if partial_turn is None:
             return output
 

@@ -270,7 +270,6 @@ class ReactAgentLoop(AgentLoop):
             raise ConfigError(
                 f"agent {self.name!r} needs {error.name!r}: {install_command('langgraph')}"
             ) from error
-        limits = self.context.limits
         recorder = ChatRecorder(
             self.context.for_request(request),
             session_id=request.trajectory_id,
@@ -282,16 +281,10 @@ class ReactAgentLoop(AgentLoop):
         async with tool_session(self.context, selected, request) as session:
             tools = []
             for tool in selected.values():
-                wrapped = TrajectoryTool.wrap(
-                    tool,
-                    session=session,
-                    recorder=recorder,
-                    max_parallel_calls=limits.max_parallel_calls,
-                )
-                tools.append(wrapped)
+                tools.append(TrajectoryTool.wrap(tool, session=session, recorder=recorder))
             model = ChatModel(recorder=recorder, sampling=request.sampling)
             work = self.run_graph(request.row, model, tools)
-            output = await run_user_agent(work, recorder, timeout=limits.run_timeout)
+            output = await run_user_agent(work, recorder, timeout=self.context.limits.run_timeout)
             scores = await session.calc_rewards()
         return to_trajectory(
             recorder.turns,

@@ -51,7 +51,7 @@ from pydantic import ConfigDict, Field, SkipValidation
 from jax_agent_rl.agents.conversation import MalformedCall, OnText
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import RecordedTurn, path_arrays
-from jax_agent_rl.agents.tool_agent import malformed_call, over_the_limit
+from jax_agent_rl.agents.tool_agent import malformed_call
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.session import ToolSession
 from jax_agent_rl.types import SamplingParams
@@ -396,24 +396,15 @@ class TrajectoryTool(LangChainTool):
         session: where it runs.
         recorder: knows which turn made a call; the result is attached to it and reaches the reward
             function.
-        max_parallel_calls: calls of a turn that are run; further ones answer with an error.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     session: SkipValidation[ToolSession]
     recorder: SkipValidation[ChatRecorder]
-    max_parallel_calls: int
 
     @classmethod
-    def wrap(
-        cls,
-        tool: BaseTool,
-        *,
-        session: ToolSession,
-        recorder: ChatRecorder,
-        max_parallel_calls: int,
-    ):
+    def wrap(cls, tool: BaseTool, *, session: ToolSession, recorder: ChatRecorder):
         """Return a tool as a LangChain tool."""
         return cls(
             name=tool.name,
@@ -421,7 +412,6 @@ class TrajectoryTool(LangChainTool):
             args_schema=dict(tool.parameters),
             session=session,
             recorder=recorder,
-            max_parallel_calls=max_parallel_calls,
         )
 
     async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:
@@ -437,10 +427,7 @@ class TrajectoryTool(LangChainTool):
 
     async def _arun(self, **arguments: Any) -> str:
         turn, index, earlier_calls = self._find_call(_CALL_ID.get())
-        if earlier_calls >= self.max_parallel_calls:
-            record = over_the_limit(self.session, self.name, arguments, self.max_parallel_calls)
-        else:
-            record = await self.session.call(self.name, arguments)
+        record = await self.session.call(self.name, arguments, earlier_calls=earlier_calls)
         if turn is not None:
             turn.results[index] = record
         return record.observation

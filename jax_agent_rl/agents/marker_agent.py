@@ -52,6 +52,7 @@ from jax_agent_rl.agents.turn_loop import (
 from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.config import AgentConfig, ServerToolConfig
 from jax_agent_rl.errors import ToolServerError
+from jax_agent_rl.tools.base import refuse_unseen
 from jax_agent_rl.tools.client import ServerObservation
 from jax_agent_rl.tools.marker_services import (
     SearchClient,
@@ -197,19 +198,19 @@ class MarkerResponder(Responder):
         modalities: frozenset[str] = frozenset()
         if self.observations.are_messages:  # only the chat template can show images
             modalities = self.context.modalities
-        unseen = sorted(observation.media.keys() - modalities)
-        if not unseen:
-            return observation
-
-        kinds = " and ".join(unseen)
-        problem = f"the tool server returned {kinds}"
-        self.context.failures.report(
-            problem,
-            f"{problem}, which cannot be shown: that takes a model, chat template and engine for"
-            f" {kinds}, server_tool_agent and agent.enable_mtrl=true without agent.mtrl_sep",
+        problem = refuse_unseen(
+            observation.media,
+            modalities,
+            source="the tool server",
+            reason=(
+                "that takes a model, chat template and engine for it, server_tool_agent and"
+                " agent.enable_mtrl=true without agent.mtrl_sep"
+            ),
+            failures=self.context.failures,
         )
-        text = f"Error: the tool returned {kinds} data, which cannot be shown here."
-        return replace(observation, text=text, error="raised", media={})
+        if problem is None:
+            return observation
+        return replace(observation, text=f"Error: {problem}.", error="raised", media={})
 
     def _refuse(self, action: Action) -> tuple[ServerObservation, ToolCallRecord]:
         """Answer a malformed action with an error, and report it."""

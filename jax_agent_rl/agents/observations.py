@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.episode import Episode, media_kinds
 from jax_agent_rl.config import ServerToolConfig
-from jax_agent_rl.tools.base import truncate_text
 from jax_agent_rl.types import StopReason, TokenOutput
 
 if TYPE_CHECKING:
@@ -49,7 +48,8 @@ class ObservationWriter:
 
     def shorten(self, text: str) -> str:
         """Return ``text`` within ``max_obs_length`` tokens, cut on ``truncate_obs_side``."""
-        return self._cut(text, self._settings.max_obs_length, self._settings.truncate_obs_side)
+        settings = self._settings
+        return self._codec.truncate(text, settings.max_obs_length, settings.truncate_obs_side)
 
     def add_to_prompt(self, episode: Episode, text: str) -> None:
         """Add an observation to the prompt.
@@ -83,7 +83,7 @@ class ObservationWriter:
         max_text_length = episode.tokens_left // 2 - markup_length
         if max_text_length < 1:
             return False
-        text = self._cut(text, max_text_length, "left")
+        text = self._codec.truncate(text, max_text_length, "left")
         ids = self._encode(episode, text, media)
         return self._append(episode, ids, text, media)
 
@@ -139,8 +139,3 @@ class ObservationWriter:
             if ids[: len(end)] == end:
                 return ids[len(end) :]
         return ids
-
-    def _cut(self, text: str, limit: int, side: Any) -> str:
-        return truncate_text(
-            text, limit, side, encode=self._codec.encode_text, decode=self._codec.decode
-        )

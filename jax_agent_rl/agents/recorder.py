@@ -62,7 +62,6 @@ from jax_agent_rl.errors import (
     TrajectoryError,
     TurnRefusedError,
 )
-from jax_agent_rl.rollout.merge_outputs import check_output
 from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, TokenOutput, digest_ids
 
@@ -434,36 +433,28 @@ class ChatRecorder:
         max_tokens = min(self._room(request), sampling.max_tokens)
         sampling = replace(sampling, max_tokens=max_tokens, seed=seed)
 
-        options: dict[str, Any] = {}
-        if request.parent is not None and request.parent.output.routed_experts:
-            options["routed_experts_prompt_start"] = request.parent.output.routed_experts.end
-
         self._open += 1
         self.metrics["lost_requests"] += 1  # until it has an answer
         start_time = time.perf_counter()
         try:
             with under(self._span):
-                output = await self.context.client.generate(
+                output = await self.context.sample(
                     f"{self.session_id}/{number}",
-                    prompt_ids=prompt_ids,
-                    sampling_params=sampling,
+                    prompt_ids,
+                    sampling,
+                    self.metrics,
+                    label=f"{self.session_id}: request {number}",
+                    previous_output=request.parent.output if request.parent else None,
                     session_id=self.session_id,
                     on_ids=stream.on_ids if stream is not None else None,
                     lora=adapter or self._adapter,
                     image_data=request.media.get("image"),
-                    **options,
                 )
         finally:
             self._open -= 1
         seconds = time.perf_counter() - start_time
-
-        check_output(
-            output, prompt_ids, sampling.max_tokens, what=f"{self.session_id}: request {number}"
-        )
         self.metrics["lost_requests"] -= 1
         self.metrics["generate_seconds"] += seconds
-        self.metrics["prompt_tokens"] += len(prompt_ids)
-        self.metrics["cached_tokens"] += output.cached_tokens
         event = AgentEvent(
             trajectory_id=self.session_id,
             turn=len(self.turns),

@@ -19,7 +19,7 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.context import AgentContext
@@ -168,7 +168,6 @@ class ToolResponder(Responder):
             A record of each call, in the order in which the model wrote them.
         """
         session = self.session
-        limit = self.limits.max_parallel_calls
         records: dict[int, ToolCallRecord] = {}
         tasks: dict[int, asyncio.Task[ToolCallRecord]] = {}
         async with asyncio.TaskGroup() as group:
@@ -178,12 +177,11 @@ class ToolResponder(Responder):
                     records[index] = malformed_call(
                         self.context, session, wrote=text, problem=part.problem
                     )
-                elif len(tasks) < limit:
-                    work = session.call(call.name, call.arguments, call_id=call.id)
-                    tasks[index] = group.create_task(work)
                 else:
-                    record = over_the_limit(session, call.name, call.arguments, limit)
-                    records[index] = replace(record, call_id=call.id)
+                    work = session.call(
+                        call.name, call.arguments, call_id=call.id, earlier_calls=len(tasks)
+                    )
+                    tasks[index] = group.create_task(work)
 
         for index, task in tasks.items():
             records[index] = task.result()
@@ -287,30 +285,17 @@ def tool_session(
     The limits are the ``agent`` section's. ``modalities`` are the kinds of media that the agent can
     show the model.
     """
-    limits = context.limits
-    codec = context.codec
     extra_info = request.row.get("extra_info") or {}
     return ToolSession(
         tools,
         request.trajectory_id,
         kwargs=extra_info.get("tools_kwargs") or {},
-        timeout=limits.tool_timeout,
-        max_response_length=limits.max_tool_response_length,
-        truncate_side=limits.tool_response_truncate_side,
-        encode=codec.encode_text,
-        decode=codec.decode,
+        timeout=context.limits.tool_timeout,
+        shorten=context.shorten,
+        max_parallel_calls=context.limits.max_parallel_calls,
         modalities=modalities,
         failures=context.failures,
     )
-
-
-def over_the_limit(
-    session: ToolSession, name: str, arguments: Mapping[str, Any] | None, limit: int
-) -> ToolCallRecord:
-    """Return the answer to a call that ``agent.max_parallel_calls``, the ``limit``, leaves out."""
-    text = f"Error: {name} was not run: at most {limit} tool calls in one turn"
-    record = _refused(session, text, "over_parallel_limit")
-    return replace(record, name=name, arguments=arguments)
 
 
 def malformed_call(
@@ -324,11 +309,10 @@ def malformed_call(
     if not context.limits.constrain_tool_calls:
         remedies.append(_GRAMMAR_REMEDY)
     context.report_malformed(wrote, problem, hint="; ".join(remedies))
-    return _refused(session, f"Error: Failed to decode tool call: {problem:.200}", "malformed")
-
-
-def _refused(session: ToolSession, text: str, error: str) -> ToolCallRecord:
-    return ToolCallRecord(name="", arguments=None, observation=session.shorten(text), error=error)
+    text = f"Error: Failed to decode tool call: {problem:.200}"
+    return ToolCallRecord(
+        name="", arguments=None, observation=session.shorten(text), error="malformed"
+    )
 
 
 def _tool_message(call: ToolCallRecord) -> dict[str, Any]:

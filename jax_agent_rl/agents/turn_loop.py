@@ -30,7 +30,6 @@ from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.request import EpisodeRequest, Prefix
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ReplayError
-from jax_agent_rl.tools.base import truncate_text
 from jax_agent_rl.types import (
     FinishReason,
     StopReason,
@@ -94,13 +93,6 @@ class Responder(ABC):
         Raises:
             ReplayError: the answer is not the recorded one.
         """
-
-    def shorten(self, text: str) -> str:
-        """Return ``text`` within ``agent.max_tool_response_length`` tokens."""
-        codec = self.context.codec
-        limit = self.limits.max_tool_response_length
-        side = self.limits.tool_response_truncate_side
-        return truncate_text(text, limit, side, encode=codec.encode_text, decode=codec.decode)
 
 
 async def run_turns(episode: Episode, responder: Responder) -> FinishReason:

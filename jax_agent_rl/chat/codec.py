@@ -43,6 +43,7 @@ from jax_agent_rl.chat.template import (
 from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, THINK_TAGS, ends_thinking, think_blocks
 from jax_agent_rl.errors import ConfigError, ModelError, TemplateError
 from jax_agent_rl.models.image_processor import Pixels
+from jax_agent_rl.tools.base import Side, truncate_text
 from jax_agent_rl.tools.schema import convert_arguments
 from jax_agent_rl.types import digest_ids
 from jax_agent_rl.utils.hub import model_folder, read_pretrained, require_model_file
@@ -376,6 +377,10 @@ class ChatCodec:
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of plain text; control tokens are neither added nor recognised."""
         return self.control.encode_text(text)
+
+    def truncate(self, text: str, limit: int, side: Side) -> str:
+        """Return text within so many ids; see :func:`~jax_agent_rl.tools.base.truncate_text`."""
+        return truncate_text(text, limit, side, encode=self.encode_text, decode=self.decode)
 
     def encode_markup(self, text: str) -> list[int]:
         """Return the ids of text whose control tokens are recognised; none is added.

@@ -42,7 +42,7 @@ from jax_agent_rl.errors import (
     TrajectoryError,
 )
 from jax_agent_rl.types import FinishReason, ToolCallRecord
-from jax_agent_rl.utils.failures import FailureLog, user_code_error
+from jax_agent_rl.utils.failures import FailureLog, user_code
 from jax_agent_rl.utils.near_names import did_you_mean
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 from jax_agent_rl.utils.timeouts import DaemonThreads, in_time
@@ -271,7 +271,7 @@ async def _bounded(call: Callable[[], Awaitable[T]], where: str, timeout: float,
     def timeout_error() -> EnvironmentTimeoutError:
         return EnvironmentTimeoutError(f"{where} did not return within {key}={timeout:g} seconds")
 
-    try:
+    with user_code(EnvironmentFailedError, where):
         return await in_time(
             call,
             timeout,
@@ -279,10 +279,6 @@ async def _bounded(call: Callable[[], Awaitable[T]], where: str, timeout: float,
             late=timeout_error,
             error=lambda problem: EnvironmentFailedError(f"{where} {problem}"),
         )
-    except TrajectoryError:
-        raise
-    except Exception as error:
-        raise user_code_error(EnvironmentFailedError, where, error) from error
 
 
 class LeasedEnvironment:
@@ -421,13 +417,8 @@ class EnvironmentPool(Generic[E]):
             )
 
     def _make(self) -> E:
-        try:
+        with user_code(EnvironmentFailedError, f"environment {self._name!r}: making it"):
             return self._create()
-        except TrajectoryError:
-            raise
-        except Exception as error:
-            where = f"environment {self._name!r}: making it"
-            raise user_code_error(EnvironmentFailedError, where, error) from error
 
 
 class EnvironmentPools:

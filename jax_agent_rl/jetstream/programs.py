@@ -35,6 +35,7 @@ from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision_context import ImageInputs
 from jax_agent_rl.types.supports import mask_words
+from jax_agent_rl.utils.text import counted
 
 
 def decode(
@@ -266,7 +267,7 @@ class ProgramTable:
     def summary(self) -> str:
         """Return a line about what was compiled."""
         return (
-            f"{len(self)} engine programs in {self.compile_seconds:.1f} s,"
+            f"{counted(len(self), 'engine program')} in {self.compile_seconds:.1f} s,"
             f" {self.cache_hits} of them from the compilation cache"
         )
 

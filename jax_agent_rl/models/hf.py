@@ -33,6 +33,7 @@ from jax_agent_rl.models.tensors import (
 )
 from jax_agent_rl.utils.files import replacing_folder
 from jax_agent_rl.utils.hub import model_folder, require_model_file
+from jax_agent_rl.utils.text import counted
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
 logger = logging.getLogger(__name__)
@@ -394,8 +395,8 @@ def _require_none_left(tensors: Tensors, config: DecoderConfig, folder: str) -> 
     unknown = sorted(tensors.keys() - known)
     if unknown:
         raise ModelError(
-            f"{folder}: {len(unknown)} tensors are not part of a {config.family} model, e.g."
-            f" {unknown[:3]}"
+            f"{folder} holds {counted(len(unknown), 'tensor')} that a {config.family} model does"
+            f" not have: {unknown[:3]}"
         )
 
 

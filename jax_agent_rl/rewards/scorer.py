@@ -12,7 +12,7 @@ from typing import Any
 
 from jax_agent_rl.chat.thinking import with_closed_thinking
 from jax_agent_rl.checks import as_score
-from jax_agent_rl.errors import RewardError, RewardTimeoutError, TrajectoryError
+from jax_agent_rl.errors import RewardError, RewardTimeoutError
 from jax_agent_rl.rewards.registry import (
     RewardFunction,
     Score,
@@ -25,7 +25,7 @@ from jax_agent_rl.rewards.registry import (
 )
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.types import Trajectory
-from jax_agent_rl.utils.failures import user_code_error
+from jax_agent_rl.utils.failures import user_code
 from jax_agent_rl.utils.timeouts import DaemonThreads, in_time
 
 THREADS = DaemonThreads(kind="reward", error=RewardError)
@@ -70,7 +70,7 @@ async def score(
         )
         return reward_failure(RewardTimeoutError, reward, data_source, problem)
 
-    try:
+    with user_code(RewardError, f"the reward function of {data_source!r}"):
         args, kwargs = _arguments(reward, trajectory, services)
         # A service, such as the judge, belongs to this process and cannot be sent to a worker.
         requests_service = bool(services.keys() & kwargs.keys())
@@ -88,12 +88,6 @@ async def score(
                 error=lambda problem: reward_failure(RewardError, reward, data_source, problem),
             )
             total, parts = split_score(result, reward, data_source)
-    except TrajectoryError:
-        raise
-    except Exception as error:
-        raise user_code_error(
-            RewardError, f"the reward function of {data_source!r}", error
-        ) from error
     _check_sums(trajectory, total)
 
     metrics = {

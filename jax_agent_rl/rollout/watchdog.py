@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 
 from jax_agent_rl.errors import BackendClosedError, EngineDiedError
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.utils.text import counted
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,8 @@ async def watch_servers(
         if is_stalled:
             mark_lost(
                 server,
-                f"with {num_running} requests inside it has done nothing for {stall_seconds:g} s",
+                f"with {counted(num_running, 'request')} inside it has done nothing for"
+                f" {stall_seconds:g} s",
             )
 
     while True:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, SupportsFloat
 
 from jax_agent_rl.checks import as_float, as_score
 from jax_agent_rl.errors import ToolDefinitionError
+from jax_agent_rl.utils.failures import FailureLog
 from jax_agent_rl.utils.surrogates import replace_lone_surrogates
 
 
@@ -236,6 +237,34 @@ class BaseTool(ABC):
         The default does nothing.
         """
         return None
+
+
+def refuse_unseen(
+    media: Mapping[str, Sequence[Any]],
+    modalities: Collection[str],
+    *,
+    source: str,
+    reason: str,
+    failures: FailureLog,
+) -> str | None:
+    """Report media that the model cannot be shown, and return the text that it reads instead.
+
+    Args:
+        media: images and videos by kind.
+        modalities: the kinds that can be shown.
+        source: what returned the media.
+        reason: why other kinds cannot be shown.
+
+    Returns:
+        The text; None if everything can be shown.
+    """
+    unseen = sorted(media.keys() - set(modalities))
+    if not unseen:
+        return None
+    kinds = " and ".join(unseen)
+    problem = f"{source} returned {kinds}"
+    failures.report(problem, f"{problem}, which cannot be shown: {reason}")
+    return f"{problem} data, which cannot be shown here"
 
 
 Side = Literal["left", "middle", "right"]

@@ -93,8 +93,7 @@ class ToolClient(ToolServerClient):
         tagged = replace(action, text=f"<python>{code}</python>")
         async with self._limiter.slot():
             result = await self.step(tagged, repeatable=True)
-        # Only server_tool_agent reports what its tools measure.
-        return replace(result, text=bare_result(result.text), metrics={})
+        return replace(result, text=bare_result(result.text))
 
 
 def bare_result(text: str) -> str:

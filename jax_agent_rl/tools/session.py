@@ -23,18 +23,16 @@ from jax_agent_rl.checks import as_score
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, ToolTimeoutError
 from jax_agent_rl.tools.base import (
     BaseTool,
-    Decode,
-    Encode,
-    Side,
     ToolResponse,
     as_response,
-    truncate_text,
+    refuse_unseen,
 )
 from jax_agent_rl.tools.schema import check_arguments
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
 from jax_agent_rl.utils.failures import FailureLog, describe_error, error_place
 from jax_agent_rl.utils.media import check_media
+from jax_agent_rl.utils.text import counted
 from jax_agent_rl.utils.timeouts import in_time
 
 
@@ -46,10 +44,8 @@ class ToolSession:
         instance_id: the trajectory's id.
         kwargs: the row's ``extra_info.tools_kwargs``: ``{tool: {"create_kwargs": {…}, …}}``.
         timeout: time limit of create, of each call and of release, in seconds.
-        max_response_length: token limit of one observation.
-        truncate_side: the side that a longer observation is cut on.
-        encode: text to token ids, by the policy's tokenizer.
-        decode: token ids to text, by the same tokenizer.
+        shorten: cuts an observation to its maximum length.
+        max_parallel_calls: maximum number of calls run per turn; None: any number.
         modalities: kinds of media the model and the engine accept, of ``image`` and ``video``.
         failures: told of what fails; None: a log of its own.
 
@@ -64,10 +60,8 @@ class ToolSession:
         *,
         kwargs: Mapping[str, Mapping[str, Any]],
         timeout: float,
-        max_response_length: int,
-        truncate_side: Side,
-        encode: Encode,
-        decode: Decode,
+        shorten: Callable[[str], str],
+        max_parallel_calls: int | None = None,
         modalities: Collection[str] = (),
         failures: FailureLog | None = None,
     ):
@@ -76,10 +70,8 @@ class ToolSession:
         self._id = instance_id
         self._kwargs = kwargs
         self._timeout = timeout
-        self._max_response_length = max_response_length
-        self._truncate_side: Side = truncate_side
-        self._encode = encode
-        self._decode = decode
+        self.shorten = shorten
+        self._max_parallel_calls = max_parallel_calls
         self._modalities = modalities
         self._failures = failures or FailureLog()
         self._created: list[str] = []
@@ -98,14 +90,26 @@ class ToolSession:
         await asyncio.shield(self._release_all())  # even if the caller is cancelled again
 
     async def call(
-        self, name: str, arguments: Any, *, call_id: str | None = None
+        self, name: str, arguments: Any, *, call_id: str | None = None, earlier_calls: int = 0
     ) -> ToolCallRecord:
         """Run one call; never raise for a mistake of the tool or the model.
 
         Args:
             arguments: as the model wrote them.
             call_id: the id that the model gave the call, kept in the record.
+            earlier_calls: calls of the same turn before this one, which is answered with an error
+                if they reach ``max_parallel_calls``.
         """
+        limit = self._max_parallel_calls
+        if limit is not None and earlier_calls >= limit:
+            text = f"Error: {name} was not run: at most {counted(limit, 'tool call')} in one turn"
+            return ToolCallRecord(
+                name=name,
+                arguments=arguments if isinstance(arguments, Mapping) else None,
+                observation=self.shorten(text),
+                error="over_parallel_limit",
+                call_id=call_id,
+            )
         with span("tool", name) as traced:
             record = await self._call(name, arguments, call_id)
             traced.set(arguments=arguments, observation=record.observation, tool_error=record.error)
@@ -168,16 +172,6 @@ class ToolSession:
                 self._add_metric(name, "calc_reward_errors", 1)
         return scores
 
-    def shorten(self, text: str) -> str:
-        """Truncate an observation to the token limit."""
-        return truncate_text(
-            text,
-            self._max_response_length,
-            self._truncate_side,
-            encode=self._encode,
-            decode=self._decode,
-        )
-
     async def _execute(self, name: str, arguments: Any) -> ToolResponse:
         """Run one call; raise ToolError for a mistake of the tool or the model."""
         tool = self._tools.get(name)
@@ -201,14 +195,15 @@ class ToolSession:
         )
 
         response = as_response(result)
-        unsupported = sorted(response.media.keys() - set(self._modalities))
-        if unsupported:
-            kinds = " and ".join(unsupported)
-            problem = f"tool {name!r} returned {kinds}"
-            self._failures.report(
-                problem, f"{problem}, which this model, its chat template or its engine cannot take"
-            )
-            raise ToolError(f"{name} returned {kinds} data, which cannot be shown here")
+        problem = refuse_unseen(
+            response.media,
+            self._modalities,
+            source=name,
+            reason="this model, its chat template or its engine cannot take it",
+            failures=self._failures,
+        )
+        if problem:
+            raise ToolError(problem)
         try:
             check_media(response.media)
         except ValueError as error:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.collect.buffer import RolloutBuffer, Ticket
@@ -38,7 +38,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.record import staleness_record
-from jax_agent_rl.trainer.step import RolloutBatch, shaped, training_sampling
+from jax_agent_rl.trainer.step import RolloutBatch, training_sampling
 from jax_agent_rl.types import DropReason, Group, PauseMode
 
 LABEL = "async"
@@ -209,12 +209,8 @@ class StreamTrainer(Trainer):
         return f"{LABEL}-{step}-{index}"
 
     async def _grow(self, ticket: Ticket, row: Any, why_stopped: Callable[[], DropReason]) -> Group:
-        """Collect one group with shaped rewards.
-
-        For ReMax, its prompt also gets a greedy rollout, whose reward is the baseline.
-        """
+        """Collect one group with shaped rewards."""
         config = self.runtime.config
-        sampling = training_sampling(config)
         step, index = divmod(ticket.number, self.buffer.batch)
         collect = functools.partial(
             self.runtime.collector.collect_one,
@@ -224,27 +220,23 @@ class StreamTrainer(Trainer):
             why_stopped=why_stopped,
         )
 
+        async def collect_greedy(**options: Any) -> list[Group]:
+            return [await collect(label=f"greedy-{LABEL}", **options)]
+
         group = await collect(
             group_size=config.rollout.group_size,
-            sampling=sampling,
+            sampling=training_sampling(config),
             label=LABEL,
             record=self._groups.setdefault(ticket.number, GroupRecord()),
         )
         try:
             # Without any engine, lost trajectories would look like failures of the policy.
             self.runtime.client.require_server()
-            if config.algorithm.adv_estimator != "remax":
-                return shaped(group, config)
-            greedy = await collect(
-                group_size=1,
-                sampling=replace(sampling, temperature=0.0),
-                label=f"greedy-{LABEL}",
-            )
+            (shaped_group,) = await self.shaped([group], collect_greedy)
         except BaseException:
             self._drop(group, why_stopped())
             raise
-        self._drop(greedy, DropReason.GREEDY)
-        return shaped(group, config, greedy)
+        return shaped_group
 
     def _drop(self, group: Group, reason: DropReason) -> None:
         trajectory_ids = [trajectory.trajectory_id for trajectory in group.trajectories]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 
@@ -37,6 +37,8 @@ from jax_agent_rl.trainer.step import (
     Step,
     all_trajectories,
     evaluation_sampling,
+    shaped,
+    training_sampling,
     update_role_baselines,
     with_role_baselines,
 )
@@ -400,6 +402,32 @@ class Trainer:
 
     def _learner_programs(self) -> int:
         return self.runtime.learner.programs_compiled - self.agreement.programs
+
+    async def shaped(
+        self, groups: Sequence[Group], collect_greedy: Callable[..., Awaitable[list[Group]]]
+    ) -> list[Group]:
+        """Return groups with shaped rewards, see :func:`~jax_agent_rl.trainer.step.shaped`.
+
+        For ReMax, each prompt also gets a greedy rollout, whose reward is the baseline. It is not
+        trained on.
+
+        Args:
+            collect_greedy: collects a group for each prompt of ``groups``, given ``group_size`` and
+                ``sampling``.
+        """
+        config = self.runtime.config
+        if config.algorithm.adv_estimator != "remax":
+            return [shaped(group, config) for group in groups]
+
+        sampling = replace(training_sampling(config), temperature=0.0)
+        greedy_groups = await collect_greedy(group_size=1, sampling=sampling)
+        greedy_ids = [t.trajectory_id for t in all_trajectories(greedy_groups)]
+        self.runtime.collector.accounting.drop(greedy_ids, DropReason.GREEDY)
+
+        shaped_groups = []
+        for group, greedy in zip(groups, greedy_groups, strict=True):
+            shaped_groups.append(shaped(group, config, greedy))
+        return shaped_groups
 
     async def gather(
         self,

@@ -17,13 +17,13 @@ everywhere: :mod:`~jax_agent_rl.trainer.base`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 from jax_agent_rl.collect.filters import Selection, select
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.step import RolloutBatch, all_trajectories, shaped, training_sampling
-from jax_agent_rl.types import DropReason, Group
+from jax_agent_rl.trainer.step import RolloutBatch, training_sampling
+from jax_agent_rl.types import Group
 
 
 class SyncTrainer(Trainer):
@@ -66,38 +66,15 @@ class SyncTrainer(Trainer):
         return await self.push_weights(version)
 
     async def collect_round(self, rows: Sequence[dict], step: int, label: str) -> list[Group]:
-        """Collect one group per row, with shaped rewards.
-
-        For ReMax, each prompt also gets a greedy rollout, whose reward is its baseline.
-        """
-        config = self.runtime.config
-        collector = self.runtime.collector
-        sampling = training_sampling(config)
-        groups = await self.gather(
-            collector,
-            rows,
-            group_size=config.rollout.group_size,
-            sampling=sampling,
-            step=step,
+        """Collect one group per row, with shaped rewards."""
+        collect = functools.partial(self.gather, self.runtime.collector, rows, step=step)
+        groups = await collect(
+            group_size=self.runtime.config.rollout.group_size,
+            sampling=training_sampling(self.runtime.config),
             label=label,
             phase=f"step {step}: rollout",
         )
-        if config.algorithm.adv_estimator != "remax":
-            return [shaped(group, config) for group in groups]
-
-        greedy_groups = await self.gather(
-            collector,
-            rows,
-            group_size=1,
-            sampling=replace(sampling, temperature=0.0),
-            step=step,
-            label=f"greedy-{label}",
-            phase=f"step {step}: rollout, greedy",
+        collect_greedy = functools.partial(
+            collect, label=f"greedy-{label}", phase=f"step {step}: rollout, greedy"
         )
-        greedy_ids = [t.trajectory_id for t in all_trajectories(greedy_groups)]
-        collector.accounting.drop(greedy_ids, DropReason.GREEDY)  # not trained on
-
-        shaped_groups = []
-        for group, greedy in zip(groups, greedy_groups, strict=True):
-            shaped_groups.append(shaped(group, config, greedy))
-        return shaped_groups
+        return await self.shaped(groups, collect_greedy)

@@ -18,7 +18,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from jax_agent_rl.errors import TrajectoryError
@@ -124,6 +125,20 @@ def user_code_error(
     trajectory_error = error_type(f"{what} raised {describe_error(error)}")
     trajectory_error.failed_at = error_place(error)
     return trajectory_error
+
+
+@contextmanager
+def user_code(error_type: type[TrajectoryError], what: str) -> Iterator[None]:
+    """Turn what the user's code raises inside into the error of a lost trajectory.
+
+    A TrajectoryError passes as it is. Arguments as in :func:`user_code_error`.
+    """
+    try:
+        yield
+    except TrajectoryError:
+        raise
+    except Exception as error:
+        raise user_code_error(error_type, what, error) from error
 
 
 # --- the log --------------------------------------------------------------------------------------

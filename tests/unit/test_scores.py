@@ -297,16 +297,12 @@ class Payer(BaseTool):
 
 
 def session(tool: BaseTool) -> ToolSession:
-    codec = FakeCodec()
     return ToolSession(
         {tool.name: tool},
         "t-1",
         kwargs={},
         timeout=5.0,
-        max_response_length=200,
-        truncate_side="middle",
-        encode=codec.encode_text,
-        decode=codec.decode,
+        shorten=lambda text: FakeCodec().truncate(text, 200, "middle"),
     )
 
 

@@ -55,6 +55,7 @@ from jax_agent_rl.agents.command.workspace import (
 )
 from jax_agent_rl.config.command_agent import CommandConfig
 from jax_agent_rl.errors import ConfigError, TrajectoryError
+from jax_agent_rl.utils.text import counted
 
 logger = logging.getLogger(__name__)
 OUTPUT_BYTES = 2 * MAX_HEADER_BYTES  # of a command of the runtime
@@ -570,7 +571,7 @@ class ContainerTask(TaskMachine):
             return None
         first_changes = "; ".join(forbidden[:5])
         return (
-            f"the program changed what its tests run on ({len(forbidden)} paths):"
+            f"the program changed what its tests run on ({counted(len(forbidden), 'path')}):"
             f" {first_changes!a:.500}"
         )
 

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from jax_agent_rl.checks import as_score, brief_repr
 from jax_agent_rl.errors import ConfigError, InteractionError, TrajectoryError
-from jax_agent_rl.utils.failures import FailureLog, user_code_error
+from jax_agent_rl.utils.failures import FailureLog, user_code
 from jax_agent_rl.utils.plugins import find_class, read_entries
 from jax_agent_rl.utils.timeouts import in_time
 
@@ -174,7 +174,7 @@ class InteractionSession:
                 f"{user} did not {action} within interactions.timeout={self._timeout:g} seconds"
             )
 
-        try:
+        with user_code(InteractionError, f"{user}: {action}"):
             return await in_time(
                 call,
                 self._timeout,
@@ -182,10 +182,6 @@ class InteractionSession:
                 late=timeout_error,
                 error=lambda problem: InteractionError(f"{user} {problem}"),
             )
-        except TrajectoryError:
-            raise
-        except Exception as error:
-            raise user_code_error(InteractionError, f"{user}: {action}", error) from error
 
 
 def _checked(answer: Any, name: str) -> UserReply:

@@ -62,6 +62,12 @@ async def test_the_server_may_end_it():
     assert trajectory.turns[-1].appended_ids == () and server.closed == {"t": 1}
 
 
+async def test_what_a_tool_measures_is_summed_over_the_trajectory():
+    async with ToolServer(lambda action: {"obs": "3", "metrics": {"rows": 2}}) as server:
+        trajectory = await stage(server, [ASK, ASK, "so 3"]).run()
+    assert trajectory.metrics["tool_server/rows"] == 4
+
+
 async def test_a_closing_marker_alone_is_told_and_runs_nothing(server):
     trajectory = await stage(server, ["oops </tool>", "so 3"]).run()
     assert (

@@ -14,24 +14,16 @@ import pytest
 from jax_agent_rl.chat.grammar import GrammarCompiler
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.learner.comparison import AgreementCheck, Comparison
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import FinishReason, Group, SamplingParams, TokenOutput, Trajectory, Turn
 from jax_agent_rl.types.supports import decode_supports
 from tests.messages import raises
-from tests.tiny import full_logits, tiny_params
+from tests.tiny import FOUR_SLOTS, full_logits, tiny_params
 from tests.tiny_chat import CONFIG, tokenizer
 
 TEMPERATURE, PROMPT = 1.3, (5, 6, 7, 8)
-SHAPES = EngineShapes(
-    max_model_len=60,
-    max_concurrent_decodes=4,
-    kv_cache_tokens=384,
-    decode_steps=4,
-    prefill_buckets=(4, 16),
-)
 PARAMS = tiny_params(config=CONFIG)
 RESTRICTED = {
     "top_p": {"top_p": 0.7},
@@ -47,7 +39,7 @@ async def sampled(*, count: int = 4, **sampling) -> list[TokenOutput]:
     grammars = GrammarCompiler(
         tokenizer(), eos_ids=CONFIG.eos_token_ids, vocab_size=CONFIG.vocab_size
     )
-    backend = JetStreamBackend(CONFIG, PARAMS, SHAPES, version=1, grammars=grammars)
+    backend = JetStreamBackend(CONFIG, PARAMS, FOUR_SLOTS, version=1, grammars=grammars)
     await backend.start()
     try:
         return await asyncio.gather(

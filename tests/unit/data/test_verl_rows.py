@@ -58,11 +58,12 @@ async def test_the_examples_tool_takes_the_rows_arguments(parquet):
     registry = ToolRegistry.from_path(str(ROOT / "examples/gsm8k_tool/tools.py"))
     assert sorted(registry) == ["calc_gsm8k_reward", "calculator"]
     kwargs = load_rows(parquet)[0]["extra_info"]["tools_kwargs"]
-    codec = FakeCodec()
-    limits = {"timeout": 5.0, "max_response_length": 50, "truncate_side": "right"}
-    tools = registry.select()
     async with ToolSession(
-        tools, "t", kwargs=kwargs, encode=codec.encode_text, decode=codec.decode, **limits
+        registry.select(),
+        "t",
+        kwargs=kwargs,
+        timeout=5.0,
+        shorten=lambda text: FakeCodec().truncate(text, 50, "right"),
     ) as session:
         answers = [
             await session.call("calc_gsm8k_reward", {"answer": text})

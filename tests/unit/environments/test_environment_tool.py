@@ -79,10 +79,12 @@ def tools_of(*functions, **settings):
 
 
 def session(tools, name="t", *, timeout=TIMEOUT, **kwargs):
-    codec = FakeCodec()
-    limits = {"timeout": timeout, "max_response_length": 99, "truncate_side": "right"}
     return ToolSession(
-        tools, name, kwargs=kwargs, encode=codec.encode_text, decode=codec.decode, **limits
+        tools,
+        name,
+        kwargs=kwargs,
+        timeout=timeout,
+        shorten=lambda text: FakeCodec().truncate(text, 99, "right"),
     )
 
 

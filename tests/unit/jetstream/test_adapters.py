@@ -16,21 +16,13 @@ import pytest
 from jax_agent_rl.config import LoraConfig
 from jax_agent_rl.errors import BackendError, ConfigError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.models.lora import blank_adapter, read_peft, save_peft, scaled_adapter
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams, TokenOutput
 from tests.messages import raises
-from tests.tiny import TINY, logprobs_of, tiny_params
+from tests.tiny import FOUR_SLOTS, TINY, logprobs_of, tiny_params
 
-SHAPES = EngineShapes(
-    max_model_len=60,
-    max_concurrent_decodes=4,
-    kv_cache_tokens=384,
-    decode_steps=4,
-    prefill_buckets=(4, 16),
-)
 PROMPT = np.random.default_rng(0).integers(3, TINY.vocab_size, 21).tolist()
 MATH = LoraConfig(rank=3, alpha=6.0)
 PROSE = LoraConfig(rank=2, alpha=1.0, targets=("q_proj", "v_proj", "down_proj"))
@@ -78,7 +70,9 @@ def peft_logprobs(
 @contextlib.asynccontextmanager
 async def running(folders: Mapping[str, Path], **options):
     adapters = {name: read_peft(folders[name], TINY, key="adapters") for name in ("math", "prose")}
-    backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=1, adapters=adapters, **options)
+    backend = JetStreamBackend(
+        TINY, tiny_params(), FOUR_SLOTS, version=1, adapters=adapters, **options
+    )
     await backend.start()
     try:
         yield backend
@@ -148,7 +142,7 @@ async def test_adapters_stay_over_new_weights(folders):
 
 async def test_adapters_in_training_change_with_an_update_and_compile_nothing(folders):
     adapters = {name: blank_adapter(MATH, TINY) for name in ("solver", "checker")}
-    backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=1, adapters=adapters)
+    backend = JetStreamBackend(TINY, tiny_params(), FOUR_SLOTS, version=1, adapters=adapters)
     await backend.start()
     try:
         blank = await ask(backend, "solver", name="blank")

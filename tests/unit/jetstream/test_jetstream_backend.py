@@ -22,15 +22,8 @@ from jax_agent_rl.jetstream.programs import cache_hits
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
 from tests.messages import raises
-from tests.tiny import TINY, full_logits, greedy, logprobs_of, tiny_params
+from tests.tiny import FOUR_SLOTS, TINY, full_logits, greedy, logprobs_of, tiny_params
 
-SHAPES = EngineShapes(
-    max_model_len=60,
-    max_concurrent_decodes=4,
-    kv_cache_tokens=384,
-    decode_steps=4,
-    prefill_buckets=(4, 16),
-)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -46,7 +39,7 @@ def params():
 
 @contextlib.asynccontextmanager
 async def running(params):
-    backend = JetStreamBackend(TINY, params, SHAPES, version=1, seed=3, decode_text=to_text)
+    backend = JetStreamBackend(TINY, params, FOUR_SLOTS, version=1, seed=3, decode_text=to_text)
     await backend.start()
     try:
         yield backend

@@ -18,7 +18,6 @@ import pytest
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import score_probe
@@ -27,15 +26,8 @@ from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import SamplingParams
 from tests.served import behind_server
-from tests.tiny import TINY, greedy, tiny_params
+from tests.tiny import TINY, TWO_SLOTS, greedy, tiny_params
 
-SHAPES = EngineShapes(
-    max_model_len=32,
-    max_concurrent_decodes=2,
-    kv_cache_tokens=64,
-    decode_steps=4,
-    prefill_buckets=(8,),
-)
 PROMPT, CANARY = (5, 6, 7), [[3, 4, 5, 9, 11, 2, 40, 41]]
 SERVED, NEW = 0, 1
 
@@ -114,7 +106,7 @@ async def served(backend) -> list[int]:
 async def test_wrong_weights_with_right_digests_are_refused_and_the_old_ones_serve_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ):
-    engine = JetStreamBackend(TINY, tiny_params(SERVED), SHAPES)
+    engine = JetStreamBackend(TINY, tiny_params(SERVED), TWO_SLOTS)
     make: Callable[[Params, int], WeightUpdate] = getattr(Paths(tmp_path, monkeypatch), path)
     async with behind_server(engine, weight_dir=str(tmp_path)) as (_, remote):
         backend = from_object_store(engine, get=get) if path == "object_store" else remote
@@ -130,7 +122,7 @@ async def test_wrong_weights_with_right_digests_are_refused_and_the_old_ones_ser
 
 
 async def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path: Path):
-    engine = JetStreamBackend(TINY, tiny_params(SERVED), SHAPES)
+    engine = JetStreamBackend(TINY, tiny_params(SERVED), TWO_SLOTS)
     await engine.start()
     right = WeightUpdate(version=1, kind="arrays", payload=tiny_params(NEW), probe=canary())
     new = tiny_params(NEW)

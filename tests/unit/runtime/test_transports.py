@@ -16,7 +16,6 @@ import pytest
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.weights import ServedWeights
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
@@ -36,16 +35,9 @@ from jax_agent_rl.runtime.transports import (
 )
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER
 from jax_agent_rl.types import SamplingParams
-from tests.tiny import TINY, greedy, tiny_params
+from tests.tiny import TINY, TWO_SLOTS, greedy, tiny_params
 from tests.toy_backend import ToyBackend
 
-SHAPES = EngineShapes(
-    max_model_len=32,
-    max_concurrent_decodes=2,
-    kv_cache_tokens=64,
-    decode_steps=4,
-    prefill_buckets=(8,),
-)
 PROMPT = (5, 6, 7)
 
 
@@ -85,7 +77,7 @@ class Parameters:
 async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, kind: str):
     config = configured(weight_dir=str(tmp_path), weight_transport=kind)
     transport = make_transport(config, TINY, Engines(), probe_ids=[3, 4, 5])
-    backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=-1)
+    backend = JetStreamBackend(TINY, tiny_params(), TWO_SLOTS, version=-1)
     await backend.start()
     server = RolloutServer(backend, weight_dir=str(tmp_path))
     await server.start()
@@ -117,7 +109,7 @@ async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, k
 def engine(dtype: str, *, quantize: EightBits | None = None) -> JetStreamBackend:
     """An engine that was started with weights in the dtype it takes."""
     params = jax.tree.map(lambda x: x.astype("float32" if quantize else dtype), tiny_params())
-    return JetStreamBackend(TINY, params, SHAPES, version=-1, dtype=dtype, quantize=quantize)
+    return JetStreamBackend(TINY, params, TWO_SLOTS, version=-1, dtype=dtype, quantize=quantize)
 
 
 @pytest.mark.parametrize("path", ["files", "tensorstore", "upload", "object_store"])
@@ -338,7 +330,7 @@ async def test_an_engine_serves_what_changes_make_of_the_version_before():
     transport = make_transport(
         configured(urls=["http://10.0.0.5:8100"]), TINY, Engines(), probe_ids=[3, 4, 5]
     )
-    backend = JetStreamBackend(TINY, tiny_params(), SHAPES)
+    backend = JetStreamBackend(TINY, tiny_params(), TWO_SLOTS)
     server = RolloutServer(backend)
     await backend.start()
     await server.start()

@@ -11,19 +11,11 @@ import pytest
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import SamplingParams
-from tests.tiny import TINY, greedy, tiny_params
+from tests.tiny import TINY, TWO_SLOTS, greedy, tiny_params
 
-SHAPES = EngineShapes(
-    max_model_len=32,
-    max_concurrent_decodes=2,
-    kv_cache_tokens=64,
-    decode_steps=4,
-    prefill_buckets=(8,),
-)
 PROMPT = (5, 6, 7)
 
 
@@ -61,7 +53,7 @@ async def test_files_of_others_than_the_learner_are_refused_before_anything_is_t
     paths = update.payload
     assert len(paths) > 1 and not list(folder.glob("*.incomplete"))
     shutil.copytree(folder, tmp_path / "whole")
-    backend = JetStreamBackend(TINY, tiny_params(), SHAPES)
+    backend = JetStreamBackend(TINY, tiny_params(), TWO_SLOTS)
     await backend.start()
     try:
         spoils: list[Callable[[Path], None]] = [damage, truncate, swap, leave_stale, Path.unlink]

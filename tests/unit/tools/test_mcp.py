@@ -68,10 +68,7 @@ async def session_of(opened, *, timeout=30.0, modalities=()):
         "t-1",
         kwargs={},
         timeout=timeout,
-        max_response_length=50,
-        truncate_side="middle",
-        encode=codec.encode_text,
-        decode=codec.decode,
+        shorten=lambda text: codec.truncate(text, 50, "middle"),
         modalities=modalities,
     )
 

@@ -49,10 +49,7 @@ def session(*tools, kwargs=None, timeout=5.0, limit=50):
         "t-1",
         kwargs=kwargs or {},
         timeout=timeout,
-        max_response_length=limit,
-        truncate_side="middle",
-        encode=codec.encode_text,
-        decode=codec.decode,
+        shorten=lambda text: codec.truncate(text, limit, "middle"),
     )
 
 
