@@ -268,4 +268,4 @@ def test_bypass_takes_the_rollouts_logprobs_as_old_and_saves_the_scoring_pass():
         terms.policy["old_logprob"], terms.policy["rollout_logprob"], strict=True
     ):
         np.testing.assert_array_equal(old, rollout)
-    assert made.programs_compiled == 0
+    assert made.scorer.programs_compiled == 0
