@@ -117,9 +117,11 @@ def assert_token_exact(trajectory: Trajectory, requests: Any) -> None:
     A turn that a stop in its thoughts did not end has several requests, each from where the one
     before left off.
     """
-    context, left = trajectory.prompt_ids, deque(requests)
+    context = trajectory.prompt_ids
+    left = deque(requests)
     for turn in trajectory.turns:
-        first, said = left.popleft(), context + turn.output.token_ids
+        first = left.popleft()
+        said = context + turn.output.token_ids
         assert first.prompt_ids == context
         while left and left[0].request_id == first.request_id:
             further = left.popleft().prompt_ids

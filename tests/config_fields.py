@@ -124,7 +124,8 @@ def check_every_field(
         resolved: the file as transformers understands it, with its defaults.
         ours: logits of the same weights here; None: only the configurations are compared.
     """
-    base, compared = read_config(raw), 0
+    base = read_config(raw)
+    compared = 0
     expected = theirs(raw)
     for label, changed in variations(raw):
         try:

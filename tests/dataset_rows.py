@@ -31,7 +31,8 @@ def write_twins(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    lines, parquet = folder / "rows.jsonl", folder / "rows.parquet"
+    lines = folder / "rows.jsonl"
+    parquet = folder / "rows.parquet"
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if schema is None:
         columns = dict.fromkeys(name for row in rows for name in row)

@@ -241,7 +241,8 @@ class ScriptedBackend(FakeBackend):
         plan, start = self._plan(request)
         ids: list[int] = []
         versions: list[int] = []
-        reason, match = StopReason.LENGTH, None
+        reason = StopReason.LENGTH
+        match = None
         while len(ids) < request.sampling.max_tokens:
             await self.wait_for_turn(request.request_id)
             sampled = len(request.prompt_ids) - start + len(ids)
@@ -309,7 +310,8 @@ class ScriptedBackend(FakeBackend):
 
     def share_plans(self, other: ScriptedBackend) -> None:
         """Make ``other`` the same model, which continues what this engine began."""
-        other._plans, other._turns = self._plans, self._turns
+        other._plans = self._plans
+        other._turns = self._turns
 
     def die(self) -> None:
         """Fail every running and future request."""

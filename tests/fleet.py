@@ -22,7 +22,8 @@ class FaultyEngine(SimulatedEngine):
 
     def __init__(self, fleet: Fleet, name: str, *, version: int = 0) -> None:
         super().__init__(fleet.speed, max_model_len=4096)
-        self.fleet, self.name = fleet, name
+        self.fleet = fleet
+        self.name = name
         self._version = version
         self._dead = self._silent = False
         self.started = self.refuses = False

@@ -98,7 +98,8 @@ class LaterApiEngine:
         slots = len(state.tokens)
         batch = make_decode_batch(slots, self.inner.shapes.context_pages)
         batch.pages[:] = [self.inner.shapes.pages_of_slot(slot) for slot in range(slots)]
-        batch.tokens[:], batch.positions[:] = state.tokens, state.positions
+        batch.tokens[:] = state.tokens
+        batch.positions[:] = state.positions
         batch.remaining[:] = 1
         batch.temperature[:] = {"greedy": 0.0, "weighted": 1.0}[algorithm]
         batch.seed[:] = np.random.default_rng(np.asarray(rng)).integers(2**32, size=slots)

@@ -50,7 +50,8 @@ def _without_times(record: dict[str, Any]) -> dict[str, Any]:
 
 def require_same(one: Path, other: Path) -> None:
     """Asserts that two runs ended with the same bits and wrote the same records."""
-    expected, got = final_state(one), final_state(other)
+    expected = final_state(one)
+    got = final_state(other)
     assert expected.keys() == got.keys() and len(expected) > 20
     assert [name for name in expected if expected[name].tobytes() != got[name].tobytes()] == []
     for file in ("metrics.jsonl", "trajectories.jsonl"):

@@ -22,7 +22,8 @@ from jax_agent_rl.jetstream import backend, context
 from jax_agent_rl.learner import checkpoint, learner, objective
 from jax_agent_rl.types import Trajectory
 
-phase, when = os.environ["STALL_PHASE"], int(os.environ["STALL_WHEN"])
+phase = os.environ["STALL_PHASE"]
+when = int(os.environ["STALL_WHEN"])
 calls = 0
 
 

@@ -32,7 +32,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if file is None:
         yield
         return
-    begin, processor = time.monotonic(), _processor_seconds()
+    begin = time.monotonic()
+    processor = _processor_seconds()
     yield
     took = {"wall": time.monotonic() - begin, "cpu": _processor_seconds() - processor}
     with file.open("a") as lines:

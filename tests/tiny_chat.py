@@ -191,7 +191,8 @@ def assert_exact(trajectory: Trajectory, backend: Watched) -> None:
             context += turn.output.token_ids + turn.appended_ids
         assert context == sequence.prompt_ids + sequence.response_ids
         expected = reference_logprobs(context, sequence.supports)[len(sequence.prompt_ids) - 1 :]
-        mask, free = np.asarray(sequence.response_mask, bool), np.asarray(sequence.loss_mask, bool)
+        mask = np.asarray(sequence.response_mask, bool)
+        free = np.asarray(sequence.loss_mask, bool)
         np.testing.assert_allclose(
             np.asarray(sequence.rollout_logprobs)[free], expected[free], atol=2e-4
         )

@@ -24,7 +24,10 @@ from jax_agent_rl.models.vision_context import (
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
 from tests.tiny import TINY
 
-IMAGE, VIDEO, START, END = 90, 91, 92, 93
+IMAGE = 90
+VIDEO = 91
+START = 92
+END = 93
 TINY_VISION = VisionConfig(
     num_layers=2,
     hidden_size=16,
@@ -42,7 +45,9 @@ TINY_VISION = VisionConfig(
 TINY_VL: DecoderConfig = replace(
     TINY, family="qwen2_5_vl", qkv_bias=True, rope=Rope(sections=(1, 1, 2)), vision=TINY_VISION
 )
-LONGEST, PATCHES = 96, 128  # every reference pass is padded to these, so that it compiles once
+# Every reference pass is padded to these, so that it compiles once.
+LONGEST = 96
+PATCHES = 128
 
 
 def drawn(seed: int, grid: Grid, kind: str = "image") -> ProcessedImage:

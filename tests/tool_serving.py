@@ -23,7 +23,8 @@ class Client:
     """A client of a running server."""
 
     def __init__(self, server, session):
-        self.server, self.session = server, session
+        self.server = server
+        self.session = session
 
     async def send(self, path="/get_observation", method="POST", **options):
         async with self.session.request(method, path, **options) as response:

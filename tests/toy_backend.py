@@ -38,8 +38,12 @@ from jax_agent_rl.types import PauseMode, TokenScores
 from jax_agent_rl.types.supports import encode_supports
 from tests.batching_engine import BatchingEngine, Run
 
-EOS, VOCAB, IMAGE = 2, 61, 60
-LAYERS, EXPERTS, PER_TOKEN = 3, 6, 2
+EOS = 2
+VOCAB = 61
+IMAGE = 60
+LAYERS = 3
+EXPERTS = 6
+PER_TOKEN = 2
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 

@@ -41,7 +41,8 @@ def trajectory(
     """
     mask = mask or [1] * len(response)
     logprobs = logprobs or [-1.0] * len(response)
-    turns, at = [], 0
+    turns = []
+    at = 0
     while at < len(response):
         sampled_end = next((i for i in range(at, len(mask)) if not mask[i]), len(mask))
         end = next((i for i in range(sampled_end, len(mask)) if mask[i]), len(mask))
@@ -146,9 +147,11 @@ def with_routed_experts(
     rng = np.random.default_rng(5)
 
     def routed(made: Trajectory) -> Trajectory:
-        at, turns = len(made.prompt_ids), []
+        at = len(made.prompt_ids)
+        turns = []
         for turn in made.turns:
-            start, at = at - 1 if turns else 0, at + len(turn.output.token_ids)
+            start = at - 1 if turns else 0
+            at += len(turn.output.token_ids)
             chosen = rng.random((at - 1 - start, layers, experts)).argsort(axis=-1)[..., :per_token]
             output = replace(
                 turn.output, routed_experts=RoutedExperts.of(start, chosen.astype(np.uint8))

@@ -55,7 +55,8 @@ class Coin:
     """
 
     def __init__(self, seed: int = 0, *, goes_on: float = 0.9) -> None:
-        self._seed, self._goes_on = seed, goes_on
+        self._seed = seed
+        self._goes_on = goes_on
 
     def __call__(self, turn: str) -> bool:
         return derive_seed(self._seed, turn) < self._goes_on * 2**31

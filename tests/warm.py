@@ -161,7 +161,8 @@ def _become(order: dict, descriptors: list[int]) -> None:
         os.dup2(descriptor, to)
         os.close(descriptor)
     os.chdir(order["folder"])
-    environment, arguments = order["environment"], order["arguments"]
+    environment = order["environment"]
+    arguments = order["arguments"]
     for number in _FORWARDED:
         signal.signal(number, signal.SIG_DFL)
     if _read_at_import(environment) != _read_at_import(_ENVIRONMENT):

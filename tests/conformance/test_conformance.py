@@ -74,11 +74,10 @@ def external_engine(request):
 def jetstream_int8(request):
     """The matrices are such that int8 holds them exactly: any change of a log-prob is a mistake."""
     pytest.importorskip("torch")
-    options, scratch = (
-        request.getfixturevalue("options"),
-        request.getfixturevalue("tmp_path_factory").mktemp("int8"),
-    )
-    sets, own = options.folders, ModelDirs(base=scratch / "base", scratch=scratch)
+    options = request.getfixturevalue("options")
+    scratch = request.getfixturevalue("tmp_path_factory").mktemp("int8")
+    sets = options.folders
+    own = ModelDirs(base=scratch / "base", scratch=scratch)
     for which in (BASE, OTHER):
         rounded(sets.weights(which), own.weights(which))
     for which in (MIXED, ADAPTED):

@@ -38,7 +38,8 @@ def write_adapter(folder: Path, model: Path, seed: int) -> dict[str, torch.Tenso
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
-    tensors, added = {}, {}
+    tensors = {}
+    added = {}
     for name, parameter in Reference(model).model.named_parameters():
         module = name.removesuffix(".weight")
         if module.endswith(ADAPTED):

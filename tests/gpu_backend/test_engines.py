@@ -53,10 +53,8 @@ def engine_cores() -> set[psutil.Process]:
 
 
 async def test_requests_of_an_engine_that_dies_go_on_in_another(model_folder: Path):
-    before, sampling = (
-        engine_cores(),
-        SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True),
-    )
+    before = engine_cores()
+    sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
     async with running(model_folder) as dying:
         (core,) = engine_cores() - before
         async with running(model_folder) as other:

@@ -135,7 +135,8 @@ async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(
         await backend.update_weights(good)
         largest, _ = backend._updater.last_difference
         output = await backend.generate(request("a", PROMPT))
-        tensors, probe = load_file(good.payload[0]), score_probe(config, params, [IDS])
+        tensors = load_file(good.payload[0])
+        probe = score_probe(config, params, [IDS])
         first, second = exchangeable(tensors)
         tensors[first], tensors[second] = tensors[second], tensors[first]
         save_file(tensors, tmp_path / "wrong.safetensors", metadata=probe.to_metadata())

@@ -75,7 +75,8 @@ async def diagnosed(
         backend, model, between=between, temperature=temperature, lengths=LENGTHS
     )
     view = EngineView(tensors=await backend.tensor_samples()) if inspected else None
-    since, allowed = backend.policy_version, OTHER_ENGINE["float32"]
+    since = backend.policy_version
+    allowed = OTHER_ENGINE["float32"]
     arguments = {
         "engine": view,
         "since": since,

@@ -64,7 +64,8 @@ async def test_a_greedy_request_among_random_ones_keeps_its_own_log_probs(engine
 
 
 async def test_a_seed_reproduces_a_request_whatever_runs_beside_it(engine: Engine):
-    backend, prompt = engine.backend, prompt_of(6, 10)
+    backend = engine.backend
+    prompt = prompt_of(6, 10)
     alone = await backend.generate(request("a", prompt, temperature=1.0, seed=42))
     crowd = [backend.generate(request(f"c{i}", prompt_of(i, 9), temperature=1.0)) for i in range(6)]
     again, *_ = await asyncio.gather(
@@ -144,7 +145,8 @@ async def test_chunks_put_together_are_the_output(engine: Engine):
 
 
 async def test_abort_returns_what_there_is_and_the_rest_follows_seamlessly(engine: Engine):
-    backend, prompt = engine.backend, prompt_of(3, 8)
+    backend = engine.backend
+    prompt = prompt_of(3, 8)
     whole = engine.reference(0).greedy(prompt, 100)
     stream = backend.stream(request("r", prompt, max_tokens=100))
     await anext(stream)
@@ -237,7 +239,8 @@ async def test_pausing_with_abort_returns_partial_outputs(engine: Engine):
 
 
 async def test_freezing_and_going_on_changes_nothing(engine: Engine):
-    backend, prompt = engine.backend, prompt_of(11, 8)
+    backend = engine.backend
+    prompt = prompt_of(11, 8)
     stream = backend.stream(request("r", prompt, max_tokens=100))
     await anext(stream)
     await backend.pause(PauseMode.KEEP)

@@ -30,7 +30,8 @@ IDS = np.random.default_rng(3).integers(3, 49152, 40).tolist()
 @pytest.fixture
 def teacher(recipe: Path, tmp_path: Path) -> Path:
     """Another random model with the student's tokenizer."""
-    folder, model = tmp_path / "teacher", replace(SMALL, vocab_size=49152, eos_token_ids=())
+    folder = tmp_path / "teacher"
+    model = replace(SMALL, vocab_size=49152, eos_token_ids=())
     save_hf(folder, model, tiny_params(1, model), tokenizer_from=TOKENIZER)
     return folder
 

@@ -28,7 +28,8 @@ VLLM = ("rollout.backend=vllm", "rollout.jetstream={}")
 def test_a_run_needs_only_another_backend(
     recipe: Path, tmp_path: Path, placed: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    broadcasts, send = [], broadcast._Sender.run
+    broadcasts = []
+    send = broadcast._Sender.run
     monkeypatch.setattr(
         broadcast._Sender, "run", lambda self: broadcasts.append(self.announcement) or send(self)
     )

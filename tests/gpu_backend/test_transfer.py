@@ -35,7 +35,8 @@ class Memory:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
-        self._patch, self._seen = monkeypatch, seen
+        self._patch = monkeypatch
+        self._seen = seen
         monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", self._reduce)
         monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", self._rebuild)
 

@@ -267,7 +267,8 @@ def update_of(
 async def test_updates_reach_language_and_vision_and_old_pictures_are_forgotten(
     seeing: Seeing, folders, references, tmp_path: Path
 ):
-    backend, media = seeing.backend, {"image": (picture(1),)}
+    backend = seeing.backend
+    media = {"image": (picture(1),)}
     prompt = seeing.prompt(media)
 
     async def says() -> float:
@@ -298,7 +299,8 @@ async def test_updates_reach_language_and_vision_and_old_pictures_are_forgotten(
 async def test_a_vision_tensor_that_did_not_land_is_named(
     seeing: Seeing, folders, references, tmp_path, monkeypatch
 ):
-    places, name = seeing.backend._updater.placements, "visual.blocks.1.mlp.up_proj.weight"
+    places = seeing.backend._updater.placements
+    name = "visual.blocks.1.mlp.up_proj.weight"
     parameter, first, *rest = places[name]
     monkeypatch.setitem(places, name, (parameter, first - 1, *rest))
     version = seeing.backend.policy_version
@@ -311,7 +313,8 @@ async def test_a_vision_tensor_that_did_not_land_is_named(
 
 
 async def test_pixels_are_one_setting_for_the_engine_and_the_count(folders):
-    media, pixels = {"image": (picture(1, 224, 224),)}, (56 * 56, 84 * 84)
+    media = {"image": (picture(1, 224, 224),)}
+    pixels = (56 * 56, 84 * 84)
     async with running(folders[0], multi_modal={"image": 1}, pixels=pixels) as backend:
         assert backend.capabilities.multi_modal == {"image"}
         engine = Seeing(backend, folders[0], ChatCodec.from_pretrained(folders[0], pixels=pixels))

@@ -76,7 +76,8 @@ async def test_the_prefix_cache_is_forgotten_with_the_weights(engine: Engine):
 
 
 async def test_weights_change_in_flight_and_each_token_says_whose_it_is(engine: Engine):
-    old, prompt = engine.backend.policy_version, prompt_of(4, 8)
+    old = engine.backend.policy_version
+    prompt = prompt_of(4, 8)
     stream = engine.backend.stream(request("r", prompt, max_tokens=200, temperature=1.0, seed=5))
     chunks = [await anext(stream)]
     await asyncio.sleep(0.05)  # nobody reads: tokens of the old weights queue up
@@ -304,7 +305,8 @@ async def test_changes_sent_to_a_server_become_the_files_that_the_engine_loads(
     remote = RemoteBackend(server.url, shares_disk=False)
     await remote.start()
     try:
-        base, target = small_params(3), small_params(4)
+        base = small_params(3)
+        target = small_params(4)
         for params in (base, base | {"final_norm": target["final_norm"]}):
             version = engine.backend.policy_version + 1
             update = files.write(params, version)

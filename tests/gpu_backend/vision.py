@@ -24,7 +24,9 @@ SPECIAL = (
     "<|video_pad|>",
 )
 FIRST_SPECIAL = 256  # after one id per byte
-EOS, IMAGE, VIDEO = FIRST_SPECIAL + 2, FIRST_SPECIAL + 5, FIRST_SPECIAL + 6
+EOS = FIRST_SPECIAL + 2
+IMAGE = FIRST_SPECIAL + 5
+VIDEO = FIRST_SPECIAL + 6
 VOCABULARY = FIRST_SPECIAL + 8
 PIXELS = (56 * 56, 112 * 112)
 TEMPLATE = (
@@ -179,7 +181,8 @@ class VisionReference:
         self, ids: Sequence[int], media: Mapping[str, Sequence[Any]], count: int
     ) -> tuple[list[int], list[float]]:
         """The most likely continuation and its log-probs."""
-        ids, values = list(ids), []
+        ids = list(ids)
+        values = []
         for _ in range(count):
             last = self.logprobs(ids, media)[-1]
             ids.append(int(last.argmax()))

@@ -88,7 +88,8 @@ def examples() -> list[str]:
 
 def understood(example: str) -> tuple[str, dict[str, Any]]:
     """The command an example calls and its arguments, as the command line reads them."""
-    command, (name, *words) = typer.main.get_command(app), shlex.split(example)
+    command = typer.main.get_command(app)
+    name, *words = shlex.split(example)
     command = command.commands[name]
     if hasattr(command, "commands") and words:
         command = command.commands[words.pop(0)]

@@ -113,7 +113,8 @@ def test_shaping_never_changes_whether_a_group_did_equally_well(filters, turn_re
     lengths = data.draw(st.lists(st.integers(1, LIMIT), min_size=len(scores), max_size=len(scores)))
     config = AlgorithmConfig(filter_zero_variance=filters, turn_reward=turn_reward)
     group = members(*scores, lengths=lengths)
-    plain, penalized = select([group], config), select([shaped(group)], config)
+    plain = select([group], config)
+    penalized = select([shaped(group)], config)
     if len(set(scores)) == 1:
         assert not plain.groups and not penalized.groups
         assert penalized.dropped == plain.dropped

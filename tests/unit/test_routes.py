@@ -46,7 +46,8 @@ class Served:
     """A running server and a client of it."""
 
     def __init__(self, http: HttpServer, headers: dict[str, str], errors: list[str]) -> None:
-        self.http, self.errors = http, errors
+        self.http = http
+        self.errors = errors
         self.client = httpx.Client(base_url=http.url, headers=headers, timeout=60.0)
 
     def send(self, method: str, path: str, **options: Any) -> httpx.Response:
@@ -186,7 +187,8 @@ class Errors(logging.Handler):
 def running(tmp_path_factory) -> Iterator[dict[str, Served]]:
     """All servers, in the event loop of another thread."""
     servers: dict[str, Served] = {}
-    ready, stop = threading.Event(), threading.Event()
+    ready = threading.Event()
+    stop = threading.Event()
     problems: list[BaseException] = []
     errors = Errors()
     logging.getLogger().addHandler(errors)

@@ -161,7 +161,8 @@ class Room(Environment):
     """Gives the score it is told to, with a step or at the end."""
 
     def __init__(self, of_step: Any = 0.0, of_end: Any = 0.0) -> None:
-        self._of_step, self._of_end = of_step, of_end
+        self._of_step = of_step
+        self._of_end = of_end
 
     async def reset(self) -> Observation:
         return Observation.say("a room")
@@ -287,7 +288,8 @@ class Payer(BaseTool):
         super().__init__(
             name="payer", description="", parameters={"type": "object", "properties": {}}
         )
-        self._of_call, self._of_whole = of_call, of_whole
+        self._of_call = of_call
+        self._of_whole = of_whole
 
     async def execute(self, instance_id, arguments, **execute_kwargs):
         return ToolResponse("done", reward=self._of_call)

@@ -87,7 +87,9 @@ def serving(model_folder: Path, state_dir: Path, **changed) -> Iterator[str]:
         **changed,
     }
     settings = build_tree(TinkerServerSettings, tree)
-    loop, started, url = asyncio.new_event_loop(), threading.Event(), []
+    loop = asyncio.new_event_loop()
+    started = threading.Event()
+    url = []
 
     async def run() -> None:
         async with open_server(settings, print_line=lambda line: None) as server:
@@ -228,7 +230,8 @@ def test_losses_and_log_probs_are_those_of_pytorch(service, model_folder, loss):
 
 
 def test_a_client_learns_samples_and_goes_on_from_what_it_saved(service, service_url):
-    client, batch = trainer(service), data()
+    client = trainer(service)
+    batch = data()
     losses = []
     for _ in range(5):
         computed = client.forward_backward(batch, "cross_entropy")
@@ -257,7 +260,8 @@ def test_a_client_learns_samples_and_goes_on_from_what_it_saved(service, service
 
 def test_targets_may_be_any_ids_and_several_per_token(service, model_folder):
     """The batch has a datum of each kind; expected log-probs are PyTorch's of the input alone."""
-    ids, rng = [5, 9, 17, 30, 8], np.random.default_rng(0)
+    ids = [5, 9, 17, 30, 8]
+    rng = np.random.default_rng(0)
     targets = {
         "own": np.array([0, 0, 17, 30], np.int64),
         "several": rng.integers(0, CONFIG.vocab_size, (4, 3)),
@@ -289,7 +293,9 @@ def test_targets_may_be_any_ids_and_several_per_token(service, model_folder):
 
 
 def test_custom_losses_run_at_the_client(service, model_folder):
-    batch, client, plain = data(), trainer(service), trainer(service)
+    batch = data()
+    client = trainer(service)
+    plain = trainer(service)
 
     def squared(batch: list[tinker.Datum], logprobs: list[torch.Tensor]):
         return sum((one**2).sum() for one in logprobs), {}
@@ -419,9 +425,11 @@ def test_chosen_ids_are_scored_at_each_token_of_a_prompt(service, model_folder):
     client.forward_backward(data(), "cross_entropy").result()
     client.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
     sampler = client.save_weights_and_get_sampling_client().result()
-    ids, rng = [5, 9, 17, 30, 8, 11], np.random.default_rng(0)
+    ids = [5, 9, 17, 30, 8, 11]
+    rng = np.random.default_rng(0)
     chosen = np.full((5, 4), -1, np.int64)
-    chosen[0], chosen[3, [0, 2]] = rng.integers(0, CONFIG.vocab_size, 4), (7, 0)
+    chosen[0] = rng.integers(0, CONFIG.vocab_size, 4)
+    chosen[3, [0, 2]] = 7, 0
     every = np.tile(np.arange(CONFIG.vocab_size), (5, 1))
     (table,) = logprobs_of(
         client.forward([datum_of(ids, target_tokens=every)], "cross_entropy").result()
@@ -431,7 +439,8 @@ def test_chosen_ids_are_scored_at_each_token_of_a_prompt(service, model_folder):
         tinker.TensorData.from_numpy(chosen),
         tinker.TensorData.from_torch_sparse(torch.tensor(chosen), -1),
     )
-    prompt, asked = tinker.ModelInput.from_ints(ids), tinker.SamplingParams(max_tokens=1)
+    prompt = tinker.ModelInput.from_ints(ids)
+    asked = tinker.SamplingParams(max_tokens=1)
     futures = [
         sampler.sample(prompt, 1, asked, target_prompt_logprobs=tensor) for tensor in tensors
     ]
@@ -459,7 +468,8 @@ def test_chosen_ids_are_scored_at_each_token_of_a_prompt(service, model_folder):
 )
 def test_ids_that_cannot_be_scored_are_refused(service, ids, named):
     sampler = service.create_sampling_client(base_model="tiny").result()
-    prompt, asked = tinker.ModelInput.from_ints([5, 9, 17]), tinker.SamplingParams(max_tokens=1)
+    prompt = tinker.ModelInput.from_ints([5, 9, 17])
+    asked = tinker.SamplingParams(max_tokens=1)
     with raises(tinker.RequestFailedError, **named):
         sampler.sample(
             prompt, 1, asked, target_prompt_logprobs=tinker.TensorData.from_numpy(ids)
@@ -490,10 +500,8 @@ def test_log_probs_of_many_prompts_are_computed_together(model_folder, tmp_path,
     batch = data(12)
     with serving(model_folder, tmp_path) as url:
         service = connect(url)
-        client, sampler = (
-            trainer(service),
-            service.create_sampling_client(base_model="tiny").result(),
-        )
+        client = trainer(service)
+        sampler = service.create_sampling_client(base_model="tiny").result()
         busy = client.forward_backward(data(40), "cross_entropy")
         futures = [sampler.compute_logprobs(datum.model_input) for datum in batch]
         found = [future.result() for future in futures]
@@ -506,7 +514,8 @@ def test_log_probs_of_many_prompts_are_computed_together(model_folder, tmp_path,
 
 
 def test_a_checkpoint_that_gets_the_name_of_another_takes_its_place(service):
-    client, prompt = trainer(service), tinker.ModelInput.from_ints([5, 9, 17])
+    client = trainer(service)
+    prompt = tinker.ModelInput.from_ints([5, 9, 17])
     logprobs = []
     for _ in range(2):
         path = client.save_weights_for_sampler("again").result().path
@@ -564,7 +573,8 @@ def test_checkpoints_are_listed_until_they_are_deleted_or_expire(
 ):
     with serving(model_folder, tmp_path) as url:
         service = connect(url)
-        client, rest = trainer(service), service.create_rest_client()
+        client = trainer(service)
+        rest = service.create_rest_client()
         paths = [
             client.save_state(name, ttl_seconds=ttl).result().path
             for name, ttl in (("a", None), ("b", 3600))
@@ -597,7 +607,8 @@ def test_checkpoints_are_listed_until_they_are_deleted_or_expire(
 
 
 def test_a_model_of_a_finished_session_is_restored_when_it_is_asked_for(service, service_url):
-    client, batch = trainer(service), data()
+    client = trainer(service)
+    batch = data()
     for _ in range(3):
         client.forward_backward(batch, "cross_entropy").result()
         client.optim_step(ADAM).result()
@@ -633,7 +644,8 @@ def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
     for numbers in ((0, 1), (2, 3), (4,), ()):
         with serving(model_folder, tmp_path / "killed", port=port) as url:
             if port == 0:
-                client, port = trainer(connect(url)), int(url.rpartition(":")[2])
+                client = trainer(connect(url))
+                port = int(url.rpartition(":")[2])
             for number in numbers:
                 step(client, number)
             if numbers == (4,):
@@ -647,7 +659,8 @@ def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
 def test_a_model_whose_snapshot_is_lost_does_not_go_on_from_initial_weights(model_folder, tmp_path):
     folder = tmp_path / "state"
     with serving(model_folder, folder, snapshot_every=1) as url:
-        client, port = trainer(connect(url)), int(url.rpartition(":")[2])
+        client = trainer(connect(url))
+        port = int(url.rpartition(":")[2])
         client.forward_backward(data(), "cross_entropy").result()
         client.optim_step(ADAM).result()
     (snapshot,) = (folder / "models").rglob("*.npz")
@@ -691,7 +704,8 @@ def test_a_server_that_is_killed_while_it_finishes_an_update_repeats_it_once(
         serving(model_folder, tmp_path / "killed", snapshot_every=1) as url,
     ):
         patched.setattr(Database, "set_snapshot", killed)
-        client, port = trainer(connect(url)), int(url.rpartition(":")[2])
+        client = trainer(connect(url))
+        port = int(url.rpartition(":")[2])
         client.forward_backward(batch, "cross_entropy").result()
         client.optim_step(ADAM).result()
         client.forward_backward(batch, "cross_entropy").result()
@@ -735,7 +749,9 @@ async def test_after_a_restart_clients_that_are_there_come_before_those_that_may
         store.add_model(model, "s", {})
         for number in (1, 2):
             store.add_request(f"{model}:{number}", model, "optim_step", b"{}")
-    ran, first_runs, may_end = [], threading.Event(), threading.Event()
+    ran = []
+    first_runs = threading.Event()
+    may_end = threading.Event()
 
     def run(request: Request) -> bytes:
         ran.append(request.id)
@@ -786,7 +802,8 @@ def test_a_request_that_is_sent_again_is_not_repeated(tmp_path):
 
 def test_old_results_are_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr("jax_agent_rl.tinker_server.database.RESULTS_KEPT", 2)
-    store, now = Database(tmp_path), time.time()
+    store = Database(tmp_path)
+    now = time.time()
     for number in range(1, 7):
         if number == 3:
             monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + 4000)
@@ -805,10 +822,12 @@ def files_of(state_dir: Path, kind: str) -> list[Path]:
 def test_unnamed_weights_stay_while_sampled_from_and_others_until_deleted(
     model_folder, tmp_path, monkeypatch
 ):
-    now, prompt = time.time(), tinker.ModelInput.from_ints([5, 9, 17])
+    now = time.time()
+    prompt = tinker.ModelInput.from_ints([5, 9, 17])
     once = tinker.SamplingParams(max_tokens=2, seed=1)
     with serving(model_folder, tmp_path) as url:
-        service, port = connect(url), int(url.rpartition(":")[2])
+        service = connect(url)
+        port = int(url.rpartition(":")[2])
         client = trainer(service)
         named = client.save_weights_for_sampler("named").result().path
         used, idle = (client.save_weights_and_get_sampling_client() for _ in range(2))
@@ -841,7 +860,8 @@ def test_weights_without_a_name_stay_for_ever_if_the_settings_say_so(
 def test_a_checkpoint_that_a_waiting_request_needs_does_not_expire(
     tmp_path, monkeypatch, owner: str
 ):
-    now, path = time.time(), "tinker://s:train:0/sampler_weights/000001"
+    now = time.time()
+    path = "tinker://s:train:0/sampler_weights/000001"
     store = Database(tmp_path)
     store.add_checkpoint(path, "s:train:0", "sampler", 1, {"expires": now + 10, "idle_seconds": 10})
     store.add_sampler("s:sampler:0", path)
@@ -856,7 +876,8 @@ def test_a_checkpoint_that_a_waiting_request_needs_does_not_expire(
 
 
 def test_the_life_that_a_client_sets_is_not_changed_by_use(tmp_path, monkeypatch):
-    now, path = time.time(), "tinker://s:train:0/sampler_weights/000001"
+    now = time.time()
+    path = "tinker://s:train:0/sampler_weights/000001"
     monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now)
     store = Database(tmp_path)
     store.add_checkpoint(path, "s:train:0", "sampler", 1, {"expires": now + 10, "idle_seconds": 10})
@@ -869,16 +890,19 @@ def test_the_life_that_a_client_sets_is_not_changed_by_use(tmp_path, monkeypatch
 def test_a_silent_session_ends_with_its_training_states_and_leaves_named_ones(
     model_folder, tmp_path, monkeypatch
 ):
-    now, batch = time.time(), data()
+    now = time.time()
+    batch = data()
     with serving(model_folder, tmp_path) as url:
-        service, port = connect(url), int(url.rpartition(":")[2])
+        service = connect(url)
+        port = int(url.rpartition(":")[2])
         client = trainer(service)
         for _ in range(2):
             client.forward_backward(batch, "cross_entropy").result()
             client.optim_step(ADAM).result()
         path = client.save_state("kept").result().path
         assert len(list(tmp_path.glob("models/*/*.npz"))) == 1
-    week, month = 7 * 24 * 3600, 31 * 24 * 3600
+    week = 7 * 24 * 3600
+    month = 31 * 24 * 3600
     monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + week)
     with serving(model_folder, tmp_path, port=port):
         assert len(list(tmp_path.glob("models/*/*.npz"))) == 1
@@ -932,7 +956,8 @@ def test_what_is_known_of_old_samples_is_forgotten_and_of_training_is_not(tmp_pa
 def test_a_model_does_not_need_the_checkpoint_that_it_was_loaded_from(model_folder, tmp_path):
     batch = data()
     with serving(model_folder, tmp_path) as url:
-        service, port = connect(url), int(url.rpartition(":")[2])
+        service = connect(url)
+        port = int(url.rpartition(":")[2])
         first = trainer(service)
         first.forward_backward(batch, "cross_entropy").result()
         first.optim_step(ADAM).result()

@@ -13,7 +13,8 @@ class Ticks:
     """Nanoseconds that pass at every look."""
 
     def __init__(self, step: int = 10) -> None:
-        self.now, self.step = 0, step
+        self.now = 0
+        self.step = step
 
     def __call__(self) -> int:
         self.now += self.step
@@ -160,7 +161,8 @@ def test_a_failure_is_recorded_and_raised():
 
 async def test_what_ends_after_its_trajectory_is_left_out_and_its_children_are_the_runs():
     made, traces = tracer()
-    ended, go_on = asyncio.Event(), asyncio.Event()
+    ended = asyncio.Event()
+    go_on = asyncio.Event()
 
     async def given_up():
         with span("tool", "slow"):

@@ -103,7 +103,8 @@ def trees(draw) -> list[Trajectory]:
     ids = st.integers(10, 12)
     made: list[Trajectory] = []
     for number in range(draw(st.integers(1, 6))):
-        turns, at = [], None
+        turns = []
+        at = None
         if made and draw(st.booleans()):
             parent = draw(st.sampled_from(made))
             keep = draw(st.integers(0, parent.num_turns - 1))

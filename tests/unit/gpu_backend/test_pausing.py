@@ -65,7 +65,8 @@ class Updater:
 
 def backend_of(engine: Engine) -> VllmBackend:
     backend = VllmBackend(VllmSettings(model="m", max_model_len=60))
-    backend._engine, backend._updater = engine, Updater()
+    backend._engine = engine
+    backend._updater = Updater()
     backend._started = StartedEngine(engine=engine, platform="cpu", log=Log(Path("vllm.log")))
     return backend
 

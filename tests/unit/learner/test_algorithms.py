@@ -19,34 +19,34 @@ from tests.trajectories import group_of, random_groups, trajectory
 PPO = {"adv_estimator": "gae"}
 
 
-def learner(algorithm: dict | None = None, critic: dict | None = None, **changes) -> Learner:
+def make_learner(algorithm: dict | None = None, critic: dict | None = None, **changes) -> Learner:
     config = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | changes)
-    made = AlgorithmConfig(**(algorithm or {}))
+    algorithm_config = AlgorithmConfig(**(algorithm or {}))
     return Learner(
         TINY,
         tiny_params(),
-        algorithm=made,
+        algorithm=algorithm_config,
         config=config,
         critic=CriticConfig(**(critic or {})),
         temperature=1.0,
     )
 
 
-def noise(terms: list[np.ndarray]) -> list[np.ndarray]:
+def noise(values: list[np.ndarray]) -> list[np.ndarray]:
     """Old log-probs away from the current ones, the same in every layout."""
     rng = np.random.default_rng(0)
-    return [x + rng.normal(0, 0.4, len(x)) for x in terms]
+    return [x + rng.normal(0, 0.4, len(x)) for x in values]
 
 
-def gradients(made: Learner, groups) -> list[np.ndarray]:
+def gradients(learner: Learner, groups) -> list[np.ndarray]:
     """Gradients of the policy and the critic, if any; off-policy enough for clipping to matter."""
-    (mini,), experience = made.prepare(groups, masked={groups[0].trajectories[0].trajectory_id})
-    (terms,) = experience.updates
-    terms.policy["old_logprob"] = noise(terms.policy["old_logprob"])
+    (mini,), experience = learner.prepare(groups, masked={groups[0].trajectories[0].trajectory_id})
+    (update,) = experience.updates
+    update.policy["old_logprob"] = noise(update.policy["old_logprob"])
     leaves = []
-    for model, batch in reversed(made.batches(mini, terms)):  # the policy first
-        found, _ = made.gradients(model, batch, iter)
-        leaves += jax.tree.leaves(found)
+    for model, batch in reversed(learner.batches(mini, update)):  # the policy first
+        gradient, _ = learner.gradients(model, batch, iter)
+        leaves += jax.tree.leaves(gradient)
     return [np.asarray(leaf) for leaf in leaves]
 
 
@@ -77,21 +77,21 @@ OFF_POLICY = {"rollout_correction": {"rollout_is": "token", "rollout_is_threshol
 def test_gradients_do_not_depend_on_packing_sharing_or_splitting(algorithm: dict):
     groups = random_groups(0)
     algorithm = algorithm | OFF_POLICY
-    alone = learner(algorithm, share_prefixes=False, pack_length=32)
-    packed = learner(algorithm, share_prefixes=True, pack_length=80, micro_batch_size=2)
+    alone = make_learner(algorithm, share_prefixes=False, pack_length=32)
+    packed = make_learner(algorithm, share_prefixes=True, pack_length=80, micro_batch_size=2)
     for a, b in zip(gradients(packed, groups), gradients(alone, groups), strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5 * max(np.abs(b).max(), 1e-6))
 
 
 def test_values_are_those_of_plain_full_passes():
-    made = learner(PPO)
+    learner = make_learner(PPO)
     rng = np.random.default_rng(0)
     head = {"value_head": jnp.asarray(rng.standard_normal(TINY.hidden_size), jnp.float32)}
-    assert made.critic is not None
-    made.critic.state = replace(made.critic.state, params=made.critic.state.params | head)
+    assert learner.critic is not None
+    learner.critic.state = replace(learner.critic.state, params=learner.critic.state.params | head)
     groups = random_groups(3)
-    (mini,) = made.packer.mini_batches(groups)
-    got = made.scorer.values(made.critic.weights, mini.batch)
+    (mini,) = learner.packer.mini_batches(groups)
+    got = learner.scorer.values(learner.critic.weights, mini.batch)
     for t, values in zip([t for g in groups for t in g.trajectories], got, strict=True):
         ids = jnp.asarray([t.prompt_ids + t.response_ids])
         count = ids.shape[1]
@@ -107,23 +107,25 @@ def test_values_are_those_of_plain_full_passes():
 
 
 def test_the_critic_learns_what_the_rewards_are_and_the_policy_waits_for_it():
-    made = learner(PPO, critic={"learning_rate": 1e-2, "critic_warmup": 100}, ppo_epochs=2)
+    learner = make_learner(PPO, critic={"learning_rate": 1e-2, "critic_warmup": 100}, ppo_epochs=2)
     groups = [
         group_of(trajectory([3, 4], [5 + i, 9], reward=float(i % 2), index=i) for i in range(4))
     ]
-    before = jax.tree.map(np.asarray, made.params)
+    initial_params = jax.tree.map(np.asarray, learner.params)
     for _ in range(15):
-        last = made.update(groups).metrics
+        last = learner.update(groups).metrics
     # The first token of each is sampled before anything tells the rewards apart: half the terms
     # keep variance 1/4.
     assert last["critic_loss"] == pytest.approx(0.5 * 0.25 / 2, rel=0.1)
     assert last["critic_explained_variance"] == pytest.approx(0.5, abs=0.05)
     assert "loss" not in last
-    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, made.params))
+    jax.tree.map(
+        np.testing.assert_array_equal, initial_params, jax.tree.map(np.asarray, learner.params)
+    )
 
 
 def test_after_its_warm_up_ppo_raises_what_was_rewarded():
-    made = learner(
+    learner = make_learner(
         {**PPO, "clip_ratio_high": 0.2},
         critic={"critic_warmup": 1},
         ppo_epochs=2,
@@ -137,29 +139,31 @@ def test_after_its_warm_up_ppo_raises_what_was_rewarded():
 
     def mean(ts) -> float:
         each = [
-            logprobs_of(made.params, t.prompt_ids, t.response_ids)[np.array(t.response_mask) == 1]
+            logprobs_of(learner.params, t.prompt_ids, t.response_ids)[
+                np.array(t.response_mask) == 1
+            ]
             for t in ts
         ]
         return float(np.mean([x.mean() for x in each]))
 
-    before = mean(good) - mean(bad)
-    assert int(made.state.policy.updates) == 0
+    initial_gap = mean(good) - mean(bad)
+    assert int(learner.state.policy.updates) == 0
     for _ in range(4):
-        made.update(groups)
-    assert int(made.state.policy.updates) == 3 * 2 and int(made.state.critic.updates) == 4 * 2
-    assert mean(good) - mean(bad) > before + 0.05
+        learner.update(groups)
+    assert int(learner.state.policy.updates) == 3 * 2 and int(learner.state.critic.updates) == 4 * 2
+    assert mean(good) - mean(bad) > initial_gap + 0.05
 
 
 def test_kl_in_the_reward_is_taken_off_token_by_token():
-    made = learner(
+    learner = make_learner(
         {
             "adv_estimator": "reinforce_plus_plus",
             "kl": {"where": "reward", "estimator": "k1", "coef": 0.5},
         }
     )
     groups = random_groups(4)
-    made.policy.state = replace(made.policy.state, params=tiny_params(seed=1))
-    _, experience = made.prepare(groups)
+    learner.policy.state = replace(learner.policy.state, params=tiny_params(seed=1))
+    _, experience = learner.prepare(groups)
     ts = [t for g in groups for t in g.trajectories]
     returns = []
     for t in ts:
@@ -177,51 +181,49 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
 
 def test_the_adaptive_kl_coefficient_falls_and_survives_a_checkpoint():
     kl = {"where": "loss", "controller": "adaptive", "horizon": 100, "target": 0.1, "coef": 0.5}
-    made = learner({"kl": kl})
-    result = made.update(random_groups(0))
+    learner = make_learner({"kl": kl})
+    result = learner.update(random_groups(0))
     assert result.metrics["kl_reference"] == pytest.approx(0.0, abs=1e-6)
     assert result.metrics["kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 12 / 100))
-    other = learner({"kl": kl})
-    other.state = made.state
-    assert other.state.kl_coef == made.state.kl_coef and int(other.state.steps) == 1
+    restored = make_learner({"kl": kl})
+    restored.state = learner.state
+    assert restored.state.kl_coef == learner.state.kl_coef and int(restored.state.steps) == 1
 
 
 def test_the_entropy_bonus_raises_the_entropy():
     def after(coefficient: float) -> float:
-        made = learner({"entropy_coeff": coefficient}, learning_rate=3e-3)
+        learner = make_learner({"entropy_coeff": coefficient}, learning_rate=3e-3)
         for _ in range(3):
-            made.update(random_groups(5))
-        return made.update(random_groups(5)).metrics["entropy"]
+            learner.update(random_groups(5))
+        return learner.update(random_groups(5)).metrics["entropy"]
 
     assert after(0.5) > after(0.0) + 0.05
 
 
 def test_a_masked_trajectory_counts_in_the_baseline_and_has_no_gradient():
     groups = random_groups(6, groups=1)
-    made = learner()
-    _, plain = made.prepare(groups)
-    _, masked = made.prepare(groups, masked={groups[0].trajectories[1].trajectory_id})
+    learner = make_learner()
+    _, plain = learner.prepare(groups)
+    _, masked = learner.prepare(groups, masked={groups[0].trajectories[1].trajectory_id})
     np.testing.assert_array_equal(plain.advantages[1], masked.advantages[1])
     assert [mask.any() for mask in masked.active] == [True, False, True, True]
 
 
-def same(before: LearnerState, after: LearnerState) -> None:
-    jax.tree.map(
-        np.testing.assert_array_equal, (before.policy, before.critic), (after.policy, after.critic)
-    )
+def same(old: LearnerState, new: LearnerState) -> None:
+    jax.tree.map(np.testing.assert_array_equal, (old.policy, old.critic), (new.policy, new.critic))
 
 
-def snapshot(made: Learner) -> LearnerState:
-    return jax.tree.map(lambda x: np.array(x), made.state)
+def snapshot(learner: Learner) -> LearnerState:
+    return jax.tree.map(lambda x: np.array(x), learner.state)
 
 
 def test_a_step_of_which_every_token_is_rejected_changes_nothing_to_the_bit():
     rule = {"rollout_rs": ("token_k2",), "rollout_rs_threshold": (1e-9,)}
-    made = learner({**PPO, "rollout_correction": rule})
+    learner = make_learner({**PPO, "rollout_correction": rule})
     groups = random_groups(7)
-    before = snapshot(made)
-    result = made.update(groups)
-    same(before, snapshot(made))
+    initial = snapshot(learner)
+    result = learner.update(groups)
+    same(initial, snapshot(learner))
     assert (
         result.rejected == {t.trajectory_id for g in groups for t in g.trajectories}
         and not result.skipped
@@ -231,7 +233,7 @@ def test_a_step_of_which_every_token_is_rejected_changes_nothing_to_the_bit():
 
 def test_nan_rewards_leave_policy_critic_and_controller_unchanged_to_the_bit():
     kl = {"where": "loss", "controller": "adaptive", "coef": 0.5}
-    made = learner({**PPO, "kl": kl})
+    learner = make_learner({**PPO, "kl": kl})
     groups = random_groups(8, groups=1)
     bad = [
         group_of(
@@ -241,19 +243,19 @@ def test_nan_rewards_leave_policy_critic_and_controller_unchanged_to_the_bit():
             ]
         )
     ]
-    before = snapshot(made)
-    assert made.update(bad).skipped
-    same(before, snapshot(made))
-    assert made.state.kl_coef == before.kl_coef
+    initial = snapshot(learner)
+    assert learner.update(bad).skipped
+    same(initial, snapshot(learner))
+    assert learner.state.kl_coef == initial.kl_coef
 
 
 def test_decoupled_ppo_reads_all_three_policies():
     groups = random_groups(9)
-    made = learner({"policy_loss": {"loss_mode": "decoupled"}})
-    _, experience = made.prepare(groups)
-    (terms,) = experience.updates
-    assert "old_logprob" in terms.policy, "the learner's own, besides the rollout's"
-    metrics = made.update(groups).metrics
+    learner = make_learner({"policy_loss": {"loss_mode": "decoupled"}})
+    _, experience = learner.prepare(groups)
+    (update,) = experience.updates
+    assert "old_logprob" in update.policy, "the learner's own, besides the rollout's"
+    metrics = learner.update(groups).metrics
     assert metrics["rollout_max_logprob_difference"] > 0.1 and np.isfinite(metrics["loss"])
     assert 0 < metrics["rollout_is_min"] < metrics["rollout_is_max"], (
         "its own weights are in the record"
@@ -261,11 +263,11 @@ def test_decoupled_ppo_reads_all_three_policies():
 
 
 def test_bypass_takes_the_rollouts_logprobs_as_old_and_saves_the_scoring_pass():
-    made = learner({"rollout_correction": {"bypass_mode": True}})
-    _, experience = made.prepare(random_groups(9))
-    (terms,) = experience.updates
+    learner = make_learner({"rollout_correction": {"bypass_mode": True}})
+    _, experience = learner.prepare(random_groups(9))
+    (update,) = experience.updates
     for old, rollout in zip(
-        terms.policy["old_logprob"], terms.policy["rollout_logprob"], strict=True
+        update.policy["old_logprob"], update.policy["rollout_logprob"], strict=True
     ):
         np.testing.assert_array_equal(old, rollout)
-    assert made.scorer.programs_compiled == 0
+    assert learner.programs_compiled == 0

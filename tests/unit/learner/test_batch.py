@@ -25,9 +25,9 @@ contexts = st.lists(
 
 def weighted(batch, advantages: list[float]):
     """The batch with one advantage per trajectory and weight 1."""
-    ones = [np.ones(len(terms)) for terms in batch.gather_terms(batch.term_target)]
+    ones = [np.ones(len(targets)) for targets in batch.gather_terms(batch.term_target)]
     return batch.with_terms(
-        advantage=[a * one for a, one in zip(advantages, ones, strict=True)], weight=ones
+        advantage=[a * weights for a, weights in zip(advantages, ones, strict=True)], weight=ones
     )
 
 
@@ -77,9 +77,9 @@ def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int
 def test_numbers_come_back_to_the_trajectories_they_belong_to(pairs, share: bool):
     ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
     batch = pack(ts, pack_length=16, share_prefixes=share)
-    own = [np.arange(len(t.response_ids)) + 100.0 * i for i, t in enumerate(ts)]
+    numbers = [np.arange(len(t.response_ids)) + 100.0 * i for i, t in enumerate(ts)]
     for got, expected in zip(
-        batch.gather_terms(batch.with_terms(x=own).terms["x"]), own, strict=True
+        batch.gather_terms(batch.with_terms(x=numbers).terms["x"]), numbers, strict=True
     ):
         np.testing.assert_array_equal(got, expected)
     for (place,) in batch.places:
@@ -92,7 +92,7 @@ def test_numbers_come_back_to_the_trajectories_they_belong_to(pairs, share: bool
 def test_inserted_tokens_are_context_but_not_targets():
     batch = pack([trajectory([3, 4], [5, 6, 7], mask=[1, 0, 1])], pack_length=8)
     assert batch.target_id[0][batch.target_valid[0]].tolist() == [5, 7]
-    assert [len(terms) for terms in batch.gather_terms(batch.term_target)] == [2]
+    assert [len(targets) for targets in batch.gather_terms(batch.term_target)] == [2]
 
 
 def test_a_group_with_one_prompt_pays_for_it_once():
@@ -117,13 +117,13 @@ def test_micro_batches_are_filled_up_with_rows_that_weigh_nothing():
 def test_rows_that_are_not_full_are_cut():
     ts = [trajectory([3 + i] * 4, [9] * (4 - i), index=i) for i in range(3)]
     batch = weighted(pack(ts, pack_length=16), [1.0] * 3)
-    whole = list(batch.micro_batches(1))
+    full_rows = list(batch.micro_batches(1))
     halved = list(batch.micro_batches(1, lengths=2))
     assert [p["token_ids"].shape for p in halved] == [(1, 16), (1, 8)]
-    assert halved[0].keys() == whole[0].keys() and halved[1]["term_weight"].shape == (1, 16)
-    for name, value in whole[1].items():
-        kept = halved[1][name]
-        np.testing.assert_array_equal(kept, value[:, : kept.shape[1]])
+    assert halved[0].keys() == full_rows[0].keys() and halved[1]["term_weight"].shape == (1, 16)
+    for name, value in full_rows[1].items():
+        cut = halved[1][name]
+        np.testing.assert_array_equal(cut, value[:, : cut.shape[1]])
     assert [p["token_ids"].shape for p in batch.micro_batches(2, lengths=2)] == [(2, 16)]
     alone = weighted(pack(ts[2:], pack_length=48), [1.0])
     assert [p["token_ids"].shape for p in alone.micro_batches(1, lengths=8)] == [(1, 6)]
@@ -157,12 +157,12 @@ def lines_executed(function: Callable[[], object]) -> int:
         count += event == "line"
         return trace
 
-    before = sys.gettrace()
+    previous_trace = sys.gettrace()
     sys.settrace(trace)
     try:
         function()
     finally:
-        sys.settrace(before)
+        sys.settrace(previous_trace)
     return count
 
 
@@ -179,7 +179,7 @@ def test_packing_takes_work_in_proportion_to_the_trajectories():
     ]
     batch = pack(ts, pack_length=1024)
     assert batch.num_tokens == 256 * 250
-    half, whole = (
+    half, total = (
         lines_executed(lambda part=part: pack(part, pack_length=1024)) for part in (ts[:128], ts)
     )
-    assert whole < 2.5 * half
+    assert total < 2.5 * half

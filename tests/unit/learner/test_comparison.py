@@ -56,18 +56,19 @@ def test_tokens_of_the_learners_weights_are_compared_unless_they_follow_others(
 
 
 def test_what_was_appended_is_never_compared_even_where_it_is_trained_on():
-    made = of_versions((3,), (3,), learn_appended=True)
-    assert comparable(made, 3).astype(int).tolist() == [1, 0, 0, 1, 0, 0]
-    assert len(comparable(made, 3)) == sum(made.loss_mask)
+    compared = of_versions((3,), (3,), learn_appended=True)
+    assert comparable(compared, 3).astype(int).tolist() == [1, 0, 0, 1, 0, 0]
+    assert len(comparable(compared, 3)) == sum(compared.loss_mask)
 
 
 def test_constrained_tokens_are_not_compared():
-    made = of_versions((3, 3, 3), (3,))
+    trajectory = of_versions((3, 3, 3), (3,))
     first = replace(
-        made.turns[0], output=replace(made.turns[0].output, constrained=(False, True, False))
+        trajectory.turns[0],
+        output=replace(trajectory.turns[0].output, constrained=(False, True, False)),
     )
-    made = replace(made, turns=(first, *made.turns[1:]))
-    assert comparable(made, 3).tolist() == [True] * 3 and sum(made.loss_mask) == 3
+    trajectory = replace(trajectory, turns=(first, *trajectory.turns[1:]))
+    assert comparable(trajectory, 3).tolist() == [True] * 3 and sum(trajectory.loss_mask) == 3
 
 
 def test_an_infinite_gap_is_a_breach_and_what_is_no_number_is_left_to_the_update():
@@ -76,7 +77,7 @@ def test_an_infinite_gap_is_a_breach_and_what_is_no_number_is_left_to_the_update
     assert Comparison.of(np.zeros(0)).tokens == 0
 
 
-def learner(*, algorithm: dict | None = None, **config) -> Learner:
+def make_learner(*, algorithm: dict | None = None, **config) -> Learner:
     settings = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | config)
     return Learner(
         TINY,
@@ -123,9 +124,9 @@ def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
     ids=["the update's own pass", "a scoring pass", "bypass"],
 )
 def test_a_check_before_the_first_update_can_stop_it_with_nothing_changed(config, algorithm):
-    made = learner(algorithm=algorithm, **config)
+    learner = make_learner(algorithm=algorithm, **config)
     seen = []
-    before = jax.device_get(made.state.policy)
+    initial_policy = jax.device_get(learner.state.policy)
 
     def refuse(comparison: Comparison) -> None:
         seen.append(comparison)
@@ -133,19 +134,21 @@ def test_a_check_before_the_first_update_can_stop_it_with_nothing_changed(config
 
     groups = on_policy(random_groups(2), off=0.5)
     with pytest.raises(DisagreementError):
-        made.update(groups, check=AgreementCheck(since=0, inspect=refuse))
+        learner.update(groups, check=AgreementCheck(since=0, inspect=refuse))
     (comparison,) = seen
     assert comparison.tokens > 10 and comparison.largest == pytest.approx(0.5, abs=1e-3)
     assert comparison.mean == pytest.approx(0.5 / comparison.tokens, abs=1e-4)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(made.state.policy), before)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(learner.state.policy), initial_policy
+    )
 
 
 def test_the_learner_looks_once_a_step_and_only_at_tokens_of_its_own_version():
-    made = learner(ppo_epochs=2)
+    learner = make_learner(ppo_epochs=2)
     seen = []
     groups = on_policy(random_groups(2))
-    made.update(groups, check=AgreementCheck(since=0, inspect=seen.append))
-    made.update(groups, check=AgreementCheck(since=10_000, inspect=seen.append))
+    learner.update(groups, check=AgreementCheck(since=0, inspect=seen.append))
+    learner.update(groups, check=AgreementCheck(since=10_000, inspect=seen.append))
     assert seen[0].tokens == sum(t.num_sampled for g in groups for t in g.trajectories)
     assert seen[0].largest < 1e-4 and seen[1].tokens == 0 and len(seen) == 2
 
@@ -174,18 +177,20 @@ def test_a_breach_cancels_the_step_and_raises_once_it_is_given_up():
 
 @pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"lr_warmup_steps": 50}], ids=str)
 def test_the_parameters_before_the_last_update_come_back(settings):
-    made = learner(**settings)
-    assert made.previous_params() is None
-    made.update(random_groups(1))
-    before = jax.device_get(made.params)
-    made.update(random_groups(2))
+    learner = make_learner(**settings)
+    assert learner.previous_params() is None
+    learner.update(random_groups(1))
+    initial_params = jax.device_get(learner.params)
+    learner.update(random_groups(2))
     moved = max(
         float(abs(a - b).max())
-        for a, b in zip(*map(jax.tree.leaves, (before, made.params)), strict=True)
+        for a, b in zip(*map(jax.tree.leaves, (initial_params, learner.params)), strict=True)
     )
-    back = made.previous_params()
+    back = learner.previous_params()
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0),
+        back,
+        initial_params,
     )
 
 
@@ -193,26 +198,28 @@ def test_a_step_without_an_update_does_not_change_what_comes_back():
     """Its learning rate is not that of the update before it: of the warm-up's third step, not of
     its second.
     """
-    made = learner(lr_warmup_steps=50)
-    made.update(random_groups(1))
-    before = jax.device_get(made.params)
-    made.update(random_groups(2))
+    learner = make_learner(lr_warmup_steps=50)
+    learner.update(random_groups(1))
+    initial_params = jax.device_get(learner.params)
+    learner.update(random_groups(2))
     moved = max(
         float(abs(a - b).max())
-        for a, b in zip(*map(jax.tree.leaves, (before, made.params)), strict=True)
+        for a, b in zip(*map(jax.tree.leaves, (initial_params, learner.params)), strict=True)
     )
     masked = random_groups(3)
-    made.update(masked, masked={t.trajectory_id for group in masked for t in group.trajectories})
-    back = made.previous_params()
+    learner.update(masked, masked={t.trajectory_id for group in masked for t in group.trajectories})
+    back = learner.previous_params()
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0),
+        back,
+        initial_params,
     )
 
 
 def test_scoring_for_a_diagnosis_gives_what_plain_passes_give():
     groups = on_policy(random_groups(4))
-    scored = learner().logprobs(groups)
-    for t, own in zip((t for g in groups for t in g.trajectories), scored, strict=True):
+    scored = make_learner().logprobs(groups)
+    for t, log_probs in zip((t for g in groups for t in g.trajectories), scored, strict=True):
         np.testing.assert_allclose(
-            own, np.asarray(t.rollout_logprobs)[np.asarray(t.loss_mask, bool)], atol=2e-4
+            log_probs, np.asarray(t.rollout_logprobs)[np.asarray(t.loss_mask, bool)], atol=2e-4
         )

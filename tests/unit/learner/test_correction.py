@@ -41,12 +41,12 @@ def test_importance_weights_match_a_peer(level: str, normalized: bool):
     config = RolloutCorrectionConfig(
         rollout_is=level, rollout_is_threshold=1.3, rollout_is_batch_normalize=normalized
     )
-    made = correct(config, OLD, ROLLOUT, ACTIVE)
+    correction = correct(config, OLD, ROLLOUT, ACTIVE)
     for got, expected, mask in zip(
-        made.importance, WEIGHTS[level, normalized], ACTIVE, strict=True
+        correction.importance, WEIGHTS[level, normalized], ACTIVE, strict=True
     ):
         np.testing.assert_allclose(got[mask], np.array(expected)[mask], atol=1e-9)
-    assert made.metrics["rollout_is_clipped_fraction"] == pytest.approx(0.4)
+    assert correction.metrics["rollout_is_clipped_fraction"] == pytest.approx(0.4)
 
 
 REJECTED = {
@@ -66,17 +66,17 @@ REJECTED = {
 
 @pytest.mark.parametrize(("rule", "bound"), REJECTED)
 def test_rejection_matches_a_peer(rule: str, bound):
-    kept = reject([rule], [bound], DELTAS, ACTIVE)
-    assert [k.astype(int).tolist() for k in kept] == REJECTED[rule, bound]
+    masks = reject([rule], [bound], DELTAS, ACTIVE)
+    assert [k.astype(int).tolist() for k in masks] == REJECTED[rule, bound]
 
 
 def test_what_fails_one_of_several_rules_is_rejected():
-    both = reject(["token_k1", "seq_sum_k3"], [(0.6, 1.5), 0.5], DELTAS, ACTIVE)
+    by_both_rules = reject(["token_k1", "seq_sum_k3"], [(0.6, 1.5), 0.5], DELTAS, ACTIVE)
     each = [
         reject([rule], [bound], DELTAS, ACTIVE)
         for rule, bound in (("token_k1", (0.6, 1.5)), ("seq_sum_k3", 0.5))
     ]
-    for k, a, b in zip(both, *each, strict=True):
+    for k, a, b in zip(by_both_rules, *each, strict=True):
         np.testing.assert_array_equal(k, a & b)
 
 
@@ -89,20 +89,20 @@ def test_icepop_diagnostics_are_of_the_weights_as_applied():
     """verl's ``test_exact_icepop_zeroes_weights_without_changing_mask``."""
     raw = np.array([0.4, 0.8, 6.0])
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=(0.5, 5.0))
-    made = correct(config, [np.zeros(3)], [-np.log(raw)], [np.ones(3, bool)])
-    np.testing.assert_allclose(made.importance[0], [0.0, 0.8, 0.0], atol=1e-12)
-    assert made.metrics["rollout_is_clipped_fraction"] == pytest.approx(2 / 3)
-    assert made.metrics["rollout_is_std"] == pytest.approx(0.3771236, abs=1e-6)
-    assert made.metrics["rollout_is_eff_sample_size"] == pytest.approx(1 / 3)
-    assert made.metrics["rollout_is_min"] == pytest.approx(0.4) and made.metrics[
+    correction = correct(config, [np.zeros(3)], [-np.log(raw)], [np.ones(3, bool)])
+    np.testing.assert_allclose(correction.importance[0], [0.0, 0.8, 0.0], atol=1e-12)
+    assert correction.metrics["rollout_is_clipped_fraction"] == pytest.approx(2 / 3)
+    assert correction.metrics["rollout_is_std"] == pytest.approx(0.3771236, abs=1e-6)
+    assert correction.metrics["rollout_is_eff_sample_size"] == pytest.approx(1 / 3)
+    assert correction.metrics["rollout_is_min"] == pytest.approx(0.4) and correction.metrics[
         "rollout_is_max"
     ] == pytest.approx(6)
 
 
 def test_weights_that_are_all_zero_have_no_effective_samples():
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=(2.0, 3.0))
-    made = correct(config, OLD, OLD, ACTIVE)
-    assert made.metrics["rollout_is_eff_sample_size"] == 0.0
+    correction = correct(config, OLD, OLD, ACTIVE)
+    assert correction.metrics["rollout_is_eff_sample_size"] == 0.0
 
 
 @pytest.mark.parametrize("normalized", [False, True])
@@ -138,12 +138,12 @@ def test_equal_policies_need_no_correction():
     config = RolloutCorrectionConfig(
         rollout_is="sequence", rollout_rs=("seq_max_k3",), rollout_rs_threshold=(0.01,)
     )
-    made = correct(config, OLD, OLD, ACTIVE)
-    assert all((w == 1).all() for w in made.importance)
-    assert [k.tolist() for k in made.accepted] == [m.tolist() for m in ACTIVE]
+    correction = correct(config, OLD, OLD, ACTIVE)
+    assert all((w == 1).all() for w in correction.importance)
+    assert [k.tolist() for k in correction.accepted] == [m.tolist() for m in ACTIVE]
     assert (
-        made.metrics["rollout_is_eff_sample_size"] == 1.0
-        and made.metrics["rollout_rs_rejected_fraction"] == 0.0
+        correction.metrics["rollout_is_eff_sample_size"] == 1.0
+        and correction.metrics["rollout_rs_rejected_fraction"] == 0.0
     )
 
 
@@ -151,10 +151,10 @@ def test_a_step_of_which_everything_is_rejected_has_metrics_all_the_same():
     config = RolloutCorrectionConfig(
         rollout_is="token", rollout_rs=("token_k2",), rollout_rs_threshold=(1e-9,)
     )
-    made = correct(config, OLD, ROLLOUT, ACTIVE)
+    correction = correct(config, OLD, ROLLOUT, ACTIVE)
     assert (
-        not any(k.any() for k in made.accepted)
-        and made.metrics["rollout_rs_rejected_fraction"] == 1.0
+        not any(k.any() for k in correction.accepted)
+        and correction.metrics["rollout_rs_rejected_fraction"] == 1.0
     )
 
 

@@ -63,8 +63,8 @@ def distilling(
     )
 
 
-def gradient(made: Learner, groups: Sequence[Group]) -> list[np.ndarray]:
-    grads, _ = policy_gradient(made, groups)
+def gradient(learner: Learner, groups: Sequence[Group]) -> list[np.ndarray]:
+    grads, _ = policy_gradient(learner, groups)
     return [np.asarray(g) for g in jax.tree.leaves(grads)]
 
 
@@ -88,23 +88,23 @@ def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
 def test_a_tokens_advantage_is_the_teachers_logprob_minus_the_policys():
     groups = random_groups(0)
     _, experience = distilling(ADVANTAGE | {"coef": 0.5}).prepare(groups)
-    for found, t in zip(experience.advantages, trajectories_of(groups), strict=True):
+    for advantage, t in zip(experience.advantages, trajectories_of(groups), strict=True):
         student, teacher = (
             np.take_along_axis(distributions(t, seed), sampled_ids(t)[:, None], 1)[:, 0]
             for seed in (0, 7)
         )
-        np.testing.assert_allclose(found, 0.5 * (teacher - student), atol=2e-4)
+        np.testing.assert_allclose(advantage, 0.5 * (teacher - student), atol=2e-4)
 
 
 def test_the_task_reward_and_the_teacher_add_up():
     groups = random_groups(0)
-    both, teacher, reward = (
+    summed, teacher, reward = (
         distilling(kl, algorithm={"adv_estimator": name}).prepare(groups)[1].advantages
         for kl, name in ((ADVANTAGE, "grpo"), (ADVANTAGE, "none"), ({"where": "loss"}, "grpo"))
     )
     assert any(np.abs(x).max() > 0 for x in reward)
-    for found, a, b in zip(both, teacher, reward, strict=True):
-        np.testing.assert_allclose(found, a + b, atol=1e-6)
+    for total, a, b in zip(summed, teacher, reward, strict=True):
+        np.testing.assert_allclose(total, a + b, atol=1e-6)
 
 
 def test_the_advantage_has_the_gradient_of_the_squared_log_ratio():
@@ -112,9 +112,9 @@ def test_the_advantage_has_the_gradient_of_the_squared_log_ratio():
 
     d/dx of (log pi - log pi_t)^2 / 2 is the difference times d log pi."""
     groups = random_groups(1)
-    found = gradient(distilling(ADVANTAGE), groups)
+    actual = gradient(distilling(ADVANTAGE), groups)
     expected = gradient(distilling({"where": "loss", "estimator": "k2", "coef": 1.0}), groups)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
 
@@ -142,9 +142,9 @@ def test_values_and_gradients_over_candidates_are_those_of_torch_in_float64(k: i
     values = expected(logits)
     values.sum().backward()
     np.testing.assert_allclose(ours(jnp.float32(student)), values.detach().numpy(), atol=1e-5)
-    found = jax.grad(lambda x: ours(x).sum())(jnp.float32(student))
+    actual = jax.grad(lambda x: ours(x).sum())(jnp.float32(student))
     assert logits.grad is not None
-    np.testing.assert_allclose(found, logits.grad.numpy(), atol=2e-5)
+    np.testing.assert_allclose(actual, logits.grad.numpy(), atol=2e-5)
 
 
 def test_with_the_whole_vocabulary_the_loss_is_the_exact_kl():
@@ -164,7 +164,7 @@ def test_with_the_whole_vocabulary_the_loss_is_the_exact_kl():
 
 def test_its_gradient_is_that_of_full_passes():
     groups = random_groups(2)
-    found = gradient(distilling({"where": "loss", "top_k": V, "coef": 1.0}), groups)
+    actual = gradient(distilling({"where": "loss", "top_k": V, "coef": 1.0}), groups)
     teacher = tiny_params(7)
 
     def loss(params: dict) -> jax.Array:
@@ -186,7 +186,7 @@ def test_its_gradient_is_that_of_full_passes():
 
     with jax.default_matmul_precision("highest"):
         expected = jax.tree.leaves(jax.jit(jax.grad(loss))(tiny_params()))
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4 * np.abs(b).max())
 
 
@@ -201,8 +201,8 @@ def test_the_gradient_over_candidates_does_not_depend_on_the_layout(layout: dict
     expected = gradient(
         distilling(kl, share_prefixes=False, pack_length=32, micro_batch_size=1), groups
     )
-    found = gradient(distilling(kl, **layout), groups)
-    for a, b in zip(found, expected, strict=True):
+    actual = gradient(distilling(kl, **layout), groups)
+    for a, b in zip(actual, expected, strict=True):
         assert np.isfinite(b).all()
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
@@ -217,7 +217,7 @@ def test_each_trajectory_is_scored_by_the_first_teacher_of_its_data_source():
     ]
     learner = distilling(ADVANTAGE, teachers=[(TINY, 7, "math*"), (WIDER, 8, "*")])
     _, experience = learner.prepare(groups)
-    for found, t in zip(experience.advantages, trajectories_of(groups), strict=True):
+    for advantage, t in zip(experience.advantages, trajectories_of(groups), strict=True):
         teacher = (
             distributions(t, 7)
             if t.row["data_source"] == "math/hard"
@@ -226,7 +226,7 @@ def test_each_trajectory_is_scored_by_the_first_teacher_of_its_data_source():
         difference = np.take_along_axis(
             teacher[:, :V] - distributions(t, 0), sampled_ids(t)[:, None], 1
         )[:, 0]
-        np.testing.assert_allclose(found, difference, atol=2e-4)
+        np.testing.assert_allclose(advantage, difference, atol=2e-4)
 
 
 def test_candidates_are_ids_of_the_policy_even_if_the_teacher_has_more():
@@ -234,9 +234,9 @@ def test_candidates_are_ids_of_the_policy_even_if_the_teacher_has_more():
     _, experience = distilling({"where": "loss", "top_k": V}, teachers=[(WIDER, 8, "*")]).prepare(
         groups
     )
-    (terms,) = experience.updates
-    assert terms.candidates is not None
-    for ids, _ in terms.candidates:
+    (update,) = experience.updates
+    assert update.candidates is not None
+    for ids, _ in update.candidates:
         np.testing.assert_array_equal(
             np.sort(ids, axis=-1), np.broadcast_to(np.arange(V), ids.shape)
         )
@@ -259,7 +259,7 @@ def test_a_student_learns_its_teachers_distribution(kl: dict):
             ]
         return float(jnp.mean(jnp.sum(jnp.exp(logs[0]) * (logs[0] - logs[1]), axis=-1)))
 
-    before = kl_now()
+    initial_kl = kl_now()
     for _ in range(30):
         model = Decoder.from_params(TINY, learner.params)
         probabilities = np.asarray(
@@ -276,7 +276,7 @@ def test_a_student_learns_its_teachers_distribution(kl: dict):
             for row, (context, p) in enumerate(zip(contexts, probabilities, strict=True))
         ]
         learner.update(groups)
-    assert kl_now() < before * 0.7
+    assert kl_now() < initial_kl * 0.7
 
 
 ON_A_MESH = """

@@ -57,8 +57,8 @@ def family(*answers: tuple[Image.Image, int]) -> list[Trajectory]:
 def test_equal_pictures_are_one_and_others_are_not():
     same = Image.fromarray(np.asarray(FIRST))  # another object
     batch = packed(*family((FIRST, 10), (same, 11), (SECOND, 12)))
-    (own,) = batch.images.images
-    assert len(own) == 2 and batch.num_rows == 1
+    (image,) = batch.images.images
+    assert len(image) == 2 and batch.num_rows == 1
     # Prompt, sampled ids and the start of a picture; then twice four placeholders and an end; then
     # three last ids.
     assert batch.num_nodes == 5 + 2 * 5 + 3
@@ -70,9 +70,9 @@ def test_equal_pictures_are_one_and_others_are_not():
 
 def test_one_picture_in_two_places_is_looked_at_once():
     batch = packed(seeing_trajectory(PROMPT, ([7], {"image": [FIRST, FIRST]}), ([9], {})))
-    (own,) = batch.images.images
+    (image,) = batch.images.images
     index = batch.images.feature_index
-    assert len(own) == 1 and index[index >= 0].tolist() == [0, 1, 2, 3] * 2
+    assert len(image) == 1 and index[index >= 0].tolist() == [0, 1, 2, 3] * 2
 
 
 def test_rotary_positions_of_shared_nodes_are_those_of_every_trajectory_through_them():
@@ -131,19 +131,19 @@ def test_rows_take_no_more_patches_than_they_may():
 @pytest.mark.parametrize("length", [24, 96])
 def test_by_default_a_row_takes_all_that_its_tokens_can_show(length: int):
     rows = image_packing(vision_processor(), LearnerConfig(pack_length=length))
-    most = [FIRST] * ((length - 3) // 6)  # each takes 4 ids between two
+    same_pictures = [FIRST] * ((length - 3) // 6)  # each takes 4 ids between two
     batch = pack(
-        [seeing_trajectory([5], ([7], {"image": most}), ([9], {}))],
+        [seeing_trajectory([5], ([7], {"image": same_pictures}), ([9], {}))],
         pack_length=length,
         image_packing=rows,
     )
-    others = [picture(100 + i) for i in range(len(most))]
+    new_pictures = [picture(100 + i) for i in range(len(same_pictures))]
     pack(
-        [seeing_trajectory([5], ([7], {"image": others}), ([9], {}))],
+        [seeing_trajectory([5], ([7], {"image": new_pictures}), ([9], {}))],
         pack_length=length,
         image_packing=rows,
     )
-    assert rows.sizes[-1] >= 16 * len(others) and len(batch.images.images[0]) == 1
+    assert rows.sizes[-1] >= 16 * len(new_pictures) and len(batch.images.images[0]) == 1
 
 
 def test_rows_without_pictures_are_those_of_a_model_of_text():
@@ -169,7 +169,7 @@ def test_a_window_of_history_shows_what_stands_in_it():
     )
 
 
-def learner(**changes) -> Learner:
+def make_learner(**changes) -> Learner:
     config = LearnerConfig(
         **{"learning_rate": 1e-2, "pack_length": 96, "remat": "none", "row_patches": 128} | changes
     )
@@ -205,14 +205,14 @@ def group() -> list[Group]:
     return [Group(group_id="g", trajectories=tuple(ts))]
 
 
-def gradient(made: Learner) -> dict:
-    gradients, _ = policy_gradient(made, group())
+def gradient(learner: Learner) -> dict:
+    gradients, _ = policy_gradient(learner, group())
     return gradients
 
 
 def test_log_probs_are_those_of_plain_full_passes():
-    made = learner(num_minibatches=2)  # which scores before it updates
-    _, experience = made.prepare(group())
+    learner = make_learner(num_minibatches=2)  # which scores before it updates
+    _, experience = learner.prepare(group())
     assert experience.old_logprobs is not None
     for t, got in zip(group()[0].trajectories, experience.old_logprobs, strict=True):
         ids = t.prompt_ids + t.response_ids
@@ -225,8 +225,8 @@ def test_log_probs_are_those_of_plain_full_passes():
 
 
 def test_gradients_of_tower_and_decoder_do_not_depend_on_the_layout():
-    expected = gradient(learner(share_prefixes=False, pack_length=48))
-    got = gradient(learner(remat="full", micro_batch_size=2))
+    expected = gradient(make_learner(share_prefixes=False, pack_length=48))
+    got = gradient(make_learner(remat="full", micro_batch_size=2))
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(expected["vision"]))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max())
@@ -234,21 +234,21 @@ def test_gradients_of_tower_and_decoder_do_not_depend_on_the_layout():
 
 @pytest.mark.parametrize("freeze", [False, True])
 def test_an_update_changes_the_tower_unless_it_is_frozen(freeze: bool):
-    made = learner(freeze_vision=freeze)
-    before = tiny_params(config=TINY_VL)
-    assert not made.update(group()).skipped
-    for path, x in jax.tree_util.tree_leaves_with_path(made.params):
-        old = before
+    learner = make_learner(freeze_vision=freeze)
+    initial_params = tiny_params(config=TINY_VL)
+    assert not learner.update(group()).skipped
+    for path, x in jax.tree_util.tree_leaves_with_path(learner.params):
+        old = initial_params
         for key in path:
             old = old[key.key]
         assert np.array_equal(x, old) == (freeze and path[0].key == "vision"), path
-    assert ("vision" in made.state.policy.params) != freeze
+    assert ("vision" in learner.state.policy.params) != freeze
 
 
 def test_a_critic_sees_too_and_its_tower_is_frozen_with_the_policys():
     config = LearnerConfig(pack_length=96, row_patches=128, freeze_vision=True)
     algorithm = AlgorithmConfig(adv_estimator="gae")
-    made = Learner(
+    learner = Learner(
         TINY_VL,
         tiny_params(config=TINY_VL),
         algorithm=algorithm,
@@ -257,35 +257,39 @@ def test_a_critic_sees_too_and_its_tower_is_frozen_with_the_policys():
         vision_processor=vision_processor(),
     )
     # A value head of zeros sees nothing.
-    made.critic.state.params["value_head"] = jax.numpy.ones(TINY_VL.hidden_size)
-    (mini,) = made.packer.mini_batches(group())
-    before = made.scorer.values(made.critic.weights, mini.batch)[0]
+    learner.critic.state.params["value_head"] = jax.numpy.ones(TINY_VL.hidden_size)
+    (mini,) = learner.packer.mini_batches(group())
+    values_before = learner.scorer.values(learner.critic.weights, mini.batch)[0]
     black = group()[0].trajectories[0]
     turn = replace(black.turns[0], appended_media={"image": (Image.new("RGB", (8, 8)), WIDE)})
-    other = [replace(group()[0], trajectories=(replace(black, turns=(turn, *black.turns[1:])),))]
-    (mini,) = made.packer.mini_batches(other)
-    after = made.scorer.values(made.critic.weights, mini.batch)[0]
-    np.testing.assert_allclose(before[:3], after[:3], atol=1e-5)
-    assert np.abs(before[-1] - after[-1]) > 1e-3
-    assert "vision" not in made.critic.state.params and not made.update(group()).skipped
+    other_picture = [
+        replace(group()[0], trajectories=(replace(black, turns=(turn, *black.turns[1:])),))
+    ]
+    (mini,) = learner.packer.mini_batches(other_picture)
+    values_after = learner.scorer.values(learner.critic.weights, mini.batch)[0]
+    np.testing.assert_allclose(values_before[:3], values_after[:3], atol=1e-5)
+    assert np.abs(values_before[-1] - values_after[-1]) > 1e-3
+    assert "vision" not in learner.critic.state.params and not learner.update(group()).skipped
 
 
 def test_the_first_step_compiles_for_every_number_of_patches():
-    made = learner()
-    made.update(group())  # rows of many patches
-    compiled = made.programs_compiled
+    learner = make_learner()
+    learner.update(group())  # rows of many patches
+    compiled = learner.programs_compiled
     text = seeing_trajectory(PROMPT, ([7, 8], {}), reward=1)
-    few = seeing_trajectory(PROMPT, ([7, 8], {"image": [FIRST]}), ([9], {}), index=1)
-    for members in ((text, text), (few, text)):
-        made.update([Group(group_id="g", trajectories=members)])
-    assert made.programs_compiled == compiled
+    one_picture = seeing_trajectory(PROMPT, ([7, 8], {"image": [FIRST]}), ([9], {}), index=1)
+    for members in ((text, text), (one_picture, text)):
+        learner.update([Group(group_id="g", trajectories=members)])
+    assert learner.programs_compiled == compiled
 
 
 def test_adapters_leave_the_tower_alone():
-    made = learner(lora={"rank": 2, "targets": ["q_proj"]})
-    assert not made.update(group()).skipped
+    learner = make_learner(lora={"rank": 2, "targets": ["q_proj"]})
+    assert not learner.update(group()).skipped
     jax.tree.map(
-        np.testing.assert_array_equal, made.params["vision"], tiny_params(config=TINY_VL)["vision"]
+        np.testing.assert_array_equal,
+        learner.params["vision"],
+        tiny_params(config=TINY_VL)["vision"],
     )
 
 

@@ -20,15 +20,15 @@ from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups, trajectory, with_supports
 
 
-def learner(**changes) -> Learner:
+def make_learner(**changes) -> Learner:
     algorithm = AlgorithmConfig(**changes.pop("algorithm", {}))
     config = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | changes)
     return Learner(TINY, tiny_params(), algorithm=algorithm, config=config, temperature=1.0)
 
 
-def gradient(made: Learner, groups) -> list[np.ndarray]:
+def gradient(learner: Learner, groups) -> list[np.ndarray]:
     """The accumulated gradient of one update, before the optimizer."""
-    grads, _ = policy_gradient(made, groups)
+    grads, _ = policy_gradient(learner, groups)
     return [np.asarray(g) for g in jax.tree.leaves(grads)]
 
 
@@ -50,16 +50,16 @@ def test_halved_rows_give_the_same_gradient_and_logprobs_and_are_no_recompilatio
             ),
         )
     ]
-    made = learner(pack_length=512)
-    assert made.scorer.lengths == 2
-    assert learner(pack_length=510).scorer.lengths == 1
-    of_halves = gradient(made, groups) + made.logprobs(groups)
-    compiled = made.programs_compiled
-    made.scorer.lengths = 1
-    of_full_rows = gradient(made, groups) + made.logprobs(groups)
-    assert made.programs_compiled == compiled
-    for found, expected in zip(of_halves, of_full_rows, strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+    learner = make_learner(pack_length=512)
+    assert learner.scorer.lengths == 2
+    assert make_learner(pack_length=510).scorer.lengths == 1
+    of_halves = gradient(learner, groups) + learner.logprobs(groups)
+    compiled = learner.programs_compiled
+    learner.scorer.lengths = 1
+    of_full_rows = gradient(learner, groups) + learner.logprobs(groups)
+    assert learner.programs_compiled == compiled
+    for actual, expected in zip(of_halves, of_full_rows, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_halved_rows_give_the_same_gradient_and_logprobs_and_are_no_recompilatio
 def test_the_gradient_does_not_depend_on_the_layout(layout: dict, mode: str):
     groups = random_groups(0)
     algorithm = {"loss_agg_mode": mode}
-    expected = gradient(learner(algorithm=algorithm, **REFERENCE), groups)
-    got = gradient(learner(algorithm=algorithm, **layout), groups)
+    expected = gradient(make_learner(algorithm=algorithm, **REFERENCE), groups)
+    got = gradient(make_learner(algorithm=algorithm, **layout), groups)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
@@ -89,16 +89,16 @@ def test_the_gradient_does_not_depend_on_the_layout(layout: dict, mode: str):
 def test_the_gradient_over_supports_does_not_depend_on_the_layout(layout: dict):
     groups = with_supports(random_groups(0))
     algorithm = {"entropy_coeff": 0.01}
-    expected = gradient(learner(algorithm=algorithm, **REFERENCE), groups)
-    got = gradient(learner(algorithm=algorithm, **layout), groups)
+    expected = gradient(make_learner(algorithm=algorithm, **REFERENCE), groups)
+    got = gradient(make_learner(algorithm=algorithm, **layout), groups)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
 
 def test_old_logprobs_are_those_of_plain_full_passes():
     groups = random_groups(1)
-    made = learner(num_minibatches=2)
-    _, experience = made.prepare(groups)
+    learner = make_learner(num_minibatches=2)
+    _, experience = learner.prepare(groups)
     assert experience.old_logprobs is not None
     got = sorted(np.concatenate(experience.old_logprobs).tolist())
     params = tiny_params()
@@ -121,53 +121,53 @@ def test_the_gap_is_measured_against_what_the_engine_reported():
         )
         for i in range(2)
     )
-    made = learner()
-    result = made.update([type(group)(group_id=group.group_id, trajectories=ts)])
+    learner = make_learner()
+    result = learner.update([type(group)(group_id=group.group_id, trajectories=ts)])
     assert result.metrics["logprob_gap_max"] == pytest.approx(0.25, abs=1e-4)
 
 
 def test_training_raises_the_probability_of_what_was_rewarded():
     groups = random_groups(3)
-    made = learner(learning_rate=3e-3)
+    learner = make_learner(learning_rate=3e-3)
     good = [t for g in groups for t in g.trajectories if t.reward]
     bad = [t for g in groups for t in g.trajectories if not t.reward]
 
     def mean(ts) -> float:
         values = [
-            logprobs_of(made.params, t.prompt_ids, t.response_ids)[
+            logprobs_of(learner.params, t.prompt_ids, t.response_ids)[
                 np.array(t.response_mask) == 1
             ].mean()
             for t in ts
         ]
         return float(np.mean(values))
 
-    before = mean(good) - mean(bad)
+    initial_gap = mean(good) - mean(bad)
     for _ in range(5):
-        made.update(groups)
-    assert mean(good) - mean(bad) > before + 0.05
+        learner.update(groups)
+    assert mean(good) - mean(bad) > initial_gap + 0.05
 
 
 def test_one_program_serves_batches_of_every_size():
-    made = learner()
-    made.update(random_groups(4))
-    compiled = made.programs_compiled
-    made.update(random_groups(5, groups=7, members=6))
-    made.update(random_groups(6, groups=1, members=2))
-    assert made.programs_compiled == compiled
+    learner = make_learner()
+    learner.update(random_groups(4))
+    compiled = learner.programs_compiled
+    learner.update(random_groups(5, groups=7, members=6))
+    learner.update(random_groups(6, groups=1, members=2))
+    assert learner.programs_compiled == compiled
 
 
 def test_a_nonfinite_gradient_changes_nothing_and_three_in_a_row_stop_the_run():
-    made = learner(max_nonfinite_steps=3)
-    policy = made.state.policy
+    learner = make_learner(max_nonfinite_steps=3)
+    policy = learner.state.policy
     poisoned = policy.params | {"final_norm": jnp.full_like(policy.params["final_norm"], jnp.nan)}
-    made.state = replace(made.state, policy=replace(policy, params=poisoned))
-    before = jax.device_get(made.state.policy)
+    learner.state = replace(learner.state, policy=replace(policy, params=poisoned))
+    initial_policy = jax.device_get(learner.state.policy)
     groups = random_groups(7)
-    assert made.update(groups).skipped and made.update(groups).skipped
+    assert learner.update(groups).skipped and learner.update(groups).skipped
     with pytest.raises(NonFiniteError, match="learning_rate"):
-        made.update(groups)
+        learner.update(groups)
     jax.tree.map(
-        np.testing.assert_array_equal, jax.device_get(made.state.policy), before
+        np.testing.assert_array_equal, jax.device_get(learner.state.policy), initial_policy
     )  # NaN is equal to itself
 
 
@@ -236,9 +236,9 @@ def test_observations_are_trained_on_when_asked_for_and_have_no_gap(updates: int
         )
         for g in groups
     ]
-    plain = learner(num_minibatches=updates).update(groups).metrics
-    made = learner(num_minibatches=updates)
-    result = made.update(learned)
+    plain = make_learner(num_minibatches=updates).update(groups).metrics
+    learner = make_learner(num_minibatches=updates)
+    result = learner.update(learned)
     ids = sum(len(t.response_ids) for g in groups for t in g.trajectories)
     assert result.metrics["trained_tokens"] == ids > plain["trained_tokens"]
     assert not result.skipped and np.isfinite(list(result.metrics.values())).all()
@@ -264,19 +264,22 @@ def test_constrained_tokens_are_context_like_inserted_ones(algorithm: dict):
             "index": int(t.trajectory_id.rpartition("-")[2]),
             "group": t.group_id,
         }
-        whole = trajectory(t.prompt_ids, ids, logprobs=[-9.0] * 6, **fields)
+        sequence = trajectory(t.prompt_ids, ids, logprobs=[-9.0] * 6, **fields)
         marks = (False, True, False, False, True, True)  # the last one, too, where the reward is
-        turn = replace(whole.turns[0], output=replace(whole.turns[0].output, constrained=marks))
-        constrained.append(replace(whole, turns=(turn,)))
+        turn = replace(
+            sequence.turns[0], output=replace(sequence.turns[0].output, constrained=marks)
+        )
+        constrained.append(replace(sequence, turns=(turn,)))
         inserted.append(
             trajectory(t.prompt_ids, ids, mask=[1, 0, 1, 1, 0, 0], logprobs=[-9.0] * 6, **fields)
         )
-    both = [
+    gradients = [
         gradient(
-            learner(algorithm=algorithm), [Group(group_id=t[0].group_id, trajectories=tuple(t))]
+            make_learner(algorithm=algorithm),
+            [Group(group_id=t[0].group_id, trajectories=tuple(t))],
         )
         for t in (constrained, inserted)
     ]
-    for a, b in zip(*both, strict=True):
+    for a, b in zip(*gradients, strict=True):
         np.testing.assert_array_equal(a, b)
-    assert max(np.abs(g).max() for g in both[0]) > 0
+    assert max(np.abs(g).max() for g in gradients[0]) > 0

@@ -40,31 +40,31 @@ def ppo(**changes) -> Learner:
     )
 
 
-def leaves(made: Learner) -> list[bytes]:
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(made.state)]
+def leaves(learner: Learner) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(learner.state)]
 
 
 def test_a_restored_learner_takes_the_very_same_steps(tmp_path: Path):
     decay = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 1}
-    made = ppo(**decay)
-    other = ppo(**decay)
+    learner = ppo(**decay)
+    restored = ppo(**decay)
     for seed in (0, 1):
-        made.update(random_groups(seed))
-    assert float(made.state.kl_coef) != np.float32(0.1), (
+        learner.update(random_groups(seed))
+    assert float(learner.state.kl_coef) != np.float32(0.1), (
         "the controller must have moved for this to prove something"
     )
     checkpointer = Checkpointer(tmp_path / "c", keep=1)
-    checkpointer.save(2, made.state, {})
+    checkpointer.save(2, learner.state, {})
     checkpointer.wait()
-    rate = made.update(random_groups(2)).metrics["learning_rate"]
-    _, other.state, _ = checkpointer.restore(other.state)
+    rate = learner.update(random_groups(2)).metrics["learning_rate"]
+    _, restored.state, _ = checkpointer.restore(restored.state)
     checkpointer.close()
-    result = other.update(random_groups(2))
-    assert leaves(other) == leaves(made)
+    result = restored.update(random_groups(2))
+    assert leaves(restored) == leaves(learner)
     assert (
         result.metrics["learning_rate"] == rate == pytest.approx(1e-2 * (1 + np.cos(np.pi / 3)) / 2)
     )
-    assert result.metrics["kl_coef"] == float(made.state.kl_coef)
+    assert result.metrics["kl_coef"] == float(learner.state.kl_coef)
 
 
 def test_a_checkpoint_with_a_critic_does_not_fit_a_learner_without(tmp_path: Path):
@@ -81,14 +81,14 @@ def test_a_checkpoint_with_a_critic_does_not_fit_a_learner_without(tmp_path: Pat
 
 
 def test_a_cancelled_step_keeps_the_state_to_the_bit_and_its_buffers_alive():
-    made = ppo()
-    made.update(random_groups(0))
-    before = leaves(made)
+    learner = ppo()
+    learner.update(random_groups(0))
+    initial = leaves(learner)
     cancellation = StepCancellation()
     assert cancellation.cancel()
     with pytest.raises(StepCancelled):
-        made.update(random_groups(1), cancellation=cancellation)
-    assert leaves(made) == before
+        learner.update(random_groups(1), cancellation=cancellation)
+    assert leaves(learner) == initial
 
 
 def test_a_step_with_a_final_update_cannot_be_cancelled():
@@ -102,48 +102,50 @@ def test_several_updates_are_undone_to_the_bit_when_cancelled_between_them(share
     """Two epochs of a critic's and a policy's update, cancelled after a share of their
     micro-batches.
     """
-    made = ppo(ppo_epochs=2)
+    cancelled = ppo(ppo_epochs=2)
     undisturbed = ppo(ppo_epochs=2)
     cancellation = StepCancellation()
-    for learner in (made, undisturbed):
+    for learner in (cancelled, undisturbed):
         learner.update(random_groups(0))
-    before = leaves(made)
+    initial = leaves(cancelled)
     meanwhile = []
 
-    def cancel(done: int, total: int) -> None:
-        if done == math.ceil(share * total):
+    def cancel(finished: int, total: int) -> None:
+        if finished == math.ceil(share * total):
             assert cancellation.cancel()
-            meanwhile.append((cancellation.has_begun, leaves(made)))
+            meanwhile.append((cancellation.has_begun, leaves(cancelled)))
 
     with pytest.raises(StepCancelled):
-        made.update(random_groups(1), tick=cancel, cancellation=cancellation)
+        cancelled.update(random_groups(1), tick=cancel, cancellation=cancellation)
     assert (
-        meanwhile == [(True, before)]
-        and leaves(made) == before
+        meanwhile == [(True, initial)]
+        and leaves(cancelled) == initial
         and not cancellation.is_partly_applied
     )
     assert (
-        made.update(random_groups(1)).metrics["loss"]
+        cancelled.update(random_groups(1)).metrics["loss"]
         == undisturbed.update(random_groups(1)).metrics["loss"]
     )
-    assert leaves(made) == leaves(undisturbed)
+    assert leaves(cancelled) == leaves(undisturbed)
 
 
 def test_several_updates_are_undone_when_one_of_them_fails():
-    made = ppo(ppo_epochs=3, max_nonfinite_steps=1)
+    learner = ppo(ppo_epochs=3, max_nonfinite_steps=1)
     cancellation = StepCancellation()
-    before = leaves(made)
+    initial = leaves(learner)
 
-    def poison(done: int, total: int) -> None:
-        if done == 1:  # the critic's first update follows, then the policy's
-            policy = made.policy.state
-            made.policy.state = replace(
+    def poison(finished: int, total: int) -> None:
+        if finished == 1:  # the critic's first update follows, then the policy's
+            policy = learner.policy.state
+            learner.policy.state = replace(
                 policy, params=jax.tree.map(lambda x: x * np.nan, policy.params)
             )
 
     with pytest.raises(NonFiniteError):
-        made.update(random_groups(1), tick=poison, cancellation=cancellation)
-    assert cancellation.has_begun and not cancellation.is_partly_applied and leaves(made) == before
+        learner.update(random_groups(1), tick=poison, cancellation=cancellation)
+    assert (
+        cancellation.has_begun and not cancellation.is_partly_applied and leaves(learner) == initial
+    )
 
 
 def test_a_step_whose_updates_changed_nothing_can_be_cancelled():
@@ -162,23 +164,23 @@ def test_cancelling_waits_for_an_update_that_is_under_way():
     cancellation = StepCancellation()
     inside = threading.Event()
     finish = threading.Event()
-    done = []
+    finished = []
 
     def update() -> None:
         with cancellation.update():
             inside.set()
             finish.wait()
-            done.append(True)
+            finished.append(True)
 
     worker = threading.Thread(target=update)
     worker.start()
     inside.wait()
-    canceller = threading.Thread(target=lambda: done.append(cancellation.cancel()))
+    canceller = threading.Thread(target=lambda: finished.append(cancellation.cancel()))
     canceller.start()
     finish.set()
     worker.join()
     canceller.join()
-    assert done == [True, False]
+    assert finished == [True, False]
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["whole", "adapters"])
@@ -189,7 +191,7 @@ def test_the_average_follows_every_update_and_no_other_number_changes(
     averages nothing.
     """
 
-    def learner(**changes) -> Learner:
+    def make_learner(**changes) -> Learner:
         config = LearnerConfig(
             **{"learning_rate": 1e-2, "pack_length": 64, "remat": "none", "lora": lora} | changes
         )
@@ -197,35 +199,35 @@ def test_the_average_follows_every_update_and_no_other_number_changes(
             TINY, tiny_params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0
         )
 
-    made = learner(ema_decay=0.75, ppo_epochs=2)
-    plain = learner(ppo_epochs=2)
-    trained = [np.float64(x) for x in jax.tree.leaves(made.trained)]
+    averaging = make_learner(ema_decay=0.75, ppo_epochs=2)
+    plain = make_learner(ppo_epochs=2)
+    trained = [np.float64(x) for x in jax.tree.leaves(averaging.trained)]
     expected = trained
-    apply = made.policy.apply
+    apply = averaging.policy.apply
 
     def recorded(*arguments):
         nonlocal expected
         applied = apply(*arguments)
-        reached = [np.float64(x) for x in jax.tree.leaves(made.trained)]
+        reached = [np.float64(x) for x in jax.tree.leaves(averaging.trained)]
         expected = [0.75 * old + 0.25 * new for old, new in zip(expected, reached, strict=True)]
         return applied
 
-    made.policy.apply = recorded
+    averaging.policy.apply = recorded
     for seed in (0, 1):
-        made.update(random_groups(seed))
+        averaging.update(random_groups(seed))
         plain.update(random_groups(seed))
-    averaged = made.averaged()
+    averaged = averaging.averaged()
     for got, wanted, new in zip(
-        jax.tree.leaves(averaged.trained), expected, jax.tree.leaves(made.trained), strict=True
+        jax.tree.leaves(averaged.trained), expected, jax.tree.leaves(averaging.trained), strict=True
     ):
         np.testing.assert_allclose(got, wanted, atol=1e-6)
         assert not np.allclose(new, wanted, atol=1e-4)
-    assert [np.asarray(x).tobytes() for x in jax.tree.leaves(made.params)] == [
+    assert [np.asarray(x).tobytes() for x in jax.tree.leaves(averaging.params)] == [
         np.asarray(x).tobytes() for x in jax.tree.leaves(plain.params)
     ]
-    again = learner(ema_decay=0.75)
+    again = make_learner(ema_decay=0.75)
     checkpointer = Checkpointer(tmp_path / "c", keep=1)
-    checkpointer.save(2, made.state, {})
+    checkpointer.save(2, averaging.state, {})
     checkpointer.wait()
     _, again.state, _ = checkpointer.restore(again.state)
     assert leaves(again.averaged()) == leaves(averaged)
@@ -244,14 +246,14 @@ from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 
 model = replace(TINY, vocab_size=96)
-def learner(mesh):
+def make_learner(mesh):
     config = LearnerConfig(learning_rate=1e-3, pack_length=64, mesh=mesh)
     algorithm = AlgorithmConfig(adv_estimator="gae")
     return Learner(
         model, tiny_params(config=model), algorithm=algorithm, config=config, temperature=1.0
     )
 
-made = learner({"fsdp": 4, "tensor": 2})
+made = make_learner({"fsdp": 4, "tensor": 2})
 made.update(random_groups(0, vocabulary=96))
 saved = [np.asarray(x) for x in jax.tree.leaves(made.state)]
 checkpointer = Checkpointer(pathlib.Path(sys.argv[1]), keep=1)
@@ -259,7 +261,7 @@ checkpointer.save(1, made.state, {})
 checkpointer.wait()
 made.update(random_groups(1, vocabulary=96))
 for mesh in ({}, {"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
-    other = learner(mesh)
+    other = make_learner(mesh)
     like = other.state
     _, other.state, _ = checkpointer.restore(like)
     restored = jax.tree.leaves(other.state)

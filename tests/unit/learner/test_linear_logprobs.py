@@ -69,30 +69,32 @@ def test_gradients_of_both_outputs_are_those_of_the_plain_form(vocab: int, shard
         np.testing.assert_allclose(gradient, wanted, atol=5e-5)
 
 
-@pytest.mark.parametrize("kept", [1, 2])
-def test_kept_logits_change_nothing_and_save_their_products(kept: int) -> None:
+@pytest.mark.parametrize("kept_logits", [1, 2])
+def test_kept_logits_change_nothing_and_save_their_products(kept_logits: int) -> None:
     hidden, head, ids, valid = inputs(67)
 
     def loss(hidden: jax.Array, head: jax.Array, kept: int) -> jax.Array:
         logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept)
         return jnp.sum(logprob**2) + jnp.sum(entropy**2)
 
-    recomputed, found = (jax.value_and_grad(loss, (0, 1))(hidden, head, n) for n in (0, kept))
-    jax.tree.map(np.testing.assert_array_equal, found, recomputed)
+    recomputed, actual = (
+        jax.value_and_grad(loss, (0, 1))(hidden, head, n) for n in (0, kept_logits)
+    )
+    jax.tree.map(np.testing.assert_array_equal, actual, recomputed)
     without = jax.make_jaxpr(lambda h, w: jax.grad(loss, (0, 1))(h, w, 2))(hidden, head)
     again = jax.make_jaxpr(lambda h, w: jax.grad(loss, (0, 1))(h, w, 0))(hidden, head)
     assert str(without).count("dot_general") == str(again).count("dot_general") - 1
 
 
-@pytest.mark.parametrize("kept", [0, 2])
-def test_a_chunk_without_valid_tokens_gives_zeros_and_no_gradient(kept: int) -> None:
+@pytest.mark.parametrize("kept_logits", [0, 2])
+def test_a_chunk_without_valid_tokens_gives_zeros_and_no_gradient(kept_logits: int) -> None:
     hidden, head, ids, valid = inputs(67)
     valid = valid.at[1].set(False)
-    logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept)
+    logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept_logits)
     assert not logprob[1].any() and not entropy[1].any() and logprob[0].all()
 
     def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        return linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept)[0].sum()
+        return linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept_logits)[0].sum()
 
     d_hidden, d_head = jax.grad(loss, (0, 1))(hidden, head)
     first = jax.grad(lambda h, w: plain(h, w, ids[:1])[0].sum(), (0, 1))(hidden[:1], head)
@@ -111,33 +113,37 @@ def candidates(vocab: int) -> jax.Array:
 
 
 @pytest.mark.parametrize(("vocab", "shards"), LAYOUTS)
-@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("kept_logits", [0, 1])
 def test_candidates_have_the_log_probs_and_gradients_of_the_plain_form(
-    vocab: int, shards: int, kept: int
+    vocab: int, shards: int, kept_logits: int
 ) -> None:
     hidden, head, ids, valid = inputs(vocab)
     chosen = candidates(vocab)
     weights = np.random.default_rng(2).normal(size=(CHUNKS, TOKENS, K + 2)).astype(np.float32)
 
     def ours(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        logprob, entropy, found = linear_logprobs(
-            hidden, head, ids, valid, TEMPERATURE, shards, kept, candidates=chosen
+        logprob, entropy, candidate_logprobs = linear_logprobs(
+            hidden, head, ids, valid, TEMPERATURE, shards, kept_logits, candidates=chosen
         )
-        return jnp.concatenate([logprob[..., None], entropy[..., None], found], axis=-1)
+        return jnp.concatenate(
+            [logprob[..., None], entropy[..., None], candidate_logprobs], axis=-1
+        )
 
     def wanted(hidden: jax.Array, head: jax.Array) -> jax.Array:
         logs = jax.nn.log_softmax(hidden @ head.T / TEMPERATURE, axis=-1)
         logprob, entropy = plain(hidden, head, ids)
-        found = jnp.take_along_axis(logs, chosen, axis=-1)
-        return jnp.concatenate([logprob[..., None], entropy[..., None], found], axis=-1)
+        candidate_logprobs = jnp.take_along_axis(logs, chosen, axis=-1)
+        return jnp.concatenate(
+            [logprob[..., None], entropy[..., None], candidate_logprobs], axis=-1
+        )
 
     np.testing.assert_allclose(ours(hidden, head), wanted(hidden, head), atol=2e-5)
-    both = (
+    gradients = (
         jax.grad(lambda h, w, f=f: jnp.sum(weights * f(h, w)), (0, 1))(hidden, head)
         for f in (ours, wanted)
     )
-    for gradient, other in zip(*both, strict=True):
-        np.testing.assert_allclose(gradient, other, atol=5e-5)
+    for gradient, expected in zip(*gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected, atol=5e-5)
 
 
 @pytest.mark.parametrize(("vocab", "shards"), LAYOUTS)

@@ -26,7 +26,7 @@ from tests.trajectories import random_groups
 LORA = LoraConfig(rank=3, alpha=6.0)
 
 
-def learner(lora: dict | None = None, **algorithm) -> Learner:
+def make_learner(lora: dict | None = None, **algorithm) -> Learner:
     settings = {"rank": 3, "alpha": 6.0} | (lora or {})
     config = LearnerConfig(learning_rate=1e-2, pack_length=64, remat="none", lora=settings)
     return Learner(
@@ -45,9 +45,9 @@ def drawn_adapters(model: DecoderConfig = TINY) -> Params:
 
 def test_the_seed_draws_the_first_values():
     seeded = [LoraConfig(rank=3, seed=seed) for seed in (0, 0, 1)]
-    first, again, other = (jax.tree.leaves(new_adapters(lora, TINY)) for lora in seeded)
+    first, again, other_seed = (jax.tree.leaves(new_adapters(lora, TINY)) for lora in seeded)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    assert any(not np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(first, other_seed, strict=True))
 
 
 def test_an_adapted_model_computes_what_the_merged_one_does():
@@ -94,50 +94,50 @@ def test_only_adapters_change_and_have_optimizer_state(quantize: str):
     if quantize != "none":
         pytest.importorskip("qwix")
     targets = ("q_proj", "v_proj", "up_proj")  # of 32 inputs each: whole tiles
-    made = learner({"quantize": quantize, "targets": targets})
-    base = leaves_of(made.policy.frozen)
-    whole = np.asarray(made.params["layers"]["q"])
+    learner = make_learner({"quantize": quantize, "targets": targets})
+    base = leaves_of(learner.policy.frozen)
+    dense = np.asarray(learner.params["layers"]["q"])
     for _ in range(2):
-        assert not made.update(random_groups(0)).skipped
-    assert leaves_of(made.policy.frozen) == base
-    assert not np.array_equal(np.asarray(made.params["layers"]["q"]), whole)
-    np.testing.assert_array_equal(made.params["layers"]["down"], tiny_params()["layers"]["down"])
-    shapes = {x.shape for x in jax.tree.leaves(made.state)}
+        assert not learner.update(random_groups(0)).skipped
+    assert leaves_of(learner.policy.frozen) == base
+    assert not np.array_equal(np.asarray(learner.params["layers"]["q"]), dense)
+    np.testing.assert_array_equal(learner.params["layers"]["down"], tiny_params()["layers"]["down"])
+    shapes = {x.shape for x in jax.tree.leaves(learner.state)}
     assert shapes == {(), (3, 3, 32), (3, 32, 3), (3, 16, 3), (3, 48, 3)}
 
 
 @pytest.mark.parametrize(("quantize", "error"), [("int8", 0.01), ("nf4", 0.2)])
 def test_a_quantised_base_is_near_the_model(quantize: str, error: float):
     pytest.importorskip("qwix")
-    made = learner({"quantize": quantize, "targets": ("q_proj",)})
+    learner = make_learner({"quantize": quantize, "targets": ("q_proj",)})
     exact = tiny_params()["layers"]["q"]
-    rough = made.params["layers"]["q"]
+    rough = learner.params["layers"]["q"]
     distance = np.abs(np.asarray(exact) - np.asarray(rough)).max() / np.abs(np.asarray(exact)).max()
     assert 0 < distance < error
-    stored = made.policy.frozen["layers"]["q"]
+    stored = learner.policy.frozen["layers"]["q"]
     assert stored.qvalue.dtype == {"int8": jnp.int8, "nf4": jnp.uint4}[quantize]
 
 
 def test_new_adapters_are_the_model_itself_and_the_reference():
-    made = learner(kl={"where": "reward", "coef": 0.1})
-    for a, b in zip(jax.tree.leaves(made.params), jax.tree.leaves(tiny_params()), strict=True):
+    learner = make_learner(kl={"where": "reward", "coef": 0.1})
+    for a, b in zip(jax.tree.leaves(learner.params), jax.tree.leaves(tiny_params()), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert made.update(random_groups(0)).metrics["kl_reference"] == pytest.approx(0.0, abs=1e-7)
-    assert made.update(random_groups(0)).metrics["kl_reference"] > 1e-6
+    assert learner.update(random_groups(0)).metrics["kl_reference"] == pytest.approx(0.0, abs=1e-7)
+    assert learner.update(random_groups(0)).metrics["kl_reference"] > 1e-6
 
 
 def test_a_checkpoint_of_adapters_restores(tmp_path: Path):
-    made = learner()
-    other = learner()
-    made.update(random_groups(0))
+    learner = make_learner()
+    restored = make_learner()
+    learner.update(random_groups(0))
     checkpointer = Checkpointer(tmp_path / "c", keep=1)
-    checkpointer.save(1, made.state, {})
+    checkpointer.save(1, learner.state, {})
     checkpointer.wait()
-    _, other.state, _ = checkpointer.restore(other.state)
+    _, restored.state, _ = checkpointer.restore(restored.state)
     checkpointer.close()
-    made.update(random_groups(1))
-    other.update(random_groups(1))
-    assert leaves_of(made.params) == leaves_of(other.params)
+    learner.update(random_groups(1))
+    restored.update(random_groups(1))
+    assert leaves_of(learner.params) == leaves_of(restored.params)
 
 
 @pytest.mark.parametrize("config", [TINY, TINY_VL], ids=lambda config: config.family)
@@ -169,7 +169,7 @@ def test_the_files_load_in_peft_and_give_the_merged_models_logits(
 def test_bad_settings_are_refused_with_the_fix():
     pytest.importorskip("qwix")
     with raises(ConfigError, value="tiles of 32", fix="learner.lora.quantize=none"):
-        learner({"quantize": "int8", "targets": ("down_proj",)})  # 48 inputs
+        make_learner({"quantize": "int8", "targets": ("down_proj",)})  # 48 inputs
     with pytest.raises(ValueError, match="item twice"):
         LoraConfig(targets=("q_proj", "q_proj"))
     experts = Experts(count=4, per_token=2, intermediate_size=16, normalize=True)

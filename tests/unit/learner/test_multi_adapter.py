@@ -45,14 +45,16 @@ def bits(tree) -> list[bytes]:
 
 
 def test_an_adapter_alone_receives_the_gradient_of_its_trajectories():
-    made = MultiAdapterLearner(single(), LORA, NAMES)
-    before = {name: bits(state) for name, state in made.state.items()}
+    learner = MultiAdapterLearner(single(), LORA, NAMES)
+    initial = {name: bits(state) for name, state in learner.state.items()}
     (solver,) = (
         part for name, part in by_adapter(played(random_groups(0))).items() if name == "solver"
     )
-    assert not made.update(solver).skipped
-    assert bits(made.state["checker"]) == before["checker"], "neither its values nor its optimizer"
-    assert bits(made.state["solver"]) != before["solver"]
+    assert not learner.update(solver).skipped
+    assert bits(learner.state["checker"]) == initial["checker"], (
+        "neither its values nor its optimizer"
+    )
+    assert bits(learner.state["solver"]) != initial["solver"]
 
 
 def test_an_adapter_learns_beside_others_what_it_would_alone():
@@ -69,35 +71,35 @@ def test_an_adapter_learns_beside_others_what_it_would_alone():
 
 
 def test_a_step_that_fails_at_one_adapter_changes_none():
-    made = MultiAdapterLearner(single(), LORA, NAMES)
+    learner = MultiAdapterLearner(single(), LORA, NAMES)
     seen = []
 
     def inspect(comparison):
         seen.append(comparison)
         if len(seen) == 2:
-            assert bits(made.learners["checker"].trained) != before, (
+            assert bits(learner.learners["checker"].trained) != initial, (
                 "the first one has learned by then"
             )
             raise RuntimeError("the second")
 
-    before = bits(made.learners["checker"].trained)
-    states = bits(made.state)
+    initial = bits(learner.learners["checker"].trained)
+    states = bits(learner.state)
     with pytest.raises(RuntimeError, match="the second"):
-        made.update(played(random_groups(0)), check=AgreementCheck(since=0, inspect=inspect))
-    assert bits(made.state) == states
+        learner.update(played(random_groups(0)), check=AgreementCheck(since=0, inspect=inspect))
+    assert bits(learner.state) == states
 
 
 def test_engines_get_the_model_below_the_adapters_and_each_adapter_scaled():
-    made = MultiAdapterLearner(single(), LORA, NAMES)
-    made.update(played(random_groups(0)))
+    learner = MultiAdapterLearner(single(), LORA, NAMES)
+    learner.update(played(random_groups(0)))
     for (path, got), expected in zip(
-        jax.tree_util.tree_leaves_with_path(made.params),
+        jax.tree_util.tree_leaves_with_path(learner.params),
         jax.tree.leaves(tiny_params()),
         strict=True,
     ):
         np.testing.assert_array_equal(got, expected, err_msg=str(path))
-    for name, adapter in made.adapters.items():
-        merged = made.learners[name].params["layers"]["q"]
+    for name, adapter in learner.adapters.items():
+        merged = learner.learners[name].params["layers"]["q"]
         a, b = (x.astype(np.float64) for x in adapter.weights["q"])
         expected = np.asarray(tiny_params()["layers"]["q"], np.float64) + b @ a
         np.testing.assert_allclose(merged, expected, atol=1e-6)
@@ -105,22 +107,22 @@ def test_engines_get_the_model_below_the_adapters_and_each_adapter_scaled():
 
 def test_a_second_adapter_compiles_nothing():
     alone = single()
-    both = MultiAdapterLearner(single(), LORA, NAMES)
+    learner = MultiAdapterLearner(single(), LORA, NAMES)
     groups = played(random_groups(0))
     alone.update(by_adapter(groups)["solver"])
-    both.update(groups)
-    assert both.programs_compiled == alone.programs_compiled
+    learner.update(groups)
+    assert learner.programs_compiled == alone.programs_compiled
 
 
 def test_a_saved_state_continues_as_if_never_saved():
     groups = played(random_groups(0))
-    made = MultiAdapterLearner(single(), LORA, NAMES)
-    other = MultiAdapterLearner(single(), LORA, NAMES)
-    made.update(groups)
-    other.state = jax.tree.map(lambda x: x.copy(), made.state)
-    made.update(groups)
-    other.update(groups)
-    assert bits(made.state) == bits(other.state)
+    learner = MultiAdapterLearner(single(), LORA, NAMES)
+    restored = MultiAdapterLearner(single(), LORA, NAMES)
+    learner.update(groups)
+    restored.state = jax.tree.map(lambda x: x.copy(), learner.state)
+    learner.update(groups)
+    restored.update(groups)
+    assert bits(learner.state) == bits(restored.state)
 
 
 def test_metrics_of_all_adapters_are_sums_maxima_rates_and_means():

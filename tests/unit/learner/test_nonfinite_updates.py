@@ -27,7 +27,9 @@ from tests.trajectories import random_groups
 ADAPTIVE = {"where": "loss", "coef": 0.1, "controller": "adaptive", "target": 1e-4, "horizon": 10}
 
 
-def learner(algorithm: dict | None = None, *, critic_warmup: int = 0, **changes: object) -> Learner:
+def make_learner(
+    algorithm: dict | None = None, *, critic_warmup: int = 0, **changes: object
+) -> Learner:
     config = {"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | changes
     return Learner(
         TINY,
@@ -46,9 +48,9 @@ def poisoned(group: Group) -> Group:
 
 
 def groups_with_poison(seed: int = 1, *, groups: int = 2, at: int = 1) -> list[Group]:
-    made = random_groups(seed, groups=groups, members=3)
-    made[at] = poisoned(made[at])
-    return made
+    groups_ = random_groups(seed, groups=groups, members=3)
+    groups_[at] = poisoned(groups_[at])
+    return groups_
 
 
 def ids(groups: list[Group]) -> set[str]:
@@ -59,13 +61,15 @@ def bits(tree: object) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-def with_nan(made: Learner, *, critic: bool = False) -> None:
+def with_nan(learner: Learner, *, critic: bool = False) -> None:
     """Make a model's every gradient NaN."""
-    state = made.state
+    state = learner.state
     model = state.critic if critic else state.policy
     assert model is not None
     params = model.params | {"final_norm": jnp.full_like(model.params["final_norm"], jnp.nan)}
-    made.state = replace(state, **{"critic" if critic else "policy": replace(model, params=params)})
+    learner.state = replace(
+        state, **{"critic" if critic else "policy": replace(model, params=params)}
+    )
 
 
 # --- guards belong to one model -------------------------------------------------------------------
@@ -75,56 +79,58 @@ def with_nan(made: Learner, *, critic: bool = False) -> None:
     ("model", "fix"), [("policy", "learner.learning_rate"), ("critic", "critic.learning_rate")]
 )
 def test_a_finite_model_does_not_reset_the_count_of_the_other(model: str, fix: str):
-    made = learner({"adv_estimator": "gae"}, max_nonfinite_steps=3)
-    with_nan(made, critic=model == "critic")
+    learner = make_learner({"adv_estimator": "gae"}, max_nonfinite_steps=3)
+    with_nan(learner, critic=model == "critic")
     groups = random_groups(7)
-    made.update(groups)
-    made.update(groups)
+    learner.update(groups)
+    learner.update(groups)
     with pytest.raises(NonFiniteError, match=rf"{model}.*Lower {fix}"):
-        made.update(groups)
+        learner.update(groups)
 
 
 def test_steps_are_counted_not_updates():
     """Each step has six updates, none of them finite; the third step is one too many."""
-    made = learner(max_nonfinite_steps=3, ppo_epochs=3, num_minibatches=2)
-    with_nan(made)
+    learner = make_learner(max_nonfinite_steps=3, ppo_epochs=3, num_minibatches=2)
+    with_nan(learner)
     groups = random_groups(7)
     for _ in range(2):
-        result = made.update(groups)
+        result = learner.update(groups)
         assert (
             result.skipped and result.metrics["nonfinite_updates"] == result.metrics["updates"] == 6
         )
     with pytest.raises(NonFiniteError, match=r"learner\.max_nonfinite_steps=3"):
-        made.update(groups)
+        learner.update(groups)
 
 
 def test_a_step_with_one_finite_update_starts_the_count_again():
-    made = learner(max_nonfinite_steps=2, num_minibatches=2)
+    learner = make_learner(max_nonfinite_steps=2, num_minibatches=2)
     for seed in range(3):
-        assert made.update([poisoned(group) for group in random_groups(seed, groups=2)]).skipped
-        assert not made.update(groups_with_poison(seed)).skipped
+        assert learner.update([poisoned(group) for group in random_groups(seed, groups=2)]).skipped
+        assert not learner.update(groups_with_poison(seed)).skipped
 
 
 def test_the_counts_of_both_models_continue_from_a_checkpoint(tmp_path: Path):
-    made, other = (learner({"adv_estimator": "gae"}, max_nonfinite_steps=3) for _ in range(2))
-    with_nan(made)
+    learner, restored = (
+        make_learner({"adv_estimator": "gae"}, max_nonfinite_steps=3) for _ in range(2)
+    )
+    with_nan(learner)
     groups = random_groups(7)
     for _ in range(2):
-        made.update(groups)
+        learner.update(groups)
     checkpointer = Checkpointer(tmp_path / "c", keep=1)
-    checkpointer.save(2, made.state, {})
+    checkpointer.save(2, learner.state, {})
     checkpointer.wait()
-    _, other.state, _ = checkpointer.restore(other.state)
+    _, restored.state, _ = checkpointer.restore(restored.state)
     checkpointer.close()
-    assert bits(other.state) == bits(made.state)
+    assert bits(restored.state) == bits(learner.state)
     with pytest.raises(NonFiniteError, match="policy"):
-        other.update(groups)
+        restored.update(groups)
 
 
 def test_adapters_count_their_own_steps_and_name_themselves():
     lora = LoraConfig(rank=2)
-    single = learner(lora=lora.model_dump(), max_nonfinite_steps=2)
-    made = MultiAdapterLearner(single, lora, ("solver", "checker"))
+    single = make_learner(lora=lora.model_dump(), max_nonfinite_steps=2)
+    learner = MultiAdapterLearner(single, lora, ("solver", "checker"))
 
     def played(group: Group, name: str) -> Group:
         return replace(
@@ -134,13 +140,13 @@ def test_adapters_count_their_own_steps_and_name_themselves():
 
     good, bad = random_groups(3, groups=2)
     groups = [played(good, "checker"), played(poisoned(bad), "solver")]
-    result = made.update(groups)
+    result = learner.update(groups)
     assert not result.skipped and result.unapplied == ids(groups[1:])
     assert (result.metrics["updates"], result.metrics["nonfinite_updates"]) == (2, 1)
-    before = bits(made.state)
+    initial = bits(learner.state)
     with pytest.raises(NonFiniteError, match="'solver'"):
-        made.update(groups)
-    assert bits(made.state) == before, "neither adapter changed in the step that failed"
+        learner.update(groups)
+    assert bits(learner.state) == initial, "neither adapter changed in the step that failed"
 
 
 # --- a step of which a part was applied -----------------------------------------------------------
@@ -148,11 +154,11 @@ def test_adapters_count_their_own_steps_and_name_themselves():
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_half_a_step_trains_its_half(at: int):
-    made = learner(num_minibatches=2)
+    learner = make_learner(num_minibatches=2)
     groups = groups_with_poison(at=at)
-    before = bits(made.params)
-    result = made.update(groups)
-    assert bits(made.params) != before and not result.skipped
+    initial = bits(learner.params)
+    result = learner.update(groups)
+    assert bits(learner.params) != initial and not result.skipped
     assert result.unapplied == ids([groups[at]]) and not result.rejected
     assert (result.metrics["updates"], result.metrics["nonfinite_updates"]) == (2, 1)
     assert np.isfinite(
@@ -163,13 +169,13 @@ def test_half_a_step_trains_its_half(at: int):
 
 
 def test_half_a_step_learns_what_the_half_alone_would():
-    made = learner(num_minibatches=2)
-    alone = learner(num_minibatches=1)
+    learner = make_learner(num_minibatches=2)
+    alone = make_learner(num_minibatches=1)
     groups = groups_with_poison(at=1)
-    made.update(groups)
+    learner.update(groups)
     alone.update(groups[:1])
     for got, expected in zip(
-        jax.tree.leaves(made.params), jax.tree.leaves(alone.params), strict=True
+        jax.tree.leaves(learner.params), jax.tree.leaves(alone.params), strict=True
     ):
         # AdamW divides a gradient by its own size, so one of rounding size moves its parameter by
         # up to the rate.
@@ -184,7 +190,7 @@ def test_every_trajectory_of_half_a_step_is_accounted_for(epochs: int):
     for trajectory_id in ids(groups):
         accounting.start(trajectory_id)
     selection = Selection(groups=tuple(groups), masked={masked: DropReason.OVERLONG}, dropped={})
-    result = learner(num_minibatches=3, ppo_epochs=epochs).update(groups, masked=[masked])
+    result = make_learner(num_minibatches=3, ppo_epochs=epochs).update(groups, masked=[masked])
     account(accounting, selection, result)
     assert accounting.summary() == {
         "started": 9,
@@ -199,7 +205,7 @@ def test_every_trajectory_of_half_a_step_is_accounted_for(epochs: int):
 def test_a_trajectory_with_every_token_rejected_is_rejected_in_any_step():
     reject = {"rollout_correction": {"rollout_rs": ["seq_max_k2"], "rollout_rs_threshold": [1e-12]}}
     groups = groups_with_poison()
-    result = learner(reject, num_minibatches=2).update(groups)
+    result = make_learner(reject, num_minibatches=2).update(groups)
     assert result.rejected == ids(groups) and not result.unapplied and not result.skipped
 
 
@@ -211,58 +217,58 @@ def large_rewards(group: Group) -> Group:
 
 
 def test_a_policy_that_learned_is_trained_beside_a_critic_that_did_not():
-    made = learner({"adv_estimator": "gae"})
-    before = bits(made.params)
-    result = made.update([large_rewards(group) for group in random_groups(4)])
+    learner = make_learner({"adv_estimator": "gae"})
+    initial = bits(learner.params)
+    result = learner.update([large_rewards(group) for group in random_groups(4)])
     assert (
         result.metrics["critic_nonfinite_updates"] == 1 and result.metrics["nonfinite_updates"] == 0
     )
-    assert bits(made.params) != before and not result.skipped and not result.unapplied
+    assert bits(learner.params) != initial and not result.skipped and not result.unapplied
 
 
 def test_during_the_critics_warm_up_its_updates_are_what_trains():
-    made = learner({"adv_estimator": "gae"}, critic_warmup=1, num_minibatches=2)
+    learner = make_learner({"adv_estimator": "gae"}, critic_warmup=1, num_minibatches=2)
     groups = random_groups(1, groups=2, members=3)
     groups[1] = large_rewards(groups[1])
-    result = made.update(groups)
+    result = learner.update(groups)
     assert result.unapplied == ids(groups[1:]) and not result.skipped
     assert result.metrics["critic_nonfinite_updates"] == 1 and "updates" not in result.metrics
 
 
 def test_a_run_continues_from_half_a_step_as_if_never_saved(tmp_path: Path):
     algorithm = {"kl": ADAPTIVE}
-    made, other = (learner(algorithm, num_minibatches=2) for _ in range(2))
-    made.update(groups_with_poison())
+    learner, restored = (make_learner(algorithm, num_minibatches=2) for _ in range(2))
+    learner.update(groups_with_poison())
     checkpointer = Checkpointer(tmp_path / "c", keep=1)
-    checkpointer.save(1, made.state, {})
+    checkpointer.save(1, learner.state, {})
     checkpointer.wait()
-    _, other.state, _ = checkpointer.restore(other.state)
+    _, restored.state, _ = checkpointer.restore(restored.state)
     checkpointer.close()
-    for one in (made, other):
-        one.update(random_groups(2, groups=2))
-    assert bits(made.state) == bits(other.state)
+    for each in (learner, restored):
+        each.update(random_groups(2, groups=2))
+    assert bits(learner.state) == bits(restored.state)
 
 
 # --- the KL controller ----------------------------------------------------------------------------
 
 
-def coefficients(made: Learner, steps: list[list[Group]]) -> list[float]:
-    return [made.update(groups).metrics["kl_coef"] for groups in steps]
+def coefficients(learner: Learner, steps: list[list[Group]]) -> list[float]:
+    return [learner.update(groups).metrics["kl_coef"] for groups in steps]
 
 
 def test_the_kl_coefficient_adapts_after_half_a_step_and_not_after_none():
     half = groups_with_poison()
     none = [poisoned(group) for group in random_groups(1, groups=2, members=3)]
-    made = learner({"kl": ADAPTIVE}, num_minibatches=2)
-    first, second, third = coefficients(made, [half, none, half])
+    learner = make_learner({"kl": ADAPTIVE}, num_minibatches=2)
+    first, second, third = coefficients(learner, [half, none, half])
     assert first < np.float32(0.1), "the policy is the reference: the distance is below the target"
     assert second == first and third > second
 
 
 def test_the_kl_coefficient_waits_for_the_critics_warm_up():
     """The policy does not move meanwhile: its distance of 0 says nothing about the coefficient."""
-    made = learner({"adv_estimator": "gae", "kl": ADAPTIVE}, critic_warmup=2)
-    first, second, third = coefficients(made, [random_groups(seed) for seed in range(3)])
+    learner = make_learner({"adv_estimator": "gae", "kl": ADAPTIVE}, critic_warmup=2)
+    first, second, third = coefficients(learner, [random_groups(seed) for seed in range(3)])
     assert first == second == np.float32(0.1) and third != second
 
 
@@ -277,8 +283,8 @@ def test_a_trajectory_without_a_free_token_leaves_the_kl_to_the_others(where: st
     )
     constrained = replace(first, turns=turns)
     groups[0] = replace(groups[0], trajectories=(constrained, *groups[0].trajectories[1:]))
-    made = learner({"kl": ADAPTIVE | {"where": where, "estimator": "k2"}})
-    steps = [made.update(groups, masked={constrained.trajectory_id}).metrics for _ in range(3)]
+    learner = make_learner({"kl": ADAPTIVE | {"where": where, "estimator": "k2"}})
+    steps = [learner.update(groups, masked={constrained.trajectory_id}).metrics for _ in range(3)]
     assert all(np.isfinite(step["kl_reference"]) for step in steps)
     assert len({step["kl_coef"] for step in steps}) == 3
 

@@ -116,7 +116,7 @@ def test_muon_moves_the_matrices_of_layers_by_orthogonalized_momentum(name):
 
     It is scaled to a root mean square of 0.2.
     """
-    found = updated(optimizer="muon", weight_decay=0.1)["layers"][name]
+    actual = updated(optimizer="muon", weight_decay=0.1)["layers"][name]
     beta = 0.95
     for layer in range(2):
         weight = np.float64(drawn(0)["layers"][name][layer])
@@ -129,19 +129,19 @@ def test_muon_moves_the_matrices_of_layers_by_orthogonalized_momentum(name):
             )
             update = 0.2 * np.sqrt(max(weight.shape)) * orthogonalized(looked_ahead)
             weight = weight - 0.01 * (update + 0.1 * weight)
-        np.testing.assert_allclose(found[layer], weight, atol=1e-5)
+        np.testing.assert_allclose(actual[layer], weight, atol=1e-5)
 
 
 def test_muon_leaves_embeddings_and_norms_to_adamw():
     muon = updated(optimizer="muon", weight_decay=0.1)
     adamw = updated(weight_decay=0.1)
     for path in (("embed",), ("final_norm",), ("layers", "input_norm")):
-        one = muon
-        other = adamw
+        by_muon = muon
+        by_adamw = adamw
         for key in path:
-            one = one[key]
-            other = other[key]
-        np.testing.assert_array_equal(one, other)
+            by_muon = by_muon[key]
+            by_adamw = by_adamw[key]
+        np.testing.assert_array_equal(by_muon, by_adamw)
 
 
 def test_adafactor_keeps_second_moments_of_rows_and_columns():
@@ -158,7 +158,7 @@ def test_adafactor_keeps_second_moments_of_rows_and_columns():
     assert sum(x.size for x in jax.tree.leaves(state)) < 300, "no moment of every element"
     rows = np.zeros(128)
     columns = np.zeros(130)
-    whole = np.zeros(5)
+    norm_moment = np.zeros(5)
     for step in range(1, 4):
         gradients = {name: rng.normal(size=x.shape) for name, x in weights.items()}
         kept = 1 - step**-0.8
@@ -166,8 +166,8 @@ def test_adafactor_keeps_second_moments_of_rows_and_columns():
         rows, columns = (
             kept * m + (1 - kept) * square.mean(axis) for m, axis in ((rows, 1), (columns, 0))
         )
-        whole = kept * whole + (1 - kept) * (gradients["final_norm"] ** 2 + 1e-30)
-        second = {"lm_head": np.outer(rows, columns) / rows.mean(), "final_norm": whole}
+        norm_moment = kept * norm_moment + (1 - kept) * (gradients["final_norm"] ** 2 + 1e-30)
+        second = {"lm_head": np.outer(rows, columns) / rows.mean(), "final_norm": norm_moment}
         for name, decay in (("lm_head", 0.1), ("final_norm", 0.0)):
             update = gradients[name] / np.sqrt(second[name])
             update /= max(1.0, np.sqrt((update**2).mean()))
@@ -182,10 +182,10 @@ def test_adafactor_keeps_second_moments_of_rows_and_columns():
 
 def test_patterns_choose_what_is_decayed_and_must_match():
     plain = updated(weight_decay=0.5)
-    kept = updated(weight_decay=0.5, no_weight_decay=["norm", "embed"])
+    updated_params = updated(weight_decay=0.5, no_weight_decay=["norm", "embed"])
     undecayed = updated()
-    np.testing.assert_array_equal(kept["embed"], undecayed["embed"])
-    np.testing.assert_array_equal(kept["layers"]["q"], plain["layers"]["q"])
+    np.testing.assert_array_equal(updated_params["embed"], undecayed["embed"])
+    np.testing.assert_array_equal(updated_params["layers"]["q"], plain["layers"]["q"])
     assert not np.allclose(plain["embed"], undecayed["embed"])
     check_patterns(
         OptimizerSection(weight_decay=0.5, no_weight_decay=("layers\\.(q|down)$",)), drawn(0)

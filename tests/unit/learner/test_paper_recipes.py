@@ -172,14 +172,14 @@ def test_a_recipe_computes_the_loss_of_its_paper(name: str):
         "active": np.ones(16),
     }
     arrays = {key: jnp.asarray(values[None], jnp.float32) for key, values in row.items()}
-    terms = Terms(
+    loss_inputs = Terms(
         **arrays,
         rollout_logprob=arrays["old_logprob"],
         sequence=jnp.asarray(SEQUENCE[None]),
         chosen=jnp.zeros((1, 16)),
     )
     loss = np.asarray(
-        POLICY_LOSSES[settings.policy_loss.loss_mode](terms, settings).loss, np.float64
+        POLICY_LOSSES[settings.policy_loss.loss_mode](loss_inputs, settings).loss, np.float64
     )[0]
     active = [np.ones(length, bool) for length in LENGTHS]
     weights = np.concatenate(

@@ -22,20 +22,20 @@ from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups
 
 
-def learner(dtype: str, **algorithm) -> Learner:
+def make_learner(dtype: str, **algorithm) -> Learner:
     config = LearnerConfig(learning_rate=1e-3, pack_length=64, remat="none", compute_dtype=dtype)
     return Learner(
         TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm), config=config, temperature=1.0
     )
 
 
-def gradient(made: Learner) -> Params:
-    return policy_gradient(made, random_groups(0))[0]
+def gradient(learner: Learner) -> Params:
+    return policy_gradient(learner, random_groups(0))[0]
 
 
 def test_bfloat16_gradients_are_near_those_of_float32_and_are_summed_in_float32():
-    exact = gradient(learner("float32"))
-    rough = gradient(learner("bfloat16"))
+    exact = gradient(make_learner("float32"))
+    rough = gradient(make_learner("bfloat16"))
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(exact), jax.tree.leaves(rough), strict=True
     ):
@@ -58,13 +58,13 @@ def test_float32_computes_with_the_very_parameters():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parameters_optimizer_and_logprobs_are_float32_in_either(dtype: str):
-    made = learner(dtype, adv_estimator="gae")
-    made.update(random_groups(0))
-    for path, x in jax.tree_util.tree_leaves_with_path(made.state):
+    learner = make_learner(dtype, adv_estimator="gae")
+    learner.update(random_groups(0))
+    for path, x in jax.tree_util.tree_leaves_with_path(learner.state):
         assert x.dtype in (jnp.float32, jnp.int32), jax.tree_util.keystr(path)
     objective = objective_config(AlgorithmConfig(), LearnerConfig(), 1.0)
     (arrays,) = pack(random_groups(0)[0].trajectories, pack_length=64).micro_batches(1)
-    model = Decoder.from_params(TINY, compute_params(made.params, dtype))
+    model = Decoder.from_params(TINY, compute_params(learner.params, dtype))
     logprob, entropy, *_ = scored_terms(objective, model, arrays, arrays["term_sequence"] >= 0)
     assert logprob.dtype == entropy.dtype == jnp.float32
 
@@ -85,10 +85,10 @@ def steps_of(params: Params, view, count: int) -> np.ndarray:
         rate=lambda step: 1e-5,
         loss=loss,
     )
-    made = OptimizedParams(params, frozen={}, programs=programs)
+    optimized = OptimizedParams(params, frozen={}, programs=programs)
     for step in range(count):
-        made.apply(made.gradients([{"token_ids": np.zeros((1, 1), np.int32)}])[0], step)
-    return np.asarray(made.state.params["w"], np.float64)
+        optimized.apply(optimized.gradients([{"token_ids": np.zeros((1, 1), np.int32)}])[0], step)
+    return np.asarray(optimized.state.params["w"], np.float64)
 
 
 def test_updates_too_small_for_bfloat16_add_up_in_the_master_weights():
@@ -106,13 +106,13 @@ def test_training_in_bfloat16_raises_the_probability_of_what_was_rewarded():
         [t for g in groups for t in g.trajectories if bool(t.reward) is wanted]
         for wanted in (True, False)
     )
-    made = learner("bfloat16")
+    learner = make_learner("bfloat16")
 
     def gap() -> float:
         scores = [
             np.mean(
                 [
-                    logprobs_of(made.params, t.prompt_ids, t.response_ids)[
+                    logprobs_of(learner.params, t.prompt_ids, t.response_ids)[
                         np.array(t.response_mask) == 1
                     ].mean()
                 ]
@@ -122,7 +122,7 @@ def test_training_in_bfloat16_raises_the_probability_of_what_was_rewarded():
         ]
         return float(np.mean(scores[: len(good)]) - np.mean(scores[len(good) :]))
 
-    before = gap()
+    initial_gap = gap()
     for _ in range(10):
-        made.update(groups)
-    assert gap() > before + 0.05
+        learner.update(groups)
+    assert gap() > initial_gap + 0.05

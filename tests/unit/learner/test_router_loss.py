@@ -24,7 +24,7 @@ MODEL = replace(
 )
 
 
-def learner(coef: float, **changes) -> Learner:
+def make_learner(coef: float, **changes) -> Learner:
     config = LearnerConfig(
         **{"pack_length": 64, "remat": "none", "router_aux_loss_coef": coef} | changes
     )
@@ -37,9 +37,9 @@ def learner(coef: float, **changes) -> Learner:
     )
 
 
-def gradient(made: Learner) -> tuple[float, list[np.ndarray]]:
+def gradient(learner: Learner) -> tuple[float, list[np.ndarray]]:
     """The balancing loss of one update, and its accumulated gradient before the optimizer."""
-    gradients, statistics = policy_gradient(made, random_groups(0))
+    gradients, statistics = policy_gradient(learner, random_groups(0))
     return float(statistics["sum"].get("router_aux", 0.0)), [
         np.asarray(g) for g in jax.tree.leaves(gradients)
     ]
@@ -55,8 +55,8 @@ def gradient(made: Learner) -> tuple[float, list[np.ndarray]]:
     ids=str,
 )
 def test_loss_and_gradient_do_not_depend_on_the_layout(layout: dict):
-    loss, expected = gradient(learner(10.0, pack_length=32, share_prefixes=False))
-    own, got = gradient(learner(10.0, **layout))
+    loss, expected = gradient(make_learner(10.0, pack_length=32, share_prefixes=False))
+    own, got = gradient(make_learner(10.0, **layout))
     assert (
         own == pytest.approx(loss, rel=1e-5) and loss > 1.0
     )  # 2 would be perfect balance of two choices
@@ -65,8 +65,8 @@ def test_loss_and_gradient_do_not_depend_on_the_layout(layout: dict):
 
 
 def test_the_router_learns_from_it_and_without_it_nothing_changes():
-    loss, plain = gradient(learner(0.0))
-    _, balanced = gradient(learner(1.0))
+    loss, plain = gradient(make_learner(0.0))
+    _, balanced = gradient(make_learner(1.0))
     names = [
         jax.tree_util.keystr(path)
         for path, _ in jax.tree_util.tree_leaves_with_path(
@@ -75,12 +75,12 @@ def test_the_router_learns_from_it_and_without_it_nothing_changes():
     ]
     router = names.index("['layers']['router']")
     assert loss == 0.0 and np.abs(balanced[router] - plain[router]).max() > 1e-4
-    assert "router_aux_loss" not in learner(0.0).update(random_groups(0)).metrics
+    assert "router_aux_loss" not in make_learner(0.0).update(random_groups(0)).metrics
 
 
 def test_it_falls_when_trained_on():
-    made = learner(10.0, learning_rate=1e-2)
-    losses = [made.update(random_groups(0)).metrics["router_aux_loss"] for _ in range(4)]
+    learner = make_learner(10.0, learning_rate=1e-2)
+    losses = [learner.update(random_groups(0)).metrics["router_aux_loss"] for _ in range(4)]
     assert losses[-1] < losses[0]
 
 

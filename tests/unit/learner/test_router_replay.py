@@ -51,7 +51,7 @@ def weights(seed: int) -> Params:
     )
 
 
-def learner(params: Params, **changes) -> Learner:
+def make_learner(params: Params, **changes) -> Learner:
     config = LearnerConfig(**{"pack_length": 64, "remat": "none"} | changes)
     return Learner(EXPERTS, params, algorithm=AlgorithmConfig(), config=config, temperature=1.0)
 
@@ -84,7 +84,7 @@ def sampled(dtype: str) -> tuple[tuple[list[int], TokenOutput], ...]:
 
 
 def group(dtype: str, *, replay: bool) -> Group:
-    made = (
+    trajectories = (
         Trajectory.from_turns(
             prompt_ids=prompt,
             turns=[Turn(output=output if replay else replace(output, routed_experts=None))],
@@ -96,15 +96,15 @@ def group(dtype: str, *, replay: bool) -> Group:
         )
         for i, (prompt, output) in enumerate(sampled(dtype))
     )
-    return Group(group_id="g", trajectories=tuple(made))
+    return Group(group_id="g", trajectories=tuple(trajectories))
 
 
-def gaps(own: Group) -> np.ndarray:
+def gaps(group: Group) -> np.ndarray:
     """Differences between the learner's log-probs and the engine's."""
-    made = learner(weights(SEED))
-    (mini,) = made.packer.mini_batches([own])
-    scored = made.scorer.logprobs(made.policy.weights, mini.batch)
-    wanted = (trajectory.rollout_logprobs for trajectory in own.trajectories)
+    learner = make_learner(weights(SEED))
+    (mini,) = learner.packer.mini_batches([group])
+    scored = learner.scorer.logprobs(learner.policy.weights, mini.batch)
+    wanted = (trajectory.rollout_logprobs for trajectory in group.trajectories)
     return np.concatenate([np.abs(a - b) for a, b in zip(scored, wanted, strict=True)])
 
 
@@ -120,8 +120,8 @@ def test_in_float32_both_choose_alike_and_replay_changes_nothing():
 
 
 def test_the_first_update_reports_a_ratio_of_1():
-    metrics = learner(weights(SEED)).update([group("bfloat16", replay=True)]).metrics
-    free = learner(weights(SEED)).update([group("bfloat16", replay=False)]).metrics
+    metrics = make_learner(weights(SEED)).update([group("bfloat16", replay=True)]).metrics
+    free = make_learner(weights(SEED)).update([group("bfloat16", replay=False)]).metrics
     assert metrics["logprob_gap_max"] < 0.2 < 2 < free["logprob_gap_max"]
     fed = 4 * (9 + 30 - 1)  # of each trajectory all but the last id
     assert (
@@ -134,25 +134,25 @@ def test_given_experts_are_weighted_by_the_own_scores_in_float64_numpy():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((5, 32))
     router = rng.standard_normal((8, 32))
-    given = rng.random((5, 8)).argsort(axis=1)[:, :2].astype(np.int16)
-    given[3] = -1
+    experts = rng.random((5, 8)).argsort(axis=1)[:, :2].astype(np.int16)
+    experts[3] = -1
     assert EXPERTS.experts is not None
     got, chosen = route(
-        EXPERTS.experts, {"router": jnp.asarray(router)}, jnp.asarray(x), jnp.asarray(given)
+        EXPERTS.experts, {"router": jnp.asarray(router)}, jnp.asarray(x), jnp.asarray(experts)
     )
     scores = x @ router.T
-    wanted = np.where(given < 0, np.argsort(-scores, axis=1)[:, :2], given)
+    wanted = np.where(experts < 0, np.argsort(-scores, axis=1)[:, :2], experts)
     np.testing.assert_array_equal(chosen, wanted)
-    kept = np.exp(np.take_along_axis(scores, wanted, axis=1))
-    np.testing.assert_allclose(got, kept / kept.sum(axis=1, keepdims=True), rtol=1e-5)
+    weights_ = np.exp(np.take_along_axis(scores, wanted, axis=1))
+    np.testing.assert_allclose(got, weights_ / weights_.sum(axis=1, keepdims=True), rtol=1e-5)
 
 
 def gradient(groups: list[Group], **changes) -> dict[str, np.ndarray]:
-    made = learner(tiny_params(config=EXPERTS), **changes)
-    found, _ = policy_gradient(made, groups)
+    learner = make_learner(tiny_params(config=EXPERTS), **changes)
+    gradients, _ = policy_gradient(learner, groups)
     return {
         jax.tree_util.keystr(path): np.asarray(g)
-        for path, g in jax.tree_util.tree_leaves_with_path(found)
+        for path, g in jax.tree_util.tree_leaves_with_path(gradients)
     }
 
 
@@ -180,23 +180,23 @@ def test_the_gradient_does_not_depend_on_the_layout(layout: dict):
         )
 
 
-def one_prefix(own: Group) -> Group:
+def one_prefix(group: Group) -> Group:
     """The group with the same experts at the same ids."""
     drawn = np.random.default_rng(1).random((97, 2, 8)).argsort(axis=-1)[..., :2].astype(np.uint8)
 
-    def by_id(made: Trajectory) -> Trajectory:
-        context = [*made.prompt_ids, *made.response_ids]
-        at = len(made.prompt_ids)
+    def by_id(trajectory: Trajectory) -> Trajectory:
+        context = [*trajectory.prompt_ids, *trajectory.response_ids]
+        at = len(trajectory.prompt_ids)
         turns = []
-        for turn in made.turns:
+        for turn in trajectory.turns:
             start = at - 1 if turns else 0
             at = at + len(turn.output.token_ids)
             chosen = RoutedExperts.of(start, drawn[context[start : at - 1]])
             turns.append(replace(turn, output=replace(turn.output, routed_experts=chosen)))
             at += len(turn.appended_ids)
-        return replace(made, turns=tuple(turns))
+        return replace(trajectory, turns=tuple(turns))
 
-    return replace(own, trajectories=tuple(map(by_id, own.trajectories)))
+    return replace(group, trajectories=tuple(map(by_id, group.trajectories)))
 
 
 def test_the_router_learns_from_the_experts_it_was_given():
@@ -209,11 +209,11 @@ def test_a_shared_node_takes_the_choice_of_the_first_sequence_that_knows_one():
     first = trajectory([5, 6, 7], [8, 9])
     second = trajectory([5, 6, 7], [8, 10], index=1)
 
-    def with_experts(made: Trajectory, start: int, chosen: list[int]) -> Trajectory:
+    def with_experts(trajectory: Trajectory, start: int, chosen: list[int]) -> Trajectory:
         array = np.array(chosen, np.uint8).reshape(-1, 1, 1)
-        (turn,) = made.turns
+        (turn,) = trajectory.turns
         output = replace(turn.output, routed_experts=RoutedExperts.of(start, array))
-        return replace(made, turns=(replace(turn, output=output),))
+        return replace(trajectory, turns=(replace(turn, output=output),))
 
     batch = pack(
         [with_experts(first, 1, [1, 2]), with_experts(second, 0, [3, 4, 5, 6])], pack_length=8

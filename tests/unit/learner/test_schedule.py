@@ -29,14 +29,16 @@ def decayed(kind: str, warm_up: int, floor: float, total: int = 10) -> np.ndarra
 
     They rise in equal steps to the peak during the warm-up. Then they are those of transformers'
     ``get_linear_schedule_with_warmup`` and verl's ``get_cosine_schedule_with_warmup``."""
-    done = np.arange(total)
-    progress = np.clip((done - warm_up) / (total - warm_up), 0, 1)
-    left = {
+    steps = np.arange(total)
+    progress = np.clip((steps - warm_up) / (total - warm_up), 0, 1)
+    factor = {
         "constant": np.ones(total),
         "linear": 1 - progress,
         "cosine": (1 + np.cos(np.pi * progress)) / 2,
     }[kind]
-    return PEAK * np.where(done < warm_up, (done + 1) / max(warm_up, 1), floor + (1 - floor) * left)
+    return PEAK * np.where(
+        steps < warm_up, (steps + 1) / max(warm_up, 1), floor + (1 - floor) * factor
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_the_rate_follows_training_steps_whatever_each_of_them_updates():
     """Two mini-batches, two epochs, and a policy that waits a step for its critic: its own schedule
     is one shorter.
     """
-    made = Learner(
+    learner = Learner(
         TINY,
         tiny_params(),
         algorithm=AlgorithmConfig(adv_estimator="gae", rollout_correction={"bypass_mode": True}),
@@ -104,7 +106,9 @@ def test_the_rate_follows_training_steps_whatever_each_of_them_updates():
         temperature=1.0,
         total_steps=4,
     )  # fmt: skip
-    recorded = [made.update(random_groups(seed, groups=2, members=2)).metrics for seed in range(4)]
+    recorded = [
+        learner.update(random_groups(seed, groups=2, members=2)).metrics for seed in range(4)
+    ]
     critic = [line["critic_learning_rate"] for line in recorded]
     np.testing.assert_allclose(critic, decayed("linear", 0, 0.0, total=4), rtol=1e-6)
     policy = [line["learning_rate"] for line in recorded if "learning_rate" in line]
@@ -126,7 +130,9 @@ def test_an_update_moves_the_parameters_by_the_rate_that_is_recorded():
         rate=learning_rate(optimizer, total_steps=10),
         loss=lambda params, batch: (jnp.sum(params["w"]), {"sum": {}, "max": {}}),
     )
-    made = OptimizedParams({"w": jnp.zeros(4)}, frozen={}, programs=programs)
-    rate = made.apply(made.gradients([{"token_ids": np.zeros((1, 1), np.int32)}])[0], 6).rate
+    optimized = OptimizedParams({"w": jnp.zeros(4)}, frozen={}, programs=programs)
+    rate = optimized.apply(
+        optimized.gradients([{"token_ids": np.zeros((1, 1), np.int32)}])[0], 6
+    ).rate
     assert rate == pytest.approx(0.4 * PEAK)
-    np.testing.assert_allclose(made.state.params["w"], -rate, rtol=1e-4)
+    np.testing.assert_allclose(optimized.state.params["w"], -rate, rtol=1e-4)

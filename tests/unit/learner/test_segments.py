@@ -36,20 +36,20 @@ def test_segments_share_the_advantage_and_the_weight_of_their_trajectory(mode: s
         temperature=1.0,
     )
     groups = [Group(group_id="g", trajectories=(in_two_pieces(), two))]
-    terms = policy_batch(learner, groups).terms
-    used = terms["weight"] > 0
-    assert sorted(terms["advantage"][used].tolist()) == [-0.5] * 4 + [0.5] * 5
+    columns = policy_batch(learner, groups).terms
+    used = columns["weight"] > 0
+    assert sorted(columns["advantage"][used].tolist()) == [-0.5] * 4 + [0.5] * 5
     expected = {"token-mean": 1 / 9, "seq-mean-token-mean": 1 / 10, "seq-mean-token-sum": 1 / 2}[
         mode
     ]
-    np.testing.assert_allclose(terms["weight"][used & (terms["advantage"] > 0)], expected)
+    np.testing.assert_allclose(columns["weight"][used & (columns["advantage"] > 0)], expected)
 
 
 def test_numbers_of_a_trajectory_are_those_of_its_contexts_in_order():
     batch = pack([in_two_pieces(), trajectory([5, 60], [70], index=3)], pack_length=8)
-    own = [np.arange(5.0), np.array([9.0])]
+    numbers = [np.arange(5.0), np.array([9.0])]
     for got, expected in zip(
-        batch.gather_terms(batch.with_terms(x=own).terms["x"]), own, strict=True
+        batch.gather_terms(batch.with_terms(x=numbers).terms["x"]), numbers, strict=True
     ):
         np.testing.assert_array_equal(got, expected)
     assert [states.tolist() for states in batch.gather_states(batch.token_ids)] == [
@@ -67,8 +67,8 @@ def test_the_reward_of_two_contexts_comes_after_the_last():
         config=LearnerConfig(pack_length=32),
         temperature=1.0,
     )
-    _, made = learner.prepare([Group(group_id="g", trajectories=(in_two_pieces(),))])
-    (advantage,) = made.advantages
+    _, experience = learner.prepare([Group(group_id="g", trajectories=(in_two_pieces(),))])
+    (advantage,) = experience.advantages
     assert np.all(np.diff(advantage) > 0)
 
 

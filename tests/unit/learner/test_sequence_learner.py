@@ -34,7 +34,7 @@ def first_learner(pack_length: int, rank: int | None) -> SequenceLearner:
     return SequenceLearner(TINY, tiny_params(), config=config, reference=True)
 
 
-def learner(pack_length: int = 48, rank: int | None = None) -> SequenceLearner:
+def make_learner(pack_length: int = 48, rank: int | None = None) -> SequenceLearner:
     """Return a new learner; all with the same arguments run the same programs."""
     return first_learner(pack_length, rank).twin()
 
@@ -49,7 +49,7 @@ def sequences(count: int = 5, *, scored: float = 0.6, seed: int = 0) -> list[Tra
     rng = np.random.default_rng(seed)
     masks = np.random.default_rng(seed + 100)
     common = rng.integers(1, TINY.vocab_size, 7)
-    made = []
+    data = []
     for _ in range(count):
         ids = np.concatenate(
             [common, rng.integers(1, TINY.vocab_size, rng.integers(3, 20))]
@@ -63,8 +63,8 @@ def sequences(count: int = 5, *, scored: float = 0.6, seed: int = 0) -> list[Tra
         old = np.log(1 / TINY.vocab_size) + rng.normal(scale=0.4, size=size)
         of_loss = {"weight": weight, "advantage": advantage, "old_logprob": old}
         in_ratio = np.append(masks.choice([0.0, 1.0], size - 1), 1.0)
-        made.append(TrainingSequence(token_ids=ids, loss_mask=mask, **of_loss, ratio_mask=in_ratio))
-    return made
+        data.append(TrainingSequence(token_ids=ids, loss_mask=mask, **of_loss, ratio_mask=in_ratio))
+    return data
 
 
 @pytest.fixture(scope="module")
@@ -119,16 +119,16 @@ CONSTANTS = {
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss_and_gradient_are_those_of_pytorch(peer, loss):
     data = sequences()
-    made = learner()
+    learner = make_learner()
     parts = [
-        made.forward_backward(part, loss=loss, **CONSTANTS.get(loss, {}))
+        learner.forward_backward(part, loss=loss, **CONSTANTS.get(loss, {}))
         for part in (data[:3], data[3:])
     ]
     peer.zero_grad()
     expected = torch.stack([peer_loss(peer, loss, sequence) for sequence in data]).sum()
     expected.backward()
     assert sum(part.loss for part in parts) == pytest.approx(float(expected), rel=1e-5)
-    gradients = named(made.gradients)
+    gradients = named(learner.gradients)
     for name, weight in NAMES.items():
         truth = weight(peer).grad.numpy()
         np.testing.assert_allclose(
@@ -157,8 +157,8 @@ def test_several_targets_per_token_count_as_a_sequence_for_each_of_them(peer):
             )
         )
     columns = [column for sequence in data for column in sequence.columns()]
-    made = learner()
-    result = made.forward_backward(data)
+    learner = make_learner()
+    result = learner.forward_backward(data)
     peer.zero_grad()
     expected = torch.stack([peer_loss_of_weights(peer, column) for column in columns]).sum()
     expected.backward()
@@ -166,11 +166,11 @@ def test_several_targets_per_token_count_as_a_sequence_for_each_of_them(peer):
     for name, weight in NAMES.items():
         truth = weight(peer).grad.numpy()
         np.testing.assert_allclose(
-            named(made.gradients)[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name
+            named(learner.gradients)[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name
         )
-    of_columns = iter(learner().forward(columns))
+    of_columns = iter(make_learner().forward(columns))
     for sequence, of_pass, of_forward in zip(
-        data, result.logprobs, learner().forward(data), strict=True
+        data, result.logprobs, make_learner().forward(data), strict=True
     ):
         apart = np.stack([next(of_columns) for _ in range(4)], -1)
         assert of_pass.shape == sequence.targets.shape
@@ -183,16 +183,16 @@ def peer_loss_of_weights(peer, sequence: TrainingSequence):
 
 
 def test_sequences_of_one_batch_have_as_many_targets_per_token():
-    one, other = sequences(2)
+    first, second = sequences(2)
     several = replace(
-        other,
-        targets=np.ones((other.num_scored, 2), np.int32),
+        second,
+        targets=np.ones((second.num_scored, 2), np.int32),
         **dict.fromkeys(("weight", "advantage", "old_logprob", "ratio_mask")),
     )
     with raises(ValueError, key="targets per token", fix="make them equal"):
-        learner().forward([one, several])
+        make_learner().forward([first, several])
     with raises(ValueError, key="gspo", value="one target", fix="a sequence for each"):
-        learner().forward_backward([several], loss="gspo")
+        make_learner().forward_backward([several], loss="gspo")
 
 
 def test_targets_of_ones_own_are_scored_in_the_sequences_context(peer):
@@ -205,13 +205,13 @@ def test_targets_of_ones_own_are_scored_in_the_sequences_context(peer):
         for _ in "ab"
     ]
     data = [replace(data[n // 2], targets=targets) for n, targets in enumerate(drawn)] + data[:2]
-    made = learner()
-    result = made.forward_backward(data, loss="importance_sampling")
+    learner = make_learner()
+    result = learner.forward_backward(data, loss="importance_sampling")
     peer.zero_grad()
     torch.stack(
         [peer_loss(peer, "importance_sampling", sequence) for sequence in data]
     ).sum().backward()
-    gradients = named(made.gradients)
+    gradients = named(learner.gradients)
     for name, weight in NAMES.items():
         truth = weight(peer).grad.numpy()
         np.testing.assert_allclose(
@@ -224,10 +224,10 @@ def test_targets_of_ones_own_are_scored_in_the_sequences_context(peer):
 
 
 def test_forward_returns_the_log_probs_that_the_gradient_pass_does():
-    made = learner()
+    learner = make_learner()
     data = sequences()
     for forward, backward in zip(
-        made.forward(data), made.forward_backward(data).logprobs, strict=True
+        learner.forward(data), learner.forward_backward(data).logprobs, strict=True
     ):
         np.testing.assert_allclose(forward, backward, rtol=1e-5)
 
@@ -236,34 +236,34 @@ def test_forward_returns_the_log_probs_that_the_gradient_pass_does():
 def test_the_likeliest_ids_are_those_of_pytorch(peer, pack_length):
     data = sequences(9)
     for sequence, (ids, logprobs) in zip(
-        data, learner(pack_length).top_logprobs(data, 3), strict=True
+        data, make_learner(pack_length).top_logprobs(data, 3), strict=True
     ):
         with torch.no_grad():
-            table = torch.log_softmax(
+            log_probs = torch.log_softmax(
                 peer(torch.tensor(sequence.token_ids.astype(np.int64))[None]).logits[0, :-1], -1
             )
-        expected = table[torch.tensor(sequence.loss_mask[1:])].topk(3)
+        expected = log_probs[torch.tensor(sequence.loss_mask[1:])].topk(3)
         np.testing.assert_array_equal(ids, expected.indices)
         np.testing.assert_allclose(logprobs, expected.values, rtol=1e-5)
 
 
 def test_weights_may_be_given_in_place_of_the_current_ones():
-    made = learner(rank=2)
-    other = learner(rank=2)
+    learner = make_learner(rank=2)
+    trained = make_learner(rank=2)
     data = sequences(3)
-    other.forward_backward(data)
-    other.optim_step(AdamParams(learning_rate=0.1))
+    trained.forward_backward(data)
+    trained.optim_step(AdamParams(learning_rate=0.1))
     for mine, its in zip(
-        made.forward(data, trained=other.trained), other.forward(data), strict=True
+        learner.forward(data, trained=trained.trained), trained.forward(data), strict=True
     ):
         np.testing.assert_array_equal(mine, its)
 
 
 def test_updates_are_those_of_pytorchs_adamw_with_the_numbers_of_each_call(peer):
-    made = learner()
+    learner = make_learner()
     data = sequences()
     peer.zero_grad()
-    before = {name: parameter.detach().clone() for name, parameter in peer.named_parameters()}
+    initial = {name: parameter.detach().clone() for name, parameter in peer.named_parameters()}
     decayed, norms = (
         [p for n, p in peer.named_parameters() if ("norm" in n) == is_norm]
         for is_norm in (False, True)
@@ -273,7 +273,7 @@ def test_updates_are_those_of_pytorchs_adamw_with_the_numbers_of_each_call(peer)
             [{"params": decayed}, {"params": norms}], betas=(0.8, 0.9), eps=1e-6
         )
         for number, rate in enumerate((1e-2, 3e-3, 1e-3)):
-            made.forward_backward(data)
+            learner.forward_backward(data)
             numbers = AdamParams(
                 learning_rate=rate,
                 beta1=0.8,
@@ -282,7 +282,7 @@ def test_updates_are_those_of_pytorchs_adamw_with_the_numbers_of_each_call(peer)
                 weight_decay=0.1,
                 grad_clip_norm=float(number),
             )
-            applied = made.optim_step(numbers)
+            applied = learner.optim_step(numbers)
             optimizer.zero_grad()
             torch.stack(
                 [peer_loss(peer, "cross_entropy", sequence) for sequence in data]
@@ -292,7 +292,7 @@ def test_updates_are_those_of_pytorchs_adamw_with_the_numbers_of_each_call(peer)
                 group.update(lr=rate, weight_decay=decay)
             optimizer.step()
             assert applied.norm == pytest.approx(float(norm), rel=1e-4)
-        params = named(made.params)
+        params = named(learner.params)
         for name, weight in NAMES.items():
             np.testing.assert_allclose(
                 params[name], weight(peer).detach().numpy(), atol=1e-4, err_msg=name
@@ -300,79 +300,82 @@ def test_updates_are_those_of_pytorchs_adamw_with_the_numbers_of_each_call(peer)
     finally:
         with torch.no_grad():
             for name, parameter in peer.named_parameters():
-                parameter.copy_(before[name])
+                parameter.copy_(initial[name])
 
 
 def test_nothing_compiles_for_another_loss_another_constant_or_another_rate():
-    made = learner()
+    learner = make_learner()
     data = sequences()
-    made.forward(data)
-    made.forward_backward(data)
-    made.optim_step(AdamParams())
-    warm = made.programs_compiled
+    learner.forward(data)
+    learner.forward_backward(data)
+    learner.optim_step(AdamParams())
+    warm = learner.programs_compiled
     for loss in LOSSES:
-        made.forward_backward(
+        learner.forward_backward(
             data, loss=loss, **{name: value / 2 for name, value in CONSTANTS.get(loss, {}).items()}
         )
-        made.optim_step(
+        learner.optim_step(
             AdamParams(
                 learning_rate=1e-3, grad_clip_norm=0.5, weight_decay=0.1, beta1=0.5, eps=1e-4
             )
         )
-    assert made.programs_compiled == warm
+    assert learner.programs_compiled == warm
 
 
 def test_rows_that_are_halved_give_the_same_log_probs():
     data = sequences(9)
-    whole = learner(pack_length=64)
-    halved = learner(pack_length=512)
+    full_rows = make_learner(pack_length=64)
+    halved = make_learner(pack_length=512)
     for a, b in zip(
-        whole.forward_backward(data).logprobs, halved.forward_backward(data).logprobs, strict=True
+        full_rows.forward_backward(data).logprobs,
+        halved.forward_backward(data).logprobs,
+        strict=True,
     ):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_an_update_forgets_the_gradient_and_one_that_is_not_finite_changes_nothing():
-    made = learner()
+    learner = make_learner()
     data = sequences(2)
-    made.forward_backward(data)
-    made.optim_step(AdamParams(learning_rate=1e-2))
-    assert made.optim_step(AdamParams()).norm == 0
-    before = jax.device_get(made.trained)
-    made.forward_backward([replace(data[0], weight=np.full(data[0].num_scored, np.inf))])
-    assert not made.optim_step(AdamParams(learning_rate=1.0)).finite
-    assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(made.trained)))
-    assert made.optim_step(AdamParams()).finite
+    learner.forward_backward(data)
+    learner.optim_step(AdamParams(learning_rate=1e-2))
+    assert learner.optim_step(AdamParams()).norm == 0
+    initial = jax.device_get(learner.trained)
+    learner.forward_backward([replace(data[0], weight=np.full(data[0].num_scored, np.inf))])
+    assert not learner.optim_step(AdamParams(learning_rate=1.0)).finite
+    assert jax.tree.all(jax.tree.map(np.array_equal, initial, jax.device_get(learner.trained)))
+    assert learner.optim_step(AdamParams()).finite
 
 
 @pytest.mark.parametrize("rank", [None, 2], ids=["full", "lora"])
 def test_the_reference_is_the_policy_of_the_beginning(rank):
-    made = learner(rank=rank)
+    learner = make_learner(rank=rank)
     data = sequences(3)
-    first = made.forward(data)
-    made.forward_backward(data)
-    made.optim_step(AdamParams(learning_rate=0.1))
-    assert np.abs(np.concatenate(made.forward(data)) - np.concatenate(first)).max() > 1e-3
-    for now, then in zip(made.forward(data, reference=True), first, strict=True):
+    first = learner.forward(data)
+    learner.forward_backward(data)
+    learner.optim_step(AdamParams(learning_rate=0.1))
+    assert np.abs(np.concatenate(learner.forward(data)) - np.concatenate(first)).max() > 1e-3
+    for now, then in zip(learner.forward(data, reference=True), first, strict=True):
         np.testing.assert_array_equal(now, then)
 
 
 def test_twins_share_programs_and_frozen_parameters_but_no_update():
-    made = learner(rank=2)
+    learner = make_learner(rank=2)
     data = sequences(3)
-    made.forward_backward(data)
-    made.optim_step(AdamParams())
-    twin = made.twin()
-    warm = made.programs_compiled
+    learner.forward_backward(data)
+    learner.optim_step(AdamParams())
+    twin = learner.twin()
+    warm = learner.programs_compiled
     np.testing.assert_array_equal(
-        np.concatenate(twin.forward(data)), np.concatenate(made.forward(data))
+        np.concatenate(twin.forward(data)), np.concatenate(learner.forward(data))
     )
-    warm = made.programs_compiled
+    warm = learner.programs_compiled
     twin.forward_backward(data)
     twin.optim_step(AdamParams(learning_rate=0.1))
-    assert twin.programs_compiled == made.programs_compiled == warm
+    assert twin.programs_compiled == learner.programs_compiled == warm
     assert (
-        np.abs(np.concatenate(twin.forward(data)) - np.concatenate(made.forward(data))).max() > 1e-3
+        np.abs(np.concatenate(twin.forward(data)) - np.concatenate(learner.forward(data))).max()
+        > 1e-3
     )
 
 
@@ -398,17 +401,17 @@ def test_twins_share_programs_and_frozen_parameters_but_no_update():
     ],
 )
 def test_a_call_that_is_refused_says_why_and_keeps_the_gradient(changed, named):
-    made = learner()
+    learner = make_learner()
     data = sequences(2)
-    made.forward_backward(data)
-    before = jax.device_get(made.gradients)
+    learner.forward_backward(data)
+    gradients = jax.device_get(learner.gradients)
     dropped = changed.pop("drop", None)
     wrong = [replace(sequence, **({dropped: None} if dropped else {})) for sequence in data]
     for name in changed.keys() & {"targets", "ratio_mask"}:
         wrong[0] = replace(wrong[0], **{name: np.full(wrong[0].num_scored, changed.pop(name))})
     with raises(ValueError, **named):
-        made.forward_backward(wrong, **changed)
-    assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(made.gradients)))
+        learner.forward_backward(wrong, **changed)
+    assert jax.tree.all(jax.tree.map(np.array_equal, gradients, jax.device_get(learner.gradients)))
 
 
 def test_a_sequence_is_checked_when_it_is_made():

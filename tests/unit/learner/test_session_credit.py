@@ -22,8 +22,8 @@ from jax_agent_rl.types import Group, Trajectory
 from tests.trajectories import call, numbered, trajectory
 
 
-def with_parts(made: Trajectory, reward: float) -> Trajectory:
-    return replace(made, reward=reward, reward_parts={"style": reward / 2 + 0.1})
+def with_parts(trajectory_: Trajectory, reward: float) -> Trajectory:
+    return replace(trajectory_, reward=reward, reward_parts={"style": reward / 2 + 0.1})
 
 
 CALLS = [[call(reward=0.5)], [call(error="timeout")]]
@@ -61,27 +61,29 @@ def estimate(groups: Sequence[Group], config: AlgorithmConfig) -> list[np.ndarra
     stand.
     """
     samples = valued(scored_batch(groups, turn_reward=config.turn_reward))
-    made = compute_advantages(samples, config)
-    kinds = [made.advantages, *([made.returns] if made.returns else [])]
+    estimates = compute_advantages(samples, config)
+    kinds = [estimates.advantages, *([estimates.returns] if estimates.returns else [])]
     return [
         values[mask] for kind in kinds for values, mask in zip(kind, samples.masks, strict=True)
     ]
 
 
 def settings(estimator: str) -> AlgorithmConfig:
-    own = {
+    estimator_keys = {
         "gae": {"gamma": 0.9, "lam": 0.8, "turn_reward": "tool_reward"},
         "reinforce_plus_plus": {"gamma": 0.9, "turn_reward": "tool_reward"},
         "gdpo": {"gdpo": {"reward_keys": ("score", "style")}},
     }.get(estimator, {"turn_reward": "tool_reward"})
-    return AlgorithmConfig.model_validate({"adv_estimator": estimator, **own})
+    return AlgorithmConfig.model_validate({"adv_estimator": estimator, **estimator_keys})
 
 
 @pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
 def test_a_session_is_credited_the_same_in_one_context_or_in_two(estimator: str):
     config = settings(estimator)
-    for one, two in zip(estimate([of(WHOLE)], config), estimate([of(SPLIT)], config), strict=True):
-        np.testing.assert_allclose(two, one, atol=1e-12)
+    for in_one, two in zip(
+        estimate([of(WHOLE)], config), estimate([of(SPLIT)], config), strict=True
+    ):
+        np.testing.assert_allclose(two, in_one, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
@@ -94,7 +96,7 @@ def test_what_a_token_weighs(mode: str, weight: str):
         loss_scale_factor=10,
     )
     experience = build_experience([of(SPLIT)], config, Scores(), kl_coef=0.0, masked=())
-    terms = experience.updates[0].policy
+    columns = experience.updates[0].policy
     count = {"session": 3, "segment": 4}[weight]
     expected = {
         "token-mean": [1 / 9] * 9,
@@ -107,7 +109,7 @@ def test_what_a_token_weighs(mode: str, weight: str):
             else [1 / 12] * 6 + [1 / 8] * 2 + [1 / 4]
         ),
     }[mode]
-    np.testing.assert_allclose(np.concatenate(terms["weight"]), expected, rtol=1e-14)
+    np.testing.assert_allclose(np.concatenate(columns["weight"]), expected, rtol=1e-14)
     lengths = {"session": [[6, 2, 1]], "segment": [[3, 3, 2, 1]]}[weight]
     assert trained_lengths([of(SPLIT)], 1, masked=(), segment_weight=weight) == lengths
 
@@ -115,13 +117,13 @@ def test_what_a_token_weighs(mode: str, weight: str):
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
 def test_a_session_weighs_the_same_in_one_context_or_in_two(mode: str):
     config = AlgorithmConfig(loss_agg_mode=mode, loss_scale_factor=10)  # type: ignore[arg-type]
-    one, two = (
+    in_one, in_two = (
         build_experience([of(t)], config, Scores(), kl_coef=0.0, masked=())
         .updates[0]
         .policy["weight"]
         for t in (WHOLE, SPLIT)
     )
-    for a, b in zip(one, two, strict=True):
+    for a, b in zip(in_one, in_two, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -171,20 +173,20 @@ def test_discounts_and_critic_values_follow_the_order_of_sampling():
 
 def test_gigpo_discounts_in_time_and_anchors_segments_at_what_they_follow():
     # Steps by time: a c e d b; returns 0.5 ** (4, 3, 2, 1, 0). In the other, f saw [6], as e did.
-    other = trajectory([1, 2], [60, 6, 61], mask=[1, 0, 1], index=1)
+    sibling = trajectory([1, 2], [60, 6, 61], mask=[1, 0, 1], index=1)
     config = AlgorithmConfig.model_validate({"adv_estimator": "gigpo", "gigpo": {"gamma": 0.5}})
-    mine, others = estimate([Group(group_id="g", trajectories=(SESSION, other))], config)
+    mine, siblings = estimate([Group(group_id="g", trajectories=(SESSION, sibling))], config)
     # Anchors: the prompt [1 2] (a: 1/16, 60: 0), [6] (e: 1/4, 61: 0), [7] (d: 1/2, b: 1), and
     # [1 5] (c alone).
     step = {10: 1 / 32, 11: 1 / 32, 40: 0, 50: 1 / 8, 41: -1 / 4, 12: 1 / 4}
     np.testing.assert_allclose(mine, [0.5 + step[i] for i in LAID_OUT], atol=1e-12)
-    np.testing.assert_allclose(others, [-0.5 - 1 / 32, -0.5 - 1 / 8], atol=1e-12)
+    np.testing.assert_allclose(siblings, [-0.5 - 1 / 32, -0.5 - 1 / 8], atol=1e-12)
 
 
 def test_treerl_credits_the_gain_over_the_prompt_to_the_first_turn_alone():
-    other = trajectory([1, 2], [60], index=1)
+    sibling = trajectory([1, 2], [60], index=1)
     config = AlgorithmConfig(adv_estimator="treerl")
-    mine, others = estimate([Group(group_id="g", trajectories=(SESSION, other))], config)
+    mine, siblings = estimate([Group(group_id="g", trajectories=(SESSION, sibling))], config)
     # Two leaves: 1 and -1 (reward minus the other's). V is a leaf's own on its turns, and 0 at the
     # prompt.
     assert dict(zip(LAID_OUT, mine.tolist(), strict=True)) == {
@@ -195,4 +197,4 @@ def test_treerl_credits_the_gain_over_the_prompt_to_the_first_turn_alone():
         41: 1,
         12: 1,
     }
-    assert others.tolist() == [-2]
+    assert siblings.tolist() == [-2]

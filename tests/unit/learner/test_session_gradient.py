@@ -53,10 +53,10 @@ async def researcher(base_url, api_key, row):
             [{"role": "system", "content": "you help with part x"}],
             list(main),
         )  # the second knows all so far
-        found = await asyncio.gather(
+        findings = await asyncio.gather(
             *(talk(helper, ["find", "more", "most", "sum up"]) for helper in helpers)
         )
-        await talk(main, [f"they say {' and '.join(found)}", "go on"])
+        await talk(main, [f"they say {' and '.join(findings)}", "go on"])
         summary = await talk(main, ["summarize"])
         await talk([system], [f"so far: {summary}", *(f"then {i}" for i in range(4))])
 
@@ -80,9 +80,11 @@ async def recorded() -> tuple[list[Trajectory], list[Calls]]:
         backend: Watched = context.client.pool.servers[0].backend
         for reward, agent in enumerate((short, researcher)):
             backend.seen.clear()
-            made = await trajectory_of(agent, context, seed=reward)
-            assert_exact(made, backend)
-            trajectories.append(replace(made, trajectory_id=f"t-{reward}", reward=float(reward)))
+            trajectory = await trajectory_of(agent, context, seed=reward)
+            assert_exact(trajectory, backend)
+            trajectories.append(
+                replace(trajectory, trajectory_id=f"t-{reward}", reward=float(reward))
+            )
             calls.append(
                 [(request.prompt_ids, output.token_ids) for request, output in backend.seen]
             )
@@ -132,17 +134,17 @@ async def test_a_compacted_session_with_sub_agents_has_the_gradient_of_its_singl
     peer = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float64, attn_implementation="eager"
     )
-    sums = [by_hand(peer, own) for own in calls]
-    lengths = [sum(len(sampled) for _, sampled in own) for own in calls]
+    sums = [by_hand(peer, of_call) for of_call in calls]
+    lengths = [sum(len(sampled) for _, sampled in of_call) for of_call in calls]
     group = Group(group_id="g", trajectories=tuple(trajectories))
-    whole = [s.prompt_ids + s.response_ids for t in trajectories for s in t.sequences]
-    prefixes = {ids[:n] for ids in whole for n in range(1, len(ids) + 1)}
+    sequences = [s.prompt_ids + s.response_ids for t in trajectories for s in t.sequences]
+    prefixes = {ids[:n] for ids in sequences for n in range(1, len(ids) + 1)}
     algorithm = AlgorithmConfig(adv_estimator="rloo", loss_agg_mode="seq-mean-token-mean")
     config = LearnerConfig(pack_length=1024, remat="none")
     learner = Learner(CONFIG, params(), algorithm=algorithm, config=config, temperature=1.0)
     batch = policy_batch(learner, [group])
     # a prefix that several contexts share is computed once
-    assert (batch.num_nodes, batch.num_tokens) == (len(prefixes), sum(map(len, whole)))
+    assert (batch.num_nodes, batch.num_tokens) == (len(prefixes), sum(map(len, sequences)))
     gradients, _ = policy_gradient(learner, [group])
     for name, got in gradient_of(jax.device_get(gradients)).items():
         # of two sessions with rewards 0 and 1: advantages -1 and 1, however many calls they made

@@ -44,16 +44,16 @@ def test_what_only_counts_in_baselines_has_no_log():
 
 @pytest.mark.parametrize("change", ["segments", "history_window"])
 def test_a_trajectory_of_several_contexts_has_one_number_for_each_sampled_id(change: str):
-    whole = trajectory([5], [7, 1, 8, 1, 9, 6], mask=[1, 0, 1, 0, 1, 1], reward=1.0, index=0)
+    session = trajectory([5], [7, 1, 8, 1, 9, 6], mask=[1, 0, 1, 0, 1, 1], reward=1.0, index=0)
     segment = trajectory([5], [3, 4], index=9)
-    whole = (
-        replace(whole, segments=(segment,))
+    session = (
+        replace(session, segments=(segment,))
         if change == "segments"
-        else replace(whole, history_window=1)
+        else replace(session, history_window=1)
     )
-    log = made_of(whole, trajectory([5], [7], index=1))["g-0"]
+    log = made_of(session, trajectory([5], [7], index=1))["g-0"]
     numbered = {"advantages": np.arange(1.0, 1 + len(log["advantages"]))}
-    record = trajectory_record(whole, step=1, split="train", token_values=numbered)
+    record = trajectory_record(session, step=1, split="train", token_values=numbered)
     if change == "segments":
         assert record["segments"][0]["advantages"] == [1, 2] and record["advantages"] == [
             3,
@@ -64,4 +64,4 @@ def test_a_trajectory_of_several_contexts_has_one_number_for_each_sampled_id(cha
             6,
         ]
     else:
-        assert len(whole.sequences) == 2 and record["advantages"] == [1, 0, 2, 0, 3, 4]
+        assert len(session.sequences) == 2 and record["advantages"] == [1, 0, 2, 0, 3, 4]

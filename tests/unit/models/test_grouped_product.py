@@ -36,7 +36,8 @@ def test_output_and_gradients_are_those_of_a_loop_over_groups(
     if columns is not None:
         monkeypatch.setattr(moe, "by_platform", lambda *args, tpu, default: tpu(*args))
         monkeypatch.setattr(moe, "TILE_COLUMNS", columns)
-    rows, count = sum(SIZES), sum(SIZES) + 100  # the last are in no group
+    rows = sum(SIZES)
+    count = sum(SIZES) + 100  # the last are in no group
     draw = np.random.default_rng(0).standard_normal
     x = draw((count, 48))
     weight = draw((len(SIZES), 40, 48))

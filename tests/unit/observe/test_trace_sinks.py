@@ -24,7 +24,10 @@ from tests.trajectories import EPOCH, SECOND, a_trace
 
 class Keeps:
     def __init__(self, fails: bool = False) -> None:
-        self.taken, self.closed, self.fails, self.tried = [], threading.Event(), fails, 0
+        self.taken = []
+        self.closed = threading.Event()
+        self.fails = fails
+        self.tried = 0
 
     def write(self, trace):
         self.tried += 1

@@ -436,7 +436,8 @@ async def test_tokens_of_weights_that_should_have_been_replaced_are_counted():
     class Forgetful(ScriptedBackend):
         async def update_weights(self, update):
             await super().update_weights(update)
-            self.said, self._version = self._version, 0
+            self.said = self._version
+            self._version = 0
 
         @property
         def policy_version(self):

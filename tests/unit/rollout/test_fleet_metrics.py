@@ -12,7 +12,8 @@ class Counting:
     """A backend as far as its metrics go."""
 
     def __init__(self, tokens):
-        self.tokens, self.answers = tokens, True
+        self.tokens = tokens
+        self.answers = True
 
     async def metrics(self):
         if self.answers is None:
@@ -23,7 +24,8 @@ class Counting:
 
 
 async def test_what_a_lost_server_did_stays_and_one_that_joins_counts_from_then_on():
-    first, second = Counting(10), Counting(20)
+    first = Counting(10)
+    second = Counting(20)
     backends = [first, second]
     fleet = FleetMetrics(lambda: backends)
     assert (await fleet.read()).generated_tokens == 30
@@ -41,7 +43,8 @@ async def test_what_a_lost_server_did_stays_and_one_that_joins_counts_from_then_
 
 def test_one_that_does_not_answer_is_not_waited_for_forever():
     async def main(_):
-        silent, well = Counting(10), Counting(20)
+        silent = Counting(10)
+        well = Counting(20)
         fleet = FleetMetrics(lambda: [silent, well])
         silent.answers = None
         assert (await fleet.read()).generated_tokens == 20 and now() < 11

@@ -39,7 +39,8 @@ class Host:
         await self.engine.start()
         self.server = RolloutServer(self.engine, port=self.port, heartbeat_seconds=0.2)
         await self.server.start()
-        self.url, self.port = self.server.url, int(self.server.url.rsplit(":", 1)[1])
+        self.url = self.server.url
+        self.port = int(self.server.url.rsplit(":", 1)[1])
 
     async def kill(self):
         await self.server.close()

@@ -374,7 +374,8 @@ async def test_start_waits_for_a_server_that_still_loads():
     async with served() as (inner, http, _remote):
         later = RolloutServer(inner, port=0)
         await later.start()
-        url, port = later.url, later.http.port
+        url = later.url
+        port = later.http.port
         await later.close()
         late = RemoteBackend(url, start_seconds=60)
         starting = asyncio.create_task(late.start())
@@ -462,7 +463,8 @@ async def test_uploaded_weights_are_checked_used_and_deleted(tmp_path: Path):
 async def test_digests_go_with_the_update_to_the_backend_that_checks_them(
     tmp_path: Path, monkeypatch, shares_disk
 ):
-    file, taken = tmp_path / "w.safetensors", []
+    file = tmp_path / "w.safetensors"
+    taken = []
     file.write_text("other")
     async with served(client={"shares_disk": shares_disk}, upload_folder=tmp_path) as (
         inner,

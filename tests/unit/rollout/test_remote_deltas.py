@@ -99,7 +99,8 @@ def whole(update: WeightUpdate) -> int:
 
 
 async def test_only_changes_follow_the_first_version_and_the_engine_opens_the_files(folder: Path):
-    learner, backend = Learner(folder / "learner"), Reader()
+    learner = Learner(folder / "learner")
+    backend = Reader()
     async with serving(backend, folder / "server") as remote:
         first = learner.publish()
         assert first.deltas == {} and await send(remote, first) == whole(first)
@@ -131,7 +132,8 @@ async def test_every_so_many_versions_all_is_sent(folder: Path):
 
 
 async def test_a_server_that_missed_a_version_gets_all_of_the_next(folder: Path):
-    learner, backend = Learner(folder / "learner"), Reader()
+    learner = Learner(folder / "learner")
+    backend = Reader()
     async with serving(backend, folder / "server") as remote:
         await send(remote, learner.publish())
         learner.publish()
@@ -143,7 +145,8 @@ async def test_a_server_that_missed_a_version_gets_all_of_the_next(folder: Path)
 
 
 async def test_a_result_with_another_digest_is_not_served_and_all_is_sent(folder: Path):
-    learner, backend = Learner(folder / "learner"), Reader()
+    learner = Learner(folder / "learner")
+    backend = Reader()
     async with serving(backend, folder / "server") as remote:
         await send(remote, learner.publish())
         kept = sorted((folder / "server").rglob("*.safetensors"))[0]
@@ -156,7 +159,8 @@ async def test_a_result_with_another_digest_is_not_served_and_all_is_sent(folder
 
 
 async def test_what_an_engine_refuses_is_not_the_base_of_the_next_delta(folder: Path):
-    learner, backend = Learner(folder / "learner"), Reader()
+    learner = Learner(folder / "learner")
+    backend = Reader()
     async with serving(backend, folder / "server") as remote:
         await send(remote, learner.publish())
         backend.refuses = True

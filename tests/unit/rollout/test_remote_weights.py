@@ -167,7 +167,8 @@ async def test_a_server_without_a_folder_declares_no_updates_through_one(tree: P
 
 
 async def test_health_is_answered_while_weights_are_loaded(tree: Path):
-    loading, loaded = asyncio.Event(), asyncio.Event()
+    loading = asyncio.Event()
+    loaded = asyncio.Event()
 
     class Slow(ToyBackend):
         async def update_weights(self, update: WeightUpdate) -> None:

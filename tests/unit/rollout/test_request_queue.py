@@ -17,7 +17,8 @@ class Costs(RequestCosts):
 
     def __init__(self, *, request: float, prompt: float) -> None:
         super().__init__()
-        self._request, self._prompt = request, prompt
+        self._request = request
+        self._prompt = prompt
 
     @property
     def request_seconds(self) -> float:
@@ -150,7 +151,9 @@ def test_a_waiting_request_can_be_aborted_and_cancelled():
     async def main(fleet):
         await fleet.start("a")
         held = [fleet.ask(20), fleet.ask(20)]
-        aborted, cancelled, last = fleet.ask(5), fleet.ask(5), fleet.ask(5)
+        aborted = fleet.ask(5)
+        cancelled = fleet.ask(5)
+        last = fleet.ask(5)
         await asyncio.sleep(1)
         assert fleet.client.waiting == 3
         assert await fleet.client.abort("r3")
@@ -174,7 +177,9 @@ def test_room_given_to_a_request_in_the_moment_it_is_cancelled_goes_to_the_next(
             )
             return asyncio.ensure_future(queue.acquire(request))
 
-        server, waiting, last = await enter("first"), enter("waiting"), enter("last")
+        server = await enter("first")
+        waiting = enter("waiting")
+        last = enter("last")
         await asyncio.sleep(0)
         queue.release(server)  # it is the turn of the one that waits, which does not know it yet
         waiting.cancel()

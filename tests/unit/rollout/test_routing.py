@@ -70,7 +70,8 @@ def test_a_forked_session_begins_where_its_parent_is():
 
 def test_sessions_that_began_first_go_first_whatever_comes_between():
     b = balancer("a")
-    first, second = b.priority("first"), b.priority("second")
+    first = b.priority("first")
+    second = b.priority("second")
     alone = b.priority()
     assert first < second < alone and (b.priority("second"), b.priority("first")) == (second, first)
     b.fork_session("first", "branch")
@@ -110,7 +111,8 @@ chain = PrefixIndex.block_hashes
     st.data(),
 )
 def test_the_longest_beginning_is_found_in_whole_blocks(prompts, data):
-    index, last = PrefixIndex(), {}
+    index = PrefixIndex()
+    last = {}
     for server, blocks in prompts:
         index.add(chain("".join(block * BLOCK for block in blocks)), server)
         for end in range(1, len(blocks) + 1):

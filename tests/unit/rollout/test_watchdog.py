@@ -16,7 +16,8 @@ def looks(*readings, stall=10.0):
     """What the watch says at each look; readings are (seconds, counters, and what the engine is
     doing).
     """
-    watch, server = StallDetector(stall), Server()
+    watch = StallDetector(stall)
+    server = Server()
     return [watch.check(server, done, now=now, **state) for now, done, state in readings]
 
 
@@ -65,7 +66,9 @@ def test_compiling_and_taking_weights_may_take_longer(done, state, times):
 
 
 def test_servers_are_watched_apart():
-    watch, one, other = StallDetector(10.0), Server(), Server()
+    watch = StallDetector(10.0)
+    one = Server()
+    other = Server()
     for server in (one, other):
         watch.check(server, (5,), now=0, **WORKING)
     assert watch.check(one, (5,), now=11, **WORKING)

@@ -100,7 +100,8 @@ def test_of_a_mixture_whole_experts_are_split():
     def mesh(**engine: Any) -> tuple[int | None, ...]:
         made = settings(engine=engine, max_in_flight=32, sleep_during_update=True)
         with architecture_folder("qwen3-30b-a3b") as folder:
-            devices, model = [Device(n) for n in range(4)], load_config(folder)
+            devices = [Device(n) for n in range(4)]
+            model = load_config(folder)
             found = resolve_engine_mesh(
                 made, model, devices=devices, memory=32 * GIB
             ).rollout.jetstream.mesh
@@ -118,7 +119,8 @@ def test_the_learners_state_counts_only_where_it_is():
 
     Beside it 0.8 x 16 GiB have room for 1.3 GiB: a quarter of the weights.
     """
-    two, engine = {"mesh": {"fsdp": 2}}, {"kv_cache_tokens": 4096}
+    two = {"mesh": {"fsdp": 2}}
+    engine = {"kv_cache_tokens": 4096}
     assert resolved("qwen2.5-1.5b", settings(learner=two, engine=engine)) == (1, 4)
     assert resolved(
         "qwen2.5-1.5b", settings(learner=two, engine={**engine, "device_offset": 2})

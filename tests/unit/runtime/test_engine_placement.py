@@ -84,7 +84,8 @@ async def test_the_only_engine_sleeps_where_it_is_if_it_may(rollout: dict[str, A
 
 
 async def test_in_a_hybrid_it_leaves_and_its_requests_go_on_elsewhere():
-    here, there = Sleeper(), ToyBackend()
+    here = Sleeper()
+    there = ToyBackend()
     client = await serving(here=here, there=there)
     sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
     running = [
@@ -110,7 +111,8 @@ async def test_requests_of_a_hybrid_wait_for_the_engine_that_sleeps_if_all_other
     for backend in backends.values():
         await backend.start()
     servers = [AsyncServer(backend, name=name) for name, backend in backends.items()]
-    client, there = LLMServerClient(servers, wait_for_server_seconds=60.0), backends["there"]
+    client = LLMServerClient(servers, wait_for_server_seconds=60.0)
+    there = backends["there"]
     sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
     async with room_for_learning(settings(**SLEEPING), client, ["here"])():
         running = asyncio.create_task(

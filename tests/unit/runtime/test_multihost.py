@@ -166,7 +166,8 @@ def test_texts_stay_where_they_are():
 
 
 def test_pictures_that_ids_show_travel_pixel_by_pixel():
-    image, clip = picture(1), [picture(seed) for seed in (2, 3)]
+    image = picture(1)
+    clip = [picture(seed) for seed in (2, 3)]
     sent = seeing_trajectory(
         [5], ([7], {"image": [image]}), ([8], {"video": [clip]}), prompt_media={"image": (image,)}
     )

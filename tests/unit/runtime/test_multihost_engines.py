@@ -53,7 +53,9 @@ class Engine(ToyBackend):
 
     def __init__(self, *, broken: bool = False) -> None:
         super().__init__()
-        self.broken, self.taken, self.closed = broken, [], False
+        self.broken = broken
+        self.taken = []
+        self.closed = False
 
     async def start(self) -> None:
         if self.broken:
@@ -81,7 +83,9 @@ async def fleet(engine: Engine, kept: HostTransport) -> LLMServerClient:
 
 
 async def test_all_engines_fetch_the_version_of_their_own_process():
-    store, engines, buffers = Store(), [Engine(), Engine()], [copies(), copies()]
+    store = Store()
+    engines = [Engine(), Engine()]
+    buffers = [copies(), copies()]
     other = HostEngine(
         lambda: buffers[1].into(engines[1]),  # type: ignore[arg-type,return-value]
         HostRegistry(store),
@@ -118,7 +122,8 @@ async def test_all_engines_fetch_the_version_of_their_own_process():
 
 
 async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
-    store, kept = Store(), copies()
+    store = Store()
+    kept = copies()
     other = HostEngine(lambda: Engine(broken=True), HostRegistry(store), number=3, host="127.0.0.1")
     client = await fleet(Engine(), kept)
     try:
@@ -137,7 +142,8 @@ async def test_an_engine_that_is_not_wanted_any_more_ends_before_anybody_has_ask
 
 
 async def test_a_version_that_is_not_in_the_process_is_refused():
-    engine, kept = Engine(), copies()
+    engine = Engine()
+    kept = copies()
     served = kept.into(engine)  # type: ignore[arg-type]
     with raises(WeightUpdateError, key="version 1", value="has none"):
         await served.update_weights(WeightUpdate(version=1, kind=MESH, payload=None))

@@ -57,7 +57,8 @@ async def test_a_cluster_that_never_answers_is_named(monkeypatch: pytest.MonkeyP
 
 async def test_a_cluster_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch, caplog):
     ray = never_answering_ray(monkeypatch)
-    ray.init, ray.shutdown = lambda *_, **options: None, threading.Event().wait
+    ray.init = lambda *_, **options: None
+    ray.shutdown = threading.Event().wait
     async with open_ray("10.0.0.5:6379"):
         pass
     assert "10.0.0.5:6379 did not answer within 0.01 seconds" in caplog.text

@@ -54,7 +54,8 @@ def test_a_context_is_as_long_as_model_and_cache_allow(
     config = configured(tmp_path, reads=reads, **rollout)
     served = serving_config(config, fixed_length=False)
     assert served.rollout.max_model_len == served.agent.max_prompt_length == longest
-    trained, serving = engine_shapes(config), engine_shapes(served)
+    trained = engine_shapes(config)
+    serving = engine_shapes(served)
     assert (
         serving.kv_cache_tokens == trained.kv_cache_tokens
         and serving.pages * serving.page >= longest

@@ -31,7 +31,8 @@ def vllm_answer(request: dict) -> dict:
     """What `vllm serve` answers: for each position but the first, ids as text with log-prob and
     rank.
     """
-    ids, k = request["prompt"], request["prompt_logprobs"]
+    ids = request["prompt"]
+    k = request["prompt_logprobs"]
     positions: list[dict | None] = [None]
     for logs, own in zip(log_softmax(LOGITS(ids[:-1])), ids[1:], strict=True):
         rank = {int(id_): number + 1 for number, id_ in enumerate(np.argsort(-logs))}

@@ -119,9 +119,11 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
     """Bit by bit, in half the bytes; the yardstick is the learner's own arrays, given to an engine
     in this process.
     """
-    learner, folder = Parameters(tiny_params(7)), tmp_path / "weights"
+    learner = Parameters(tiny_params(7))
+    folder = tmp_path / "weights"
     folder.mkdir()
-    taken, expected = engine("bfloat16"), engine("bfloat16")
+    taken = engine("bfloat16")
+    expected = engine("bfloat16")
     expected.core._weights = ServedWeights(TINY, learner.params, expected._mesh)  # in float32
     server = RolloutServer(taken, weight_dir=None if path == "upload" else str(folder))
     remote = RemoteBackend(server.url, shares_disk=path != "upload")
@@ -172,7 +174,8 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
         request = GenerateRequest(
             request_id="r", prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=6, seed=1)
         )
-        a, b = await remote.generate(request), await expected.generate(request)
+        a = await remote.generate(request)
+        b = await expected.generate(request)
         assert (a.token_ids, a.log_probs) == (b.token_ids, b.log_probs)
         transport.release()
     finally:

@@ -51,7 +51,8 @@ class Served:
         )
         context = ToolContext(settings=given, threads=DaemonThreads(), _sandbox=None)
         self.tools = {tool.name: tool(context) for tool in tool_classes(given)}
-        self.clock, self.registry = Clock(), CollectorRegistry()
+        self.clock = Clock()
+        self.registry = CollectorRegistry()
         telemetry = Telemetry(self.registry, worker="0")
         self.service = ToolService(list(self.tools.values()), given, telemetry, clock=self.clock)
 

@@ -18,7 +18,8 @@ QUICK = {"request_interval": 0, "retry_delay": 0}
 
 
 async def test_max_workers_bounds_the_requests_at_the_same_time():
-    running, most = 0, 0
+    running = 0
+    most = 0
     async with ToolServer() as server:
 
         async def count(payload):
@@ -40,7 +41,8 @@ async def test_max_workers_bounds_the_requests_at_the_same_time():
 
 
 async def test_request_interval_separates_starts():
-    now, starts = 0.0, []
+    now = 0.0
+    starts = []
 
     async def sleep(seconds):
         nonlocal now
@@ -135,7 +137,8 @@ async def test_max_retries_repeats_what_failed():
 
 
 async def test_max_retries_repeats_what_timed_out():
-    never, hang = asyncio.Event(), [True]
+    never = asyncio.Event()
+    hang = [True]
 
     async def hang_once(payload):
         if hang:

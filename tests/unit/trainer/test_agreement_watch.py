@@ -9,10 +9,8 @@ from jax_agent_rl.learner.metrics import UpdateResult
 from tests.fake_training import IdleLearner, finish, make_trainer, steps_of
 from tests.messages import raises
 
-CLOSE, FAR = (
-    Comparison(tokens=8, mean=1e-6, largest=1e-5),
-    Comparison(tokens=8, mean=0.2, largest=1.5),
-)
+CLOSE = Comparison(tokens=8, mean=1e-6, largest=1e-5)
+FAR = Comparison(tokens=8, mean=0.2, largest=1.5)
 
 
 class Compares(IdleLearner):
@@ -20,7 +18,10 @@ class Compares(IdleLearner):
 
     def __init__(self, *found: Comparison, idle: tuple[int, ...] = ()):
         super().__init__()
-        self.found, self.idle, self.since, self.finished = found, idle, [], 0
+        self.found = found
+        self.idle = idle
+        self.since = []
+        self.finished = 0
 
     def update(self, groups, *, masked, tick, cancellation, check):
         self.since.append(check.since)

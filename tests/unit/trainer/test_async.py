@@ -126,7 +126,8 @@ async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Pat
         script=[LONG],
         prompts_per_step=2,
     )
-    engine, began = engine_of(training), {}
+    engine = engine_of(training)
+    began = {}
 
     def hold(request, sampled):
         since = engine.policy_version - began.setdefault(request.request_id, engine.policy_version)

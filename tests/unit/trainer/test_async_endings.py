@@ -60,7 +60,8 @@ async def test_an_error_of_a_group_ends_the_run_and_leaves_no_task(tmp_path: Pat
     training = make_trainer(
         tmp_path, steps=5, trainer={"mode": "fully_async", "max_staleness": 3}, prompts_per_step=2
     )
-    before, draw = tasks(), training.runtime.collector.collect_one
+    before = tasks()
+    draw = training.runtime.collector.collect_one
 
     async def fails(row, *, step, **rest):
         if step == 2:
@@ -81,7 +82,8 @@ async def test_an_interruption_in_the_only_update_finishes_the_step_without_roll
     """Everything but the first batch never ends. The engine does not get what was learnt: the run
     is over.
     """
-    updating, interrupted = asyncio.Event(), threading.Event()
+    updating = asyncio.Event()
+    interrupted = threading.Event()
     loop = asyncio.get_running_loop()
 
     class Slow(Versions):
@@ -91,7 +93,8 @@ async def test_an_interruption_in_the_only_update_finishes_the_step_without_roll
             assert interrupted.wait(timeout=30)
             return UpdateResult(metrics={}, skipped=False)
 
-    notes, trainer = Notes(), {"mode": mode}
+    notes = Notes()
+    trainer = {"mode": mode}
     training = make_trainer(tmp_path, steps=5, trainer=trainer, learner=Slow(), checkpointer=notes)
     engine_of(training).hold = lambda r, sampled: (
         r.request_id.startswith("async-") and "async-0-0" not in r.request_id
@@ -115,7 +118,8 @@ async def test_an_interruption_between_updates_undoes_the_step_without_a_compile
     tmp_path: Path, mode: str
 ):
     """The second step's first update has passed; the learner's thread never gets to its second."""
-    updating, forever = asyncio.Event(), threading.Event()
+    updating = asyncio.Event()
+    forever = threading.Event()
     loop = asyncio.get_running_loop()
 
     class Stuck(Versions):

@@ -61,7 +61,8 @@ async def observed(trainer: Trainer) -> dict:
 
 
 async def test_a_warning_of_the_run_is_in_its_summary_with_what_to_do(tmp_path: Path):
-    trainer, shown = training(tmp_path, 5), []
+    trainer = training(tmp_path, 5)
+    shown = []
     trainer.progress.warn = shown.append
     summary = await observed(trainer)
     (warned,) = [w for w in summary["warnings"] if w["name"] == "zero_variance"]

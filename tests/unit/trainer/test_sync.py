@@ -62,7 +62,8 @@ async def test_evaluations_sample_from_the_average_and_training_from_the_weights
         checkpointer=Notes(),
     )
     (server,) = training.runtime.client.pool.servers
-    served, take = {0: "initial"}, server.backend.update_weights
+    served = {0: "initial"}
+    take = server.backend.update_weights
 
     async def update_weights(update):
         served[update.version] = update.payload

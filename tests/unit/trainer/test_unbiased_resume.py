@@ -22,7 +22,10 @@ from tests.virtual_training import (
     make_virtual,
 )
 
-ROWS, BATCH, GROUP, KILLS = 160, 4, 4, 50
+ROWS = 160
+BATCH = 4
+GROUP = 4
+KILLS = 50
 LIFE_SECONDS = 6  # from one kill to the next on average; a trajectory takes 16
 STEPS = ROWS // BATCH
 
@@ -38,7 +41,8 @@ def live(
 
     async def main() -> tuple[list[list[Group]], str]:
         training = make_virtual(rows=ROWS, steps=STEPS, mode=mode, goes_on=Coin(seed), saved=saved)
-        notes, before = cast(JsonNotes, training.checkpointer), training.record.step
+        notes = cast(JsonNotes, training.checkpointer)
+        before = training.record.step
         running = asyncio.ensure_future(training.run())
         await asyncio.wait({running}, timeout=seconds)
         if running.done():
@@ -64,7 +68,9 @@ def train(
         seed: of what is sampled and of when it is killed.
         drawn_anew: sample with another seed after every kill.
     """
-    luck, saved, groups = random.Random(seed), "", []
+    luck = random.Random(seed)
+    saved = ""
+    groups = []
     for life in range(kills + 1):
         last = life == kills
         steps, saved = live(

@@ -12,7 +12,8 @@ from jax_agent_rl.utils.rate_limit import RateLimit
     burst=st.sampled_from([None, 1, 3]),
 )
 async def test_no_second_has_more_starts_than_the_limit_and_a_first_burst(waits, per_second, burst):
-    now, starts = 0.0, []
+    now = 0.0
+    starts = []
 
     async def sleep(seconds):
         starts.append(now + seconds)

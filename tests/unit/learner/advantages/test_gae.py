@@ -26,16 +26,16 @@ VALUES = [np.array(v) for v in ([0.1, 0.2, 9.0, 0.4], [0.3, -0.2, 0.5, 7.0], [0.
 
 
 def test_advantages_and_returns_match_a_peer():
-    made = [
+    estimates = [
         gae(r, v, m, gamma=0.9, lam=0.8) for r, v, m in zip(REWARDS, VALUES, MASKS, strict=True)
     ]
     np.testing.assert_allclose(
-        [returns for _, returns in made],
+        [returns for _, returns in estimates],
         [[0.78624, 1.042, 0, 1], [-0.2304, -0.27, -0.5, 0], [0.8184096, 1.11168, 1.494, 2]],
         atol=1e-12,
     )
     np.testing.assert_allclose(
-        whiten([advantages for advantages, _ in made], MASKS),
+        whiten([advantages for advantages, _ in estimates], MASKS),
         [
             [0.18169997036328955, 0.36906933148275234, 0, 0.07795874217285223],
             [-1.281840473347441, -0.7280085918669535, -1.8467393689669822, 0],
@@ -58,18 +58,20 @@ def test_a_response_with_tool_results_is_worth_what_it_is_without_them(
     textbook recursion.
     """
     rewards, values, mask = (np.array(x) for x in zip(*rows, strict=True))
-    kept = np.flatnonzero(mask)
-    merged = np.add.reduceat(rewards, kept)
+    positions = np.flatnonzero(mask)
+    merged = np.add.reduceat(rewards, positions)
     expected = []
     running = 0.0
     following = after
-    for r, v in zip(merged[::-1], values[kept][::-1], strict=True):
+    for r, v in zip(merged[::-1], values[positions][::-1], strict=True):
         running = r + gamma * following - v + gamma * lam * running
         following = v
         expected.append(running)
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam, value_after=after)
-    np.testing.assert_allclose(advantages[kept], expected[::-1], atol=1e-9)
-    np.testing.assert_allclose(returns[kept], advantages[kept] + values[kept], atol=1e-12)
+    np.testing.assert_allclose(advantages[positions], expected[::-1], atol=1e-9)
+    np.testing.assert_allclose(
+        returns[positions], advantages[positions] + values[positions], atol=1e-12
+    )
     assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
 
 

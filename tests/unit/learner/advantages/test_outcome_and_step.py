@@ -129,12 +129,12 @@ def test_whitening_gives_zero_mean_and_unit_variance(rows):
     masks = [np.array([m for _, m in row]) for row in rows]
     out = estimators.whiten(values, masks)
     inside = np.concatenate([o[m] for o, m in zip(out, masks, strict=True)])
-    before = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)])
+    raw_values = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)])
     assert (
         all((o[~m] == 0).all() for o, m in zip(out, masks, strict=True))
         and np.isfinite(inside).all()
     )
-    if len(before) > 1 and before.std() > 0.1:
+    if len(raw_values) > 1 and raw_values.std() > 0.1:
         assert inside.mean() == pytest.approx(0, abs=1e-6) and inside.std(ddof=1) == pytest.approx(
             1, abs=1e-5
         )

@@ -161,12 +161,12 @@ def test_tree_grpo_adds_the_comparison_within_each_tree():
 
 def test_a_branch_at_the_prompt_is_compared_within_its_tree():
     """It shares no turn with it, so ids alone would not tell."""
-    stem, other = (trajectory([3], [10 + i], reward=float(i), index=i) for i in range(2))
+    stem, sibling = (trajectory([3], [10 + i], reward=float(i), index=i) for i in range(2))
     branch = replace(
         trajectory([3], [20], reward=1.0, index=2),
         fork=Fork(tree_id="g-0", parent_id="g-0", turns=0),
     )
-    samples = scored_batch([group_of([stem, other, branch])], turn_reward="none")
+    samples = scored_batch([group_of([stem, sibling, branch])], turn_reward="none")
     got = compute_advantages(samples, AlgorithmConfig(adv_estimator="tree_grpo")).advantages
     everyone = grpo(np.array([0.0, 1.0, 1.0]))
     tree = grpo(np.array([0.0, 1.0]))

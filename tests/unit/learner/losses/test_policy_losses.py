@@ -82,7 +82,7 @@ def total(mode: str, agg: str, settings: LossConfig, chosen: np.ndarray):
     flat = lambda x: jnp.asarray(x.reshape(1, -1), jnp.float32)  # noqa: E731
 
     def loss(new):
-        terms = Terms(
+        loss_inputs = Terms(
             logprob=new,
             old_logprob=flat(OLD),
             rollout_logprob=flat(ROLLOUT),
@@ -91,7 +91,7 @@ def total(mode: str, agg: str, settings: LossConfig, chosen: np.ndarray):
             sequence=jnp.repeat(jnp.arange(3), 4)[None],
             chosen=flat(chosen),
         )
-        return jnp.sum(weights * POLICY_LOSSES[mode](terms, settings).loss)
+        return jnp.sum(weights * POLICY_LOSSES[mode](loss_inputs, settings).loss)
 
     return loss, flat(NEW)
 
@@ -119,11 +119,11 @@ def per_token(mode: str, settings: LossConfig, chosen: np.ndarray | None = None)
         "logprob": NEW, "old_logprob": OLD, "rollout_logprob": ROLLOUT, "advantage": ADVANTAGE,
         "active": MASK, "chosen": zeros,
     }  # fmt: skip
-    terms = Terms(
+    loss_inputs = Terms(
         sequence=jnp.repeat(jnp.arange(3)[:, None], 4, axis=1),
         **{k: jnp.asarray(v, jnp.float32) for k, v in arrays.items()},
     )
-    return np.asarray(POLICY_LOSSES[mode](terms, settings).loss, np.float64)
+    return np.asarray(POLICY_LOSSES[mode](loss_inputs, settings).loss, np.float64)
 
 
 def surrogate(ratio: np.ndarray) -> np.ndarray:
@@ -174,12 +174,12 @@ def test_dppo_masks_by_binary_kl_only_moves_away_from_the_old_policy():
 
 
 def test_dppo_kl_is_defined_for_certain_tokens():
-    one = jnp.zeros((1, 1))
-    terms = Terms(
-        logprob=one, old_logprob=one, rollout_logprob=one, advantage=one + 1, active=one + 1,
-        sequence=jnp.zeros((1, 1), jnp.int32), chosen=one,
+    zero = jnp.zeros((1, 1))
+    loss_inputs = Terms(
+        logprob=zero, old_logprob=zero, rollout_logprob=zero, advantage=zero + 1, active=zero + 1,
+        sequence=jnp.zeros((1, 1), jnp.int32), chosen=zero,
     )  # fmt: skip
-    assert float(POLICY_LOSSES["dppo_kl"](terms, config("dppo_kl")).clipped[0, 0]) == 0.0
+    assert float(POLICY_LOSSES["dppo_kl"](loss_inputs, config("dppo_kl")).clipped[0, 0]) == 0.0
 
 
 def test_dro_is_a_policy_gradient_with_a_quadratic_penalty():
@@ -217,7 +217,7 @@ def test_clip_cov_chooses_within_the_bounds_and_never_what_is_clipped_anyway():
 @pytest.mark.parametrize("mode", LOSS_MODES)
 def test_every_loss_stays_finite_for_extreme_ratios(mode: str):
     far = jnp.array([[-80.0, -1e-4, -40.0, 0.0]])
-    terms = Terms(
+    loss_inputs = Terms(
         logprob=far,
         old_logprob=far[:, ::-1],
         rollout_logprob=jnp.zeros((1, 4)) - 60,
@@ -229,7 +229,7 @@ def test_every_loss_stays_finite_for_extreme_ratios(mode: str):
 
     def loss(new):
         return jnp.sum(
-            POLICY_LOSSES[mode](Terms(**{**vars(terms), "logprob": new}), config(mode)).loss
+            POLICY_LOSSES[mode](Terms(**{**vars(loss_inputs), "logprob": new}), config(mode)).loss
         )
 
     value, gradient = jax.value_and_grad(loss)(far)
@@ -251,13 +251,13 @@ def test_before_the_first_update_every_loss_is_the_plain_policy_gradient(mode: s
     advantage = np.where(ADVANTAGE[:, :1] > 0, 1.0, -0.5) * MASK
 
     def loss(new):
-        terms = Terms(
+        loss_inputs = Terms(
             logprob=new,
             advantage=jnp.asarray(advantage, jnp.float32),
             sequence=jnp.repeat(jnp.arange(3)[:, None], 4, axis=1),
             **{k: jnp.asarray(v, jnp.float32) for k, v in arrays.items()},
         )
-        return jnp.sum(POLICY_LOSSES[mode](terms, config(mode)).loss * terms.active)
+        return jnp.sum(POLICY_LOSSES[mode](loss_inputs, config(mode)).loss * loss_inputs.active)
 
     gradient = jax.grad(loss)(jnp.asarray(OLD, jnp.float32))
     np.testing.assert_allclose(gradient, -advantage, atol=1e-5)

@@ -40,17 +40,17 @@ def sums(mode: str, **columns: np.ndarray) -> tuple[float, np.ndarray, float, np
     terms.
     """
     active = columns.pop("active")
-    terms = {name: jnp.asarray(values, jnp.float32) for name, values in columns.items()}
-    sequence = terms.pop("sequence").astype(jnp.int32)
+    inputs = {name: jnp.asarray(values, jnp.float32) for name, values in columns.items()}
+    sequence = inputs.pop("sequence").astype(jnp.int32)
 
     def loss(logprob: jax.Array) -> tuple[jax.Array, jax.Array]:
-        made = POLICY_LOSSES[mode](
-            Terms(logprob=logprob, active=jnp.asarray(active), sequence=sequence, **terms),
+        token_loss = POLICY_LOSSES[mode](
+            Terms(logprob=logprob, active=jnp.asarray(active), sequence=sequence, **inputs),
             config(mode),
         )
-        return jnp.sum(active * made.loss), made.clipped
+        return jnp.sum(active * token_loss.loss), token_loss.clipped
 
-    (total, clipped), gradient = jax.value_and_grad(loss, has_aux=True)(terms.pop("logprob"))
+    (total, clipped), gradient = jax.value_and_grad(loss, has_aux=True)(inputs.pop("logprob"))
     return float(total), np.asarray(gradient), float(np.sum(active * clipped)), np.asarray(clipped)
 
 
@@ -94,13 +94,14 @@ def trajectories(draw: st.DrawFn, mode: str) -> dict[str, np.ndarray]:
 @given(data=st.data())
 @pytest.mark.parametrize("mode", LOSS_MODES)
 def test_a_trajectory_without_advantage_changes_nothing(mode, data):
-    other = data.draw(trajectories(mode)) | {
+    without_advantage = data.draw(trajectories(mode)) | {
         "advantage": np.zeros((1, K)),
         "sequence": np.ones((1, K)),
     }
     first = data.draw(trajectories(mode))
     columns = {
-        name: np.concatenate([values, other[name]], axis=1) for name, values in first.items()
+        name: np.concatenate([values, without_advantage[name]], axis=1)
+        for name, values in first.items()
     }
     check_that_they_change_nothing(mode, columns, np.arange(2 * K) >= K)
 
@@ -131,14 +132,14 @@ def test_a_token_that_a_clip_changes_is_counted(mode):
     """Both tokens have left the range of their ratio upwards, and one's advantage wants it to go
     on.
     """
-    one = np.ones((1, 2), np.float32)
+    ones = np.ones((1, 2), np.float32)
     columns = {
-        "logprob": -0.1 * one,
-        "old_logprob": -1.5 * one,
-        "rollout_logprob": -3.0 * one,
+        "logprob": -0.1 * ones,
+        "old_logprob": -1.5 * ones,
+        "rollout_logprob": -3.0 * ones,
         "advantage": np.array([[1.0, 0.0]], np.float32),
-        "active": one,
-        "chosen": one,
+        "active": ones,
+        "chosen": ones,
         "sequence": np.array([[0.0, 1.0]], np.float32),
     }
     np.testing.assert_array_equal(
