@@ -43,7 +43,7 @@ def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int
     ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
     batch = pack(ts, pack_length=length, share_prefixes=share)
     batch = weighted(batch, [float(i) for i in range(len(ts))])
-    found = []
+    seen = []
     for row in range(batch.num_rows):
         for term in np.flatnonzero(batch.terms["weight"][row]):
             target = batch.term_target[row, term]
@@ -51,7 +51,7 @@ def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int
             assert batch.target_valid[row, target]
             context = visible_context(batch, row, parent)
             assert batch.positions[row, parent] == len(context) - 1
-            found.append(
+            seen.append(
                 (
                     int(batch.terms["advantage"][row, term]),
                     tuple(context),
@@ -63,7 +63,7 @@ def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int
         for i, t in enumerate(ts)
         for k in range(len(t.response_ids))
     ]
-    assert sorted(found) == sorted(wanted)
+    assert sorted(seen) == sorted(wanted)
     assert (
         batch.num_tokens == sum(len(p) + len(s) for p, s in pairs)
         and batch.num_nodes <= batch.num_tokens

@@ -16,9 +16,9 @@ def state(value: float, size: int = 3) -> dict:
 
 @pytest.fixture
 def checkpointer(tmp_path: Path):
-    made = Checkpointer(tmp_path / "checkpoints", keep=2)
-    yield made
-    made.close()
+    opened = Checkpointer(tmp_path / "checkpoints", keep=2)
+    yield opened
+    opened.close()
 
 
 def test_the_newest_state_and_progress_come_back(checkpointer: Checkpointer):

@@ -91,7 +91,7 @@ def make_learner(*, algorithm: dict | None = None, **config) -> Learner:
 def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
     """Give groups the tiny model's log-probs; the first token of the first trajectory is off."""
     params = tiny_params()
-    made = []
+    sampled_groups = []
     for group in groups:
         members = []
         for t in group.trajectories:
@@ -110,8 +110,8 @@ def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
                 for n in ("trajectory_id", "group_id", "agent_name", "finish_reason", "reward")
             }
             members.append(Trajectory.from_turns(prompt_ids=t.prompt_ids, turns=turns, **fields))
-        made.append(replace(group, trajectories=tuple(members)))
-    return made
+        sampled_groups.append(replace(group, trajectories=tuple(members)))
+    return sampled_groups
 
 
 @pytest.mark.parametrize(

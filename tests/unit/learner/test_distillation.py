@@ -45,7 +45,7 @@ def distilling(
         **{"adv_estimator": "none", "kl": kl} | changes.pop("algorithm", {})
     )
     config = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | changes)
-    made = [
+    made_teachers = [
         Teacher(
             model,
             tiny_params(seed, model),
@@ -59,7 +59,7 @@ def distilling(
     ]
     params = tiny_params(config=student)
     return Learner(
-        student, params, algorithm=algorithm, config=config, temperature=1.0, teachers=made
+        student, params, algorithm=algorithm, config=config, temperature=1.0, teachers=made_teachers
     )
 
 

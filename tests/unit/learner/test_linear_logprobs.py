@@ -73,8 +73,8 @@ def test_gradients_of_both_outputs_are_those_of_the_plain_form(vocab: int, shard
 def test_kept_logits_change_nothing_and_save_their_products(kept_logits: int) -> None:
     hidden, head, ids, valid = inputs(67)
 
-    def loss(hidden: jax.Array, head: jax.Array, kept: int) -> jax.Array:
-        logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept)
+    def loss(hidden: jax.Array, head: jax.Array, kept_logits: int) -> jax.Array:
+        logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept_logits)
         return jnp.sum(logprob**2) + jnp.sum(entropy**2)
 
     recomputed, actual = (
@@ -161,20 +161,20 @@ def test_the_likeliest_ids_are_those_of_a_float64_sort(vocab: int, shards: int) 
 
 def test_the_likeliest_ids_of_a_support_are_among_its_ids() -> None:
     hidden, head, _, valid = inputs(67)
-    left = [3, 33, 40, 64]
+    support_ids = [3, 33, 40, 64]
     mask = np.zeros(3, np.uint32)
-    for id_ in left:
+    for id_ in support_ids:
         mask[id_ // 32] |= np.uint32(1 << id_ % 32)
     support = jnp.broadcast_to(jnp.asarray(mask), (CHUNKS, TOKENS, 3))
     ids, logprobs = linear_top_k(
         hidden, head, valid, TEMPERATURE, 5, vocab_size=67, support=support
     )
     scores = (np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / TEMPERATURE)[
-        ..., left
+        ..., support_ids
     ]
     logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
     np.testing.assert_array_equal(
-        np.sort(ids[..., :4], axis=-1), np.broadcast_to(left, (CHUNKS, TOKENS, 4))
+        np.sort(ids[..., :4], axis=-1), np.broadcast_to(support_ids, (CHUNKS, TOKENS, 4))
     )
     np.testing.assert_allclose(logprobs[..., :4], -np.sort(-logs, axis=-1), atol=2e-5)
     assert (np.asarray(logprobs[..., 4]) <= module.NEGATIVE / 2).all()

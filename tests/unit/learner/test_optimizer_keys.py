@@ -161,12 +161,12 @@ def test_adafactor_keeps_second_moments_of_rows_and_columns():
     norm_moment = np.zeros(5)
     for step in range(1, 4):
         gradients = {name: rng.normal(size=x.shape) for name, x in weights.items()}
-        kept = 1 - step**-0.8
+        beta = 1 - step**-0.8
         square = gradients["lm_head"] ** 2 + 1e-30
         rows, columns = (
-            kept * m + (1 - kept) * square.mean(axis) for m, axis in ((rows, 1), (columns, 0))
+            beta * m + (1 - beta) * square.mean(axis) for m, axis in ((rows, 1), (columns, 0))
         )
-        norm_moment = kept * norm_moment + (1 - kept) * (gradients["final_norm"] ** 2 + 1e-30)
+        norm_moment = beta * norm_moment + (1 - beta) * (gradients["final_norm"] ** 2 + 1e-30)
         second = {"lm_head": np.outer(rows, columns) / rows.mean(), "final_norm": norm_moment}
         for name, decay in (("lm_head", 0.1), ("final_norm", 0.0)):
             update = gradients[name] / np.sqrt(second[name])
@@ -206,8 +206,8 @@ def test_patterns_choose_what_is_decayed_and_must_match():
     ],
 )
 def test_keys_that_an_optimizer_does_not_read_are_refused(keys, problem):
-    (found,) = OptimizerSection.model_validate(keys).problems("x")
-    assert problem in found
+    (reported,) = OptimizerSection.model_validate(keys).problems("x")
+    assert problem in reported
 
 
 def test_the_bytes_of_a_state_are_those_of_its_arrays():

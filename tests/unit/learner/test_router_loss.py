@@ -56,9 +56,9 @@ def gradient(learner: Learner) -> tuple[float, list[np.ndarray]]:
 )
 def test_loss_and_gradient_do_not_depend_on_the_layout(layout: dict):
     loss, expected = gradient(make_learner(10.0, pack_length=32, share_prefixes=False))
-    own, got = gradient(make_learner(10.0, **layout))
+    layout_loss, got = gradient(make_learner(10.0, **layout))
     assert (
-        own == pytest.approx(loss, rel=1e-5) and loss > 1.0
+        layout_loss == pytest.approx(loss, rel=1e-5) and loss > 1.0
     )  # 2 would be perfect balance of two choices
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max())

@@ -147,13 +147,14 @@ def test_several_targets_per_token_count_as_a_sequence_for_each_of_them(peer):
     rng = np.random.default_rng(2)
     bare = {"weight": None, "advantage": None, "old_logprob": None, "ratio_mask": None}
     data = []
-    for one in [*sequences(3), sequences(1)[0]]:
-        shape = (one.num_scored, 4)
+    for single in [*sequences(3), sequences(1)[0]]:
+        shape = (single.num_scored, 4)
         targets = rng.integers(1, TINY.vocab_size, shape).astype(np.int32)
         targets[::2, 3] = targets[::2, 0]
         data.append(
             replace(
-                one, **(bare | {"targets": targets, "weight": rng.choice([0.0, 0.2, 1.5], shape)})
+                single,
+                **(bare | {"targets": targets, "weight": rng.choice([0.0, 0.2, 1.5], shape)}),
             )
         )
     columns = [column for sequence in data for column in sequence.columns()]

@@ -64,10 +64,13 @@ def test_fields_of_one_scaling_are_refused_with_another():
 def test_two_sections_of_rotary_settings_have_to_agree():
     raw = small("llama")
     linear = {"rope_type": "linear", "factor": 2.0}
-    both = raw | {"rope_scaling": linear, "rope_parameters": linear | {"rope_theta": 10000.0}}
-    assert read_config(both) == read_config(raw | {"rope_scaling": linear})
+    both_sections = raw | {
+        "rope_scaling": linear,
+        "rope_parameters": linear | {"rope_theta": 10000.0},
+    }
+    assert read_config(both_sections) == read_config(raw | {"rope_scaling": linear})
     with pytest.raises(ModelError, match="rope_parameters=.*differ"):
-        read_config(both | {"rope_parameters": linear | {"rope_theta": 500.0}})
+        read_config(both_sections | {"rope_parameters": linear | {"rope_theta": 500.0}})
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)

@@ -56,7 +56,7 @@ def write(
     pre: str = "smollm",
     heads: int = HEADS,
     freq_base: float = 10000.0,
-    more: dict[str, Any] | None = None,
+    metadata: dict[str, Any] | None = None,
 ) -> Path:
     """A file with these tensors; ``more`` are further keys, and tensors whose names end in
     ``.weight``.
@@ -64,7 +64,7 @@ def write(
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, arch)
-    for key, value in (more or {}).items():
+    for key, value in (metadata or {}).items():
         if isinstance(value, np.ndarray):
             writer.add_tensor(key, value)
         elif isinstance(value, bool):
@@ -144,9 +144,11 @@ def test_what_is_not_supported_is_named(tmp_path: Path, change: dict, message: s
         convert_gguf(write(tmp_path / "m.gguf", weights(), **change), tmp_path / "hf")
 
 
-def converted(tmp_path: Path, more: dict[str, Any], **fields: Any):
+def converted(tmp_path: Path, metadata: dict[str, Any], **fields: Any):
     """The configuration of a file with more keys, as it is read after the conversion."""
-    convert_gguf(write(tmp_path / "m.gguf", weights(), more=more, **fields), tmp_path / "hf")
+    convert_gguf(
+        write(tmp_path / "m.gguf", weights(), metadata=metadata, **fields), tmp_path / "hf"
+    )
     return load_hf(tmp_path / "hf")[0]
 
 
@@ -175,8 +177,8 @@ SCALINGS = {
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scaled_positions_are_converted(tmp_path: Path, name: str):
-    more, expected = SCALINGS[name]
-    assert converted(tmp_path, more).rope.scaling == expected
+    metadata, expected = SCALINGS[name]
+    assert converted(tmp_path, metadata).rope.scaling == expected
 
 
 def test_factors_of_frequencies_are_the_scaling_of_llama_3(tmp_path: Path):
@@ -193,8 +195,8 @@ def test_factors_of_frequencies_are_the_scaling_of_llama_3(tmp_path: Path):
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
     plain, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     factors = (plain / scaled).numpy().astype(np.float32)
-    found = converted(tmp_path, {"rope_freqs.weight": factors}, freq_base=500000.0)
-    assert found.rope.scaling == Llama3Scaling(
+    model = converted(tmp_path, {"rope_freqs.weight": factors}, freq_base=500000.0)
+    assert model.rope.scaling == Llama3Scaling(
         factor=32.0,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
@@ -203,7 +205,7 @@ def test_factors_of_frequencies_are_the_scaling_of_llama_3(tmp_path: Path):
 
 
 def test_heads_may_be_larger_than_their_share_of_the_model(tmp_path: Path):
-    more = {
+    metadata = {
         "llama.attention.key_length": SIZE,
         "llama.attention.value_length": SIZE,
         "llama.rope.dimension_count": SIZE,
@@ -214,14 +216,14 @@ def test_heads_may_be_larger_than_their_share_of_the_model(tmp_path: Path):
         kind = name.split(".")[-1]
         if kind in rows:
             tensors[name] = np.ascontiguousarray(tensor[rows[kind]])
-    convert_gguf(write(tmp_path / "m.gguf", tensors, heads=2, more=more), tmp_path / "hf")
+    convert_gguf(write(tmp_path / "m.gguf", tensors, heads=2, metadata=metadata), tmp_path / "hf")
     config, params = load_hf(tmp_path / "hf")
     assert (config.head_dim, config.num_heads, config.hidden_size) == (SIZE, 2, HIDDEN)
     np.testing.assert_array_equal(params["layers"]["q"][1], tensors["blk.1.attn_q"])
 
 
 @pytest.mark.parametrize(
-    "more",
+    "metadata",
     [
         {"llama.logit_scale": 0.5},
         {"llama.residual_scale": 0.5},
@@ -246,14 +248,14 @@ def test_heads_may_be_larger_than_their_share_of_the_model(tmp_path: Path):
         {"rope_freqs.weight": np.full(SIZE // 2, 3.0, np.float32)},
         {"blk.0.attn_q.bias": np.zeros(HEADS * SIZE, np.float32)},
     ],
-    ids=lambda more: next(iter(more)),
+    ids=lambda metadata: next(iter(metadata)),
 )
 def test_what_would_change_the_model_and_is_not_converted_is_refused_by_name(
-    tmp_path: Path, more: dict[str, Any]
+    tmp_path: Path, metadata: dict[str, Any]
 ):
     with pytest.raises(ModelError) as caught:
-        converted(tmp_path, more)
-    assert next(iter(more)).removesuffix(".type") in str(caught.value) or "longrope" in str(
+        converted(tmp_path, metadata)
+    assert next(iter(metadata)).removesuffix(".type") in str(caught.value) or "longrope" in str(
         caught.value
     )
     assert not (tmp_path / "hf").exists()
@@ -272,8 +274,8 @@ def converted_again(tmp_path: Path):
 def test_a_model_that_begins_texts_with_a_token_keeps_doing_so(tmp_path: Path):
     from transformers import AutoTokenizer
 
-    more = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eot_token_id": 3}
-    convert_gguf(write(tmp_path / "m.gguf", weights(), more=more), tmp_path / "hf")
+    metadata = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eot_token_id": 3}
+    convert_gguf(write(tmp_path / "m.gguf", weights(), metadata=metadata), tmp_path / "hf")
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("1")["input_ids"][0] == 1
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [
         2,

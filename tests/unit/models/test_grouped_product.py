@@ -51,8 +51,8 @@ def test_output_and_gradients_are_those_of_a_loop_over_groups(
         return out, *back(d_out)
 
     with pltpu.force_tpu_interpret_mode(True):
-        found = run(*(jnp.asarray(value, jnp.float32) for value in (x, weight, d_out)))
-    for mine, wanted in zip(found, expected(x, weight, d_out), strict=True):
+        actual = run(*(jnp.asarray(value, jnp.float32) for value in (x, weight, d_out)))
+    for mine, wanted in zip(actual, expected(x, weight, d_out), strict=True):
         np.testing.assert_allclose(
             mine[:rows] if len(mine) == count else mine, wanted[:rows], rtol=1e-4, atol=1e-4
         )
@@ -70,8 +70,8 @@ def _ended(rows: jax.Array, sizes: jax.Array, value: float) -> jax.Array:
     return jnp.where((jnp.arange(len(rows)) < sizes.sum())[:, None], rows, value)
 
 
-def _backward(kept, d_out):
-    x, weight, sizes = kept
+def _backward(saved, d_out):
+    x, weight, sizes = saved
     product = lambda x, weight: jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)  # noqa: E731
     d_x, d_weight = jax.vjp(product, _ended(x, sizes, 0), weight)[1](
         _ended(d_out, sizes, 0)
@@ -126,7 +126,9 @@ def test_what_a_product_leaves_in_rows_of_other_shards_reaches_nothing(
 
         return sum(jnp.sum((of(token, 0) + of(token, 1)) ** 2) for token in range(tokens))
 
-    found, wanted = (
+    actual, wanted = (
         jax.value_and_grad(f, argnums=(0, 1, 2))(layer, x, weights) for f in (grouped, one_by_one)
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, wanted)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), actual, wanted
+    )

@@ -162,8 +162,8 @@ def test_a_tensor_of_a_type_that_is_not_read_is_named(folder: Path):
 
 def in_shards(folder: Path) -> None:
     """Splits the weights of a folder into two shards with an index."""
-    whole = folder / "model.safetensors"
-    tensors = load_file(whole)
+    single_file = folder / "model.safetensors"
+    tensors = load_file(single_file)
     names = sorted(tensors)
     weight_map = {}
     for number, part in enumerate((names[::2], names[1::2]), 1):
@@ -171,15 +171,15 @@ def in_shards(folder: Path) -> None:
         save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    whole.unlink()
+    single_file.unlink()
 
 
 def test_an_export_over_shards_of_another_model_is_refused_and_leaves_them(folder: Path):
     in_shards(folder)
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    contents = {file.name: file.read_bytes() for file in folder.iterdir()}
     with raises(ModelError, value="model-00001-of-00002", fix="a new folder"):
         save_hf(folder, TINY, tiny_params(1))
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == contents
 
 
 def test_an_export_over_an_older_one_replaces_all_of_it(folder: Path):
@@ -212,10 +212,10 @@ def test_a_weight_that_float16_cannot_hold_is_named_with_its_tensor(folder: Path
 
 
 def test_weights_in_two_forms_are_refused(folder: Path):
-    whole = (folder / "model.safetensors").read_bytes()
+    content = (folder / "model.safetensors").read_bytes()
     in_shards(folder)
     load_hf(folder)
-    (folder / "model.safetensors").write_bytes(whole)
+    (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match="different models"):
         load_hf(folder)
 

@@ -26,10 +26,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_model_that_was_moved_or_cut_into_shards_is_the_same(folder: Path):
-    before = model_fingerprints(folder)
-    assert before.keys() == {WEIGHTS, "config.json", "tokenizer.json"}
+    fingerprints = model_fingerprints(folder)
+    assert fingerprints.keys() == {WEIGHTS, "config.json", "tokenizer.json"}
     moved = folder.rename(folder.parent / "elsewhere")
-    assert model_fingerprints(moved) == before
+    assert model_fingerprints(moved) == fingerprints
     tensors = load_file(moved / "model.safetensors")
     weight_map = {}
     for number, name in enumerate(sorted(tensors)):
@@ -41,39 +41,41 @@ def test_a_model_that_was_moved_or_cut_into_shards_is_the_same(folder: Path):
         )
     (moved / "model.safetensors").unlink()
     (moved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert model_fingerprints(moved) == before
+    assert model_fingerprints(moved) == fingerprints
 
 
 @pytest.mark.parametrize("number", range(3))
 def test_one_number_of_one_tensor_makes_it_another_model(folder: Path, number: int):
-    before = model_fingerprints(folder)
+    old = model_fingerprints(folder)
     tensors = load_file(folder / "model.safetensors")
     name = sorted(tensors)[number * 7]
     tensors[name] = tensors[name].copy()
     tensors[name].reshape(-1)[-1] += np.float32(1e-3)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    after = model_fingerprints(folder)
-    assert {part for part in before if before[part] != after[part]} == {WEIGHTS}
+    new = model_fingerprints(folder)
+    assert {part for part in old if old[part] != new[part]} == {WEIGHTS}
 
 
 def test_each_part_is_told_apart(folder: Path):
-    before = model_fingerprints(folder)
+    fingerprints = model_fingerprints(folder)
     (folder / "tokenizer.json").write_text("{ }")
     file = folder / "config.json"
     raw = json.loads(file.read_text())
     file.write_text(
         json.dumps(raw | {"_name_or_path": "x", "transformers_version": "9", "dtype": "bfloat16"})
     )
-    assert model_fingerprints(folder) == before | {
+    assert model_fingerprints(folder) == fingerprints | {
         "tokenizer.json": model_fingerprints(folder)["tokenizer.json"]
     }
     file.write_text(json.dumps(raw | {"rms_norm_eps": 1e-4}))
-    assert model_fingerprints(folder)["config.json"] != before["config.json"]
+    assert model_fingerprints(folder)["config.json"] != fingerprints["config.json"]
 
 
 def test_a_model_that_is_served_elsewhere_is_known_by_its_tokenizer(folder: Path):
-    whole = model_fingerprints(folder)
-    assert model_fingerprints(folder, weights=False) == {"tokenizer.json": whole["tokenizer.json"]}
+    fingerprints = model_fingerprints(folder)
+    assert model_fingerprints(folder, weights=False) == {
+        "tokenizer.json": fingerprints["tokenizer.json"]
+    }
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 
 
 def folder_of(path: Path, *, images: dict | None = None, **files: dict) -> Path:
-    own = {
+    defaults = {
         "image_processor_type": "Qwen2VLImageProcessor",
         **PATCHES,
         "min_pixels": 3136,
         "max_pixels": 12544,
     }
-    for name, content in {"preprocessor_config": images or own, **files}.items():
+    for name, content in {"preprocessor_config": images or defaults, **files}.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return path
 
@@ -89,18 +89,20 @@ def test_the_flattest_images_are_cut_into_as_many_patches_as_are_counted(
 
 
 def test_only_equal_images_share_a_digest(patcher: ImageProcessor):
-    one, same, other = (patcher.process("image", noise(seed)).digest for seed in (0, 0, 1))
+    digest, same, other_digest = (
+        patcher.process("image", noise(seed)).digest for seed in (0, 0, 1)
+    )
     still = patcher.process("video", [noise(0)]).digest
-    assert one == same and len({one, other, still}) == 3
+    assert digest == same and len({digest, other_digest, still}) == 3
 
 
 def test_frames_have_settings_of_their_own(tmp_path: Path):
     frames = {**PATCHES, "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}}
     nested = folder_of(tmp_path, processor_config={"video_processor": frames})
     assert ImageProcessor.read(nested).count("video", [picture(112, 112)]) == 1
-    beside = folder_of(tmp_path, processor_config={}, video_preprocessor_config=frames)
-    assert ImageProcessor.read(beside).count("video", [picture(112, 112)]) == 1
-    assert ImageProcessor.read(beside).count("image", picture(112, 112)) == 16
+    with_video_settings = folder_of(tmp_path, processor_config={}, video_preprocessor_config=frames)
+    assert ImageProcessor.read(with_video_settings).count("video", [picture(112, 112)]) == 1
+    assert ImageProcessor.read(with_video_settings).count("image", picture(112, 112)) == 16
 
 
 def test_pixels_go_before_the_files(tmp_path: Path):

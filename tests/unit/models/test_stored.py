@@ -59,7 +59,7 @@ def test_a_version_is_not_there_before_all_parts_are(tmp_path: Path):
 
 def test_a_chunk_or_manifest_that_is_another_is_refused_by_name(tmp_path: Path):
     folder, digest = write(tmp_path, 1, seed=1)
-    other, other_digest = write(tmp_path, 2, seed=2)
+    other_folder, other_digest = write(tmp_path, 2, seed=2)
     chunk, of_other = (tmp_path / version / "embed/c/0/0" for version in ("v1", "v2"))
     ours = chunk.read_bytes()
     theirs = of_other.read_bytes()
@@ -71,8 +71,8 @@ def test_a_chunk_or_manifest_that_is_another_is_refused_by_name(tmp_path: Path):
             read(folder, digest)
         chunk.write_bytes(ours)
     with raises(WeightUpdateError, key="v2/manifest.json"):
-        read(other, digest)
-    jax.tree.map(np.testing.assert_array_equal, read(other, other_digest), tiny_params(2))
+        read(other_folder, digest)
+    jax.tree.map(np.testing.assert_array_equal, read(other_folder, other_digest), tiny_params(2))
 
 
 def test_another_models_parameters_are_refused_with_both_shapes(tmp_path: Path):
@@ -116,5 +116,5 @@ for tensor in (1, 4):
 
 def test_any_mesh_reads_what_any_mesh_wrote_each_byte_once(tmp_path: Path):
     for line in run_on_devices(MESHES, str(tmp_path)):
-        read, whole = json.loads(line)
-        assert read == whole
+        read, total = json.loads(line)
+        assert read == total

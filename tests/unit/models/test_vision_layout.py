@@ -38,8 +38,8 @@ def span(start: int, stop: int, kind: str = "image") -> ImageSpan:
 
 
 def test_items_stand_in_runs_of_their_own_placeholder():
-    found = [(s.kind, s.number, s.start, s.stop, s.grid) for s in locate(VISION, IDS, GRIDS)]
-    assert found == [
+    spans = [(s.kind, s.number, s.start, s.stop, s.grid) for s in locate(VISION, IDS, GRIDS)]
+    assert spans == [
         ("image", 0, 2, 8, (1, 2, 3)),
         ("video", 0, 9, 25, (2, 2, 4)),
         ("image", 1, 27, 37, (1, 5, 2)),
@@ -135,11 +135,13 @@ def test_windows_and_frames_are_those_of_transformers():
     order, windows = vision_utils.get_vision_window_index(
         tensor, 2, VISION.window_size, VISION.patch_size
     )
-    places = vision_utils.get_vision_position_ids(tensor, 2).reshape(-1, 4, 2)[order].reshape(-1, 2)
+    positions = (
+        vision_utils.get_vision_position_ids(tensor, 2).reshape(-1, 4, 2)[order].reshape(-1, 2)
+    )
     ours = layout(VISION, grids, padded)
     np.testing.assert_array_equal(ours.order[: total // 4], order)
     np.testing.assert_array_equal(ours.order[ours.restore], np.arange(padded // 4))
-    np.testing.assert_array_equal(ours.coordinates[:total], places)
+    np.testing.assert_array_equal(ours.coordinates[:total], positions)
     for numbers, edges in (
         (ours.windows, windows),
         (ours.frames, vision_utils.get_vision_cu_seqlens(tensor)),

@@ -88,9 +88,9 @@ def test_the_rewards_of_each_role_end_the_line_of_a_step():
     }
     progress.step(RECORD | {"step": 1}, seconds_left=10)
     progress.step(RECORD | {"step": 2} | roles, seconds_left=10)
-    _, alone, both = file.getvalue().splitlines()
+    _, alone, two_roles = file.getvalue().splitlines()
     assert (
-        both.endswith("solver 0.75, checker 0.25")
+        two_roles.endswith("solver 0.75, checker 0.25")
         and not alone.endswith("0.25")
         and "solver" not in alone
     )

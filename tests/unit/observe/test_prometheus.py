@@ -39,10 +39,13 @@ def test_engines_differ_by_label_under_one_heading():
             ),
         ]
     )
-    found = read(text)
+    samples = read(text)
     assert text.count(b"# TYPE jax_agent_rl_engine_generated_tokens_total counter") == 1
-    assert [found["jax_agent_rl_engine_generated_tokens_total", name] for name in "ab"] == [10, 20]
-    assert [found["jax_agent_rl_engine_up", name] for name in "ab"] == [1, 0]
+    assert [samples["jax_agent_rl_engine_generated_tokens_total", name] for name in "ab"] == [
+        10,
+        20,
+    ]
+    assert [samples["jax_agent_rl_engine_up", name] for name in "ab"] == [1, 0]
     gauges = (
         "policy_version",
         "requests_running",
@@ -50,8 +53,8 @@ def test_engines_differ_by_label_under_one_heading():
         "max_concurrent",
         "kv_used_share",
     )
-    assert [found[f"jax_agent_rl_engine_{name}", "a"] for name in gauges] == [7, 2, 1, 4, 0.25]
-    assert ("jax_agent_rl_engine_kv_used_share", "b") not in found  # an engine that does not say
+    assert [samples[f"jax_agent_rl_engine_{name}", "a"] for name in gauges] == [7, 2, 1, 4, 0.25]
+    assert ("jax_agent_rl_engine_kv_used_share", "b") not in samples  # an engine that does not say
 
 
 def test_requests_are_counted_by_path_and_status_also_those_whose_client_went_away():
@@ -63,10 +66,10 @@ def test_requests_are_counted_by_path_and_status_also_those_whose_client_went_aw
         status.append(200)
     with pytest.raises(KeyError), counts.request("/a"):
         raise KeyError
-    found = read(exposition_text(counts.families()))
-    assert found["jax_agent_rl_server_requests_total", "/a", "200"] == 1
-    assert found["jax_agent_rl_server_requests_total", "/a", "499"] == 1
-    assert found["jax_agent_rl_server_requests_running",] == 0
+    samples = read(exposition_text(counts.families()))
+    assert samples["jax_agent_rl_server_requests_total", "/a", "200"] == 1
+    assert samples["jax_agent_rl_server_requests_total", "/a", "499"] == 1
+    assert samples["jax_agent_rl_server_requests_running",] == 0
 
 
 def test_a_run_serves_its_newest_metrics_to_this_machine_until_it_ends():
@@ -78,18 +81,18 @@ def test_a_run_serves_its_newest_metrics_to_this_machine_until_it_ends():
         metrics({"kind": "step", "step": 5, "reward_mean": 0.75})
         metrics({"kind": "evaluation", "step": 5, "accuracy": 0.25})
         with urllib.request.urlopen(url, timeout=10) as answer:
-            found = read(answer.read())
+            samples = read(answer.read())
         names = ("step", "reward_mean", "evaluation_step", "evaluation_accuracy", "dropped_stale")
-        assert [found[f"jax_agent_rl_train_{name}",] for name in names] == [5, 0.75, 5, 0.25, 2]
+        assert [samples[f"jax_agent_rl_train_{name}",] for name in names] == [5, 0.75, 5, 0.25, 2]
     with pytest.raises(OSError), urllib.request.urlopen(url, timeout=10):
         pass
 
 
 def test_a_port_in_use_is_a_setting_to_change():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with raises(ConfigError, key="trainer.prometheus_port", value=port):
             with serve_trainer(port, print_line=print):
                 pass

@@ -62,15 +62,15 @@ CALL = {"name": "f", "seconds": 0.0}
 def test_a_trajectory_without_what_is_read_of_it_is_left_out_and_counted(
     tmp_path: Path, broken: dict
 ):
-    made = trajectory([1], [5, 2, 6], mask=[1, 1, 0], calls=[[call()]])
-    whole = json.loads(json.dumps(trajectory_record(made, step=1, split="train")))
+    sample = trajectory([1], [5, 2, 6], mask=[1, 1, 0], calls=[[call()]])
+    record = json.loads(json.dumps(trajectory_record(sample, step=1, split="train")))
     if isinstance(broken.get("turns"), list) and broken["turns"][0] not in ({}, 17):
-        broken = {"turns": [whole["turns"][0] | broken["turns"][0]]}
-    missing = {key: value for key, value in whole.items() if key != "segments"}
+        broken = {"turns": [record["turns"][0] | broken["turns"][0]]}
+    missing = {key: value for key, value in record.items() if key != "segments"}
     file = tmp_path / "trajectories.jsonl"
-    file.write_text("\n".join(map(json.dumps, [{"a": 1}, whole, whole | broken, missing])))
+    file.write_text("\n".join(map(json.dumps, [{"a": 1}, record, record | broken, missing])))
     records = read_trajectories(file)
-    assert list(records) == [whole] and (records.damaged, records.invalid) == (0, 3)
+    assert list(records) == [record] and (records.damaged, records.invalid) == (0, 3)
     assert records.notes == [
         "lines left out of trajectories.jsonl: 3 (not as this version writes them)"
     ]

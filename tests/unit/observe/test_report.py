@@ -104,11 +104,11 @@ def test_a_chart_has_the_steps_that_have_its_metric():
         step_line(3),
         {"kind": "evaluation", "step": 3, "accuracy": 1},
     ]
-    made = {chart["title"]: chart for chart in charts(metrics)}
-    assert lines_of(made["Entropy"]) == {"entropy": ([1, 3], [1.0, 0.333333])}
-    assert made["Reward"]["lines"][0]["low"] == [-1, -1]
-    assert lines_of(made["Held-out accuracy"]) == {"accuracy": ([3], [1])}
-    assert "Staleness" not in made
+    by_title = {chart["title"]: chart for chart in charts(metrics)}
+    assert lines_of(by_title["Entropy"]) == {"entropy": ([1, 3], [1.0, 0.333333])}
+    assert by_title["Reward"]["lines"][0]["low"] == [-1, -1]
+    assert lines_of(by_title["Held-out accuracy"]) == {"accuracy": ([3], [1])}
+    assert "Staleness" not in by_title
 
 
 def test_drops_are_those_of_each_step_although_the_accounting_counts_from_the_start():
@@ -146,11 +146,11 @@ def test_a_chart_of_what_a_run_does_not_have_is_hidden(title, key, value):
 
 def test_zeros_that_mean_something_are_drawn():
     metrics = [step_line(1, reward_mean=0.0, tool_calls_mean=0.0, entropy=0.0)]
-    made = {
+    by_title = {
         chart["title"]: chart
         for chart in charts([*metrics, {"kind": "evaluation", "step": 1, "accuracy": 0.0}])
     }
-    assert {"Reward", "Turns and tool calls", "Entropy", "Held-out accuracy"} <= set(made)
+    assert {"Reward", "Turns and tool calls", "Entropy", "Held-out accuracy"} <= set(by_title)
 
 
 def test_metrics_that_are_zero_throughout_are_named_once():
@@ -177,25 +177,25 @@ def test_an_evaluation_is_a_phase_of_the_engines_that_lies_over_others():
         {"kind": "evaluation", "step": 1, "phase_seconds": [["evaluate", 4, 6]]},
         step_line(2, phase_seconds=[["engine", 0, 10]]),
     ]
-    made = timeline(metrics, [], {})
-    assert made["engine"] == [
+    lanes = timeline(metrics, [], {})
+    assert lanes["engine"] == [
         {"name": "engine", "from": 0, "to": 10, "busy": 0.75, "step": 2},
         {"name": "evaluate", "from": 4, "to": 6, "step": 1},
     ]
 
 
 def test_numbers_that_are_none_are_left_out():
-    made = charts([step_line(1, entropy=float("nan"), own_metric=True, kl=float("inf"))])
-    assert not {"Entropy", "own_metric", "KL"} & {chart["title"] for chart in made}
+    drawn = charts([step_line(1, entropy=float("nan"), own_metric=True, kl=float("inf"))])
+    assert not {"Entropy", "own_metric", "KL"} & {chart["title"] for chart in drawn}
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000))
 def test_thinning_keeps_the_extremes_the_order_and_few_points(values):
     points = [(float(x), y) for x, y in enumerate(values)]
-    kept = thinned(points)
-    assert len(kept) <= max(MAX_POINTS, 1) + 2 and set(kept) <= set(points)
-    assert kept == sorted(kept) and len(set(kept)) == len(kept)
-    assert {max(values), min(values)} <= {y for _, y in kept}
+    thin = thinned(points)
+    assert len(thin) <= max(MAX_POINTS, 1) + 2 and set(thin) <= set(points)
+    assert thin == sorted(thin) and len(set(thin)) == len(thin)
+    assert {max(values), min(values)} <= {y for _, y in thin}
 
 
 def test_a_value_of_every_step_is_near_a_point_that_is_drawn():
@@ -245,22 +245,22 @@ def test_a_short_pause_stays():
 
 def test_phases_updates_engine_and_traces_share_one_axis(tmp_path: Path):
     data = read_run(make_run(tmp_path / "run", steps=2))
-    made = timeline(data.metrics, data.traces, {"train-1-0-0": 7})
-    assert made["phases"][0] == {"name": "rollout", "from": 10, "to": 14, "step": 1}
-    assert made["engine"] == [
+    lanes = timeline(data.metrics, data.traces, {"train-1-0-0": 7})
+    assert lanes["phases"][0] == {"name": "rollout", "from": 10, "to": 14, "step": 1}
+    assert lanes["engine"] == [
         {"name": "engine", "from": 10, "to": 14, "busy": 0.75, "step": 1},
         {"name": "engine", "from": 20, "to": 24, "busy": 0.75, "step": 2},
     ]
-    assert made["updates"] == [20, 30] and made["seconds"] == 30
-    first, other = made["traces"]
-    assert (first["id"], first["at"], other["at"]) == ("train-1-0-0", 7, -1)
+    assert lanes["updates"] == [20, 30] and lanes["seconds"] == 30
+    first, second = lanes["traces"]
+    assert (first["id"], first["at"], second["at"]) == ("train-1-0-0", 7, -1)
     assert first["spans"][3] == {"name": "tool", "from": 2, "to": 3, "note": "add, timeout"}
     assert first["spans"][4]["note"] == "sums, ValueError: no"
 
 
 def test_a_run_without_times_has_an_empty_timeline():
-    made = timeline([{"kind": "step", "step": 1, "engine_busy_share": 0.5}], [], {})
-    assert made["phases"] == made["traces"] == [] and made["seconds"] == 0
+    lanes = timeline([{"kind": "step", "step": 1, "engine_busy_share": 0.5}], [], {})
+    assert lanes["phases"] == lanes["traces"] == [] and lanes["seconds"] == 0
 
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -272,18 +272,18 @@ def test_a_token_keeps_its_text_log_prob_advantage_and_version():
         "old_logprobs": [-2, -2, 0, -2, None],
     }
     vocabulary = Vocabulary(decode)
-    made = tokens(record, vocabulary, Prompts(vocabulary))
-    assert [vocabulary.ids[place] for place in made["t"]] == record["response_ids"]
-    assert [vocabulary.texts[place] for place in made["t"]] == [
+    page = tokens(record, vocabulary, Prompts(vocabulary))
+    assert [vocabulary.ids[place] for place in page["t"]] == record["response_ids"]
+    assert [vocabulary.texts[place] for place in page["t"]] == [
         "hello ",
         "<|im_end|>",
         "word7 ",
         "world ",
         "<|im_end|>",
     ]
-    assert made["l"] == [-1000] * 4 and made["a"] == [500, -500, 1250, 2000]
-    assert made["o"] == [-2000, -2000, -2000, None] and made["v"] == [[0, 4]]
-    assert [(turn["s"], turn["i"]) for turn in made["turns"]] == [(2, 1), (2, 0)]
+    assert page["l"] == [-1000] * 4 and page["a"] == [500, -500, 1250, 2000]
+    assert page["o"] == [-2000, -2000, -2000, None] and page["v"] == [[0, 4]]
+    assert [(turn["s"], turn["i"]) for turn in page["turns"]] == [(2, 1), (2, 0)]
 
 
 def test_a_gap_is_of_recorded_values_even_where_rounding_parts_or_joins_them():
@@ -291,59 +291,61 @@ def test_a_gap_is_of_recorded_values_even_where_rounding_parts_or_joins_them():
     learner = [-0.1235005, -0.7, 0.0, None, -0.9996]
     vocabulary = Vocabulary(decode)
     record = records_of()[0] | {"rollout_logprobs": engine, "old_logprobs": learner}
-    made = tokens(record, vocabulary, Prompts(vocabulary))
-    assert (made["l"][0], made["o"][0]) == (-123, -124) and (made["l"][3], made["o"][3]) == (
+    page = tokens(record, vocabulary, Prompts(vocabulary))
+    assert (page["l"][0], page["o"][0]) == (-123, -124) and (page["l"][3], page["o"][3]) == (
         -1000,
         -1000,
     )
-    assert made["g"] == [1e-6, 0, None, 8e-4]
+    assert page["g"] == [1e-6, 0, None, 8e-4]
 
 
 def test_an_advantage_that_all_tokens_share_is_one_number_also_if_it_is_zero():
     vocabulary = Vocabulary(decode)
     record = records_of()[0]
-    made = [
+    pages = [
         tokens(record | {"advantages": [v] * 5}, vocabulary, Prompts(vocabulary))
         for v in (0.5, 0.0)
     ]
-    assert [m["a"] for m in made] == [500, 0]
+    assert [m["a"] for m in pages] == [500, 0]
     assert "a" not in tokens(record, vocabulary, Prompts(vocabulary))
 
 
 def test_observations_that_were_trained_on_have_their_advantages():
-    made = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 0, 0, 1])
-    made = replace(made, turns=tuple(replace(turn, learn_appended=True) for turn in made.turns))
+    trained = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 0, 0, 1])
+    trained = replace(
+        trained, turns=tuple(replace(turn, learn_appended=True) for turn in trained.turns)
+    )
     token_values = {"advantages": [0.5, 0.5, -1.0, -2.0, 0.5], "old_logprobs": [-1.0] * 5}
-    record = trajectory_record(made, step=1, split="train", token_values=token_values)
+    record = trajectory_record(trained, step=1, split="train", token_values=token_values)
     vocabulary = Vocabulary(decode)
-    shown = tokens(record, vocabulary, Prompts(vocabulary))
-    assert shown["a"] == [500, 500, -1000, -2000, 500] and len(shown["l"]) == len(shown["o"]) == 3
-    assert [turn.get("learn") for turn in shown["turns"]] == [True, True]
+    page = tokens(record, vocabulary, Prompts(vocabulary))
+    assert page["a"] == [500, 500, -1000, -2000, 500] and len(page["l"]) == len(page["o"]) == 3
+    assert [turn.get("learn") for turn in page["turns"]] == [True, True]
     assert dict(zip(COLUMNS, facts(record), strict=True))["advantage"] == -0.3
 
 
 def test_constrained_tokens_are_shown_as_not_trained_on():
-    made = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 1, 0, 1])
+    trained = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 1, 0, 1])
     first = replace(
-        made.turns[0], output=replace(made.turns[0].output, constrained=(True, False, True))
+        trained.turns[0], output=replace(trained.turns[0].output, constrained=(True, False, True))
     )
-    made = replace(made, turns=(first, made.turns[1]))
+    trained = replace(trained, turns=(first, trained.turns[1]))
     token_values = {"advantages": [0.5, -1.0], "old_logprobs": [-1.5, -1.0]}
     record = json.loads(
-        json.dumps(trajectory_record(made, step=1, split="train", token_values=token_values))
+        json.dumps(trajectory_record(trained, step=1, split="train", token_values=token_values))
     )
     assert record["advantages"] == [None, 0.5, None, 0.0, -1.0]
     vocabulary = Vocabulary(decode)
-    shown = tokens(record, vocabulary, Prompts(vocabulary))
-    assert shown["a"] == [500, -1000] and shown["o"] == [None, -1500, None, -1000]
-    assert [turn.get("c") for turn in shown["turns"]] == [[1, 0, 1], None]
-    assert restore_trajectory(record).loss_mask == made.loss_mask == (0, 1, 0, 0, 1)
+    page = tokens(record, vocabulary, Prompts(vocabulary))
+    assert page["a"] == [500, -1000] and page["o"] == [None, -1500, None, -1000]
+    assert [turn.get("c") for turn in page["turns"]] == [[1, 0, 1], None]
+    assert restore_trajectory(record).loss_mask == trained.loss_mask == (0, 1, 0, 0, 1)
 
 
 def test_a_letter_of_two_tokens_is_shown_once():
     vocabulary = Vocabulary(decode)
-    made = tokens(records_of()[3], vocabulary, Prompts(vocabulary))
-    assert made["x"] == {0: "é", 1: ""} and [vocabulary.texts[p] for p in made["t"]] == [
+    page = tokens(records_of()[3], vocabulary, Prompts(vocabulary))
+    assert page["x"] == {0: "é", 1: ""} and [vocabulary.texts[p] for p in page["t"]] == [
         "\ufffd",
         "\ufffd",
         "world ",
@@ -360,8 +362,8 @@ def test_equal_prompts_are_written_once():
 def test_a_session_has_the_graph_of_its_segments_and_is_counted_as_a_whole():
     record = json.loads(json.dumps(trajectory_record(session(), step=1, split="train")))
     vocabulary = Vocabulary(decode)
-    made = tokens(record, vocabulary, Prompts(vocabulary))
-    graph = made["session"]
+    page = tokens(record, vocabulary, Prompts(vocabulary))
+    graph = page["session"]
     assert [(s["at"], s["up"], s["shared"], s["after"]) for s in graph] == [
         (2, -1, 0, 0),
         (0, 0, 4, 1),
@@ -372,7 +374,7 @@ def test_a_session_has_the_graph_of_its_segments_and_is_counted_as_a_whole():
         ("2", 1, 2, 0.2857),
         ("3–4", 2, 2, 0.2857),
     ]
-    assert graph[2]["note"].startswith("message 1 of 1") and "session" not in made["segments"][0]
+    assert graph[2]["note"].startswith("message 1 of 1") and "session" not in page["segments"][0]
     row = dict(zip(COLUMNS, facts(record), strict=True))
     assert (row["turns"], row["sampled"], row["inserted"]) == (5, 7, 2)
 
@@ -505,7 +507,7 @@ def test_members_of_a_group_follow_each_other_on_the_page_wherever_they_are_reco
     (run / "trajectories.jsonl").write_text("\n".join([*lines[::2], *lines[1::2]]) + "\n")
     index, trajectories = page_of(run)
     assert listed(index, "id") == [f"train-{step}-0-{n}" for step in (1, 2) for n in (0, 2, 1, 3)]
-    assert [sum(turn["s"] for turn in one["turns"]) for one in trajectories] == listed(
+    assert [sum(turn["s"] for turn in entry["turns"]) for entry in trajectories] == listed(
         index, "sampled"
     )
     trees = index["forest"]
@@ -544,9 +546,9 @@ def test_the_facts_of_many_trajectories_are_those_that_were_given():
         a_fact(step, split=("train", "heldout")[step % 2], group=f"g{step % 3}", reward=step)
         for step in range(20)
     ]
-    table = FactTable(facts)
-    assert list(table) == facts and len(table) == 20 and table[7] == facts[7]
-    assert choose(table, 5) == choose(facts, 5)
+    fact_table = FactTable(facts)
+    assert list(fact_table) == facts and len(fact_table) == 20 and fact_table[7] == facts[7]
+    assert choose(fact_table, 5) == choose(facts, 5)
 
 
 def a_fact(
@@ -562,9 +564,9 @@ def test_no_more_are_chosen_than_were_asked_for(sizes, most):
         for step, size in enumerate(sizes)
         for _ in range(size)
     ]
-    places, is_full = choose(facts, most)
-    assert 1 <= len(places) <= most and not is_full
-    assert len(places) == min(most, len(facts)) or len(places) > most // 4
+    chosen, is_full = choose(facts, most)
+    assert 1 <= len(chosen) <= most and not is_full
+    assert len(chosen) == min(most, len(facts)) or len(chosen) > most // 4
 
 
 def test_all_are_chosen_where_nothing_was_asked_for_or_there_are_no_more():
@@ -580,8 +582,8 @@ def test_long_trajectories_are_fewer_but_there_is_one():
         for step in range(10)
         for _ in range(8)
     ]
-    places, is_full = choose(facts, 80)
-    assert is_full and 10 <= len(places) < 20
+    chosen, is_full = choose(facts, 80)
+    assert is_full and 10 <= len(chosen) < 20
     assert choose([a_fact(1, tokens=2 * MAX_TOKENS, reward=r) for r in (0, 1, 0)], 3) == ({1}, True)
 
 
@@ -617,8 +619,8 @@ def test_what_a_model_wrote_stays_data(tmp_path: Path):
 
 @given(st.text())
 def test_json_in_the_page_ends_no_script_and_reads_as_it_was(text):
-    made = to_json({"text": text})
-    assert json.loads(made) == {"text": text} and not set("<>&\u2028\u2029") & set(made)
+    encoded = to_json({"text": text})
+    assert json.loads(encoded) == {"text": text} and not set("<>&\u2028\u2029") & set(encoded)
 
 
 def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written(tmp_path: Path):

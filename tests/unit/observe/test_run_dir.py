@@ -56,12 +56,12 @@ def recorded_run(path: Path) -> RunDir:
 
 
 def test_resuming_removes_nothing_before_a_step_is_in_its_place(tmp_path: Path):
-    before = content(recorded_run(tmp_path / "run"))
+    files = content(recorded_run(tmp_path / "run"))
     run_dir = RunDir(tmp_path / "run")
     run_dir.resume_after(1)
-    assert content(run_dir) == before
+    assert content(run_dir) == files
     evaluate(run_dir, 1, note="new")
-    assert all(content(run_dir)[name].startswith(old) for name, old in before.items())
+    assert all(content(run_dir)[name].startswith(old) for name, old in files.items())
     assert [r["step"] for r in run_dir.recorded()] == [0, 1, 1], (
         "those of the steps that have been made"
     )
@@ -160,8 +160,8 @@ def test_a_run_that_goes_on_is_not_finished(tmp_path: Path):
 
 
 def test_a_record_holds_everything_training_used():
-    made = trajectory([3], [4, 5, 2], mask=[1, 0, 1])
-    record = json.loads(json.dumps(trajectory_record(made, step=1, split="train")))
+    sample = trajectory([3], [4, 5, 2], mask=[1, 0, 1])
+    record = json.loads(json.dumps(trajectory_record(sample, step=1, split="train")))
     assert record["response_ids"] == [4, 5, 2] and record["response_mask"] == [1, 0, 1]
     assert [turn["sampled"] for turn in record["turns"]] == [1, 1]
 

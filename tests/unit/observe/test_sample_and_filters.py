@@ -27,8 +27,8 @@ from tests.trajectories import trajectory
 Item = namedtuple("Item", "number group reward")
 
 
-def pick(items, most, seed=0):
-    return sample(items, most, reward=lambda i: i.reward, group=lambda i: i.group, seed=seed)
+def pick(items, limit, seed=0):
+    return sample(items, limit, reward=lambda i: i.reward, group=lambda i: i.group, seed=seed)
 
 
 @given(
@@ -38,10 +38,10 @@ def pick(items, most, seed=0):
 )
 def test_a_sample_has_the_best_the_worst_and_keeps_the_order(rows, most, seed):
     items = [Item(number, *row) for number, row in enumerate(rows)]
-    kept = pick(items, most, seed)
-    assert len(kept) == min(most, len(items)) and kept == sorted(kept)
+    sample = pick(items, most, seed)
+    assert len(sample) == min(most, len(items)) and sample == sorted(sample)
     if items:
-        rewards = [i.reward for i in kept]
+        rewards = [i.reward for i in sample]
         assert {max(i.reward for i in items), min(i.reward for i in items)} <= set(rewards)
 
 
@@ -49,8 +49,8 @@ def test_groups_stay_whole_as_far_as_there_is_room():
     items = [
         Item(n, "abc"[n // 4], [0, 1, 2, 9][n % 4] + n / 100 if n < 8 else 3) for n in range(12)
     ]
-    kept = pick(items, 8)  # the best is of b, the worst of a
-    assert [i.number for i in kept] == list(range(8))
+    sample = pick(items, 8)  # the best is of b, the worst of a
+    assert [i.number for i in sample] == list(range(8))
 
 
 def test_all_or_none_can_be_kept():
@@ -65,14 +65,14 @@ def test_a_run_writes_no_more_of_a_step_than_it_keeps(tmp_path):
 
 
 def test_numbers_per_token_are_laid_out_along_the_response_and_its_segments():
-    whole = trajectory([3], [4, 5, 6, 2], mask=[1, 0, 1, 1])
+    session = trajectory([3], [4, 5, 6, 2], mask=[1, 0, 1, 1])
     segment = trajectory([3], [8, 9], mask=[0, 1])
-    made = replace(whole, segments=(segment,))
+    in_segments = replace(session, segments=(segment,))
     token_values = {"advantages": [0.1, 1.0, 2.0, float("nan")]}
-    record = trajectory_record(made, step=1, split="train", token_values=token_values)
+    record = trajectory_record(in_segments, step=1, split="train", token_values=token_values)
     assert record["segments"][0]["advantages"] == [0.0, 0.1]
     assert record["advantages"] == [1.0, 0.0, 2.0, None]
-    assert "advantages" not in trajectory_record(made, step=1, split="train")
+    assert "advantages" not in trajectory_record(in_segments, step=1, split="train")
 
 
 def records():
@@ -197,7 +197,7 @@ def test_the_page_spells_out_what_the_terminal_does(tmp_path):
     ).stdout
     spelt = json.loads(answer)
     assert [
-        text for text, there in zip(texts, spelt, strict=True) if printable(text) != there
+        text for text, expected in zip(texts, spelt, strict=True) if printable(text) != expected
     ] == []
 
 

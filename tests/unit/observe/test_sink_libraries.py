@@ -75,16 +75,18 @@ def test_wandb_offline_keeps_one_run_with_the_training_step_as_its_axis(
         (tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns
     )
     assert first.name == second.name  # of the run's id: `wandb sync` makes one run of both
-    before = list(wandb_records(first))
-    after = list(wandb_records(second))
-    (run,) = [record.run for record in before if record.HasField("run")]
+    first_records = list(wandb_records(first))
+    second_records = list(wandb_records(second))
+    (run,) = [record.run for record in first_records if record.HasField("run")]
     assert run.project == "mine" and run.display_name == tmp_path.name
     assert {"seed", "model"} <= {update.key for update in run.config.update}
     assert [
-        r.metric.step_metric for r in before if r.HasField("metric") and r.metric.glob_name == "*"
+        r.metric.step_metric
+        for r in first_records
+        if r.HasField("metric") and r.metric.glob_name == "*"
     ] == ["step"]
-    assert wandb_rewards(before) == [("1", "0.1"), ("2", "0.2"), ("3", "0.9")]
-    assert wandb_rewards(after) == [("3", "0.3"), ("4", "0.4")]
+    assert wandb_rewards(first_records) == [("1", "0.1"), ("2", "0.2"), ("3", "0.9")]
+    assert wandb_rewards(second_records) == [("3", "0.3"), ("4", "0.4")]
 
 
 def test_trackio_keeps_one_run(tmp_path: Path, monkeypatch):
@@ -131,16 +133,16 @@ def wandb_records(file: Path) -> Iterator:
 
     data = file.read_bytes()
     position = 7
-    whole = b""
+    record = b""
     assert data.startswith(b":W&B")
     while position + 7 <= len(data):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
+        block_bytes = 32768 - position % 32768
+        if block_bytes < 7:
+            position += block_bytes
             continue
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        whole += data[position + 7 : position + 7 + length]
+        record += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # the whole, or its last fragment
-            yield Record.FromString(whole)
-            whole = b""
+            yield Record.FromString(record)
+            record = b""

@@ -160,19 +160,19 @@ def test_a_sink_that_hangs_is_left_behind_and_that_is_said():
 def test_a_sink_runs_in_a_context_of_its_own_unless_it_is_given_one():
     """A tracker finishes the run that it finds in its caller's context: a trace sink's, say."""
     variable = contextvars.ContextVar("run")
-    found = []
+    values = []
     variable.set("the caller's")
     for context in (None, contextvars.copy_context()):
         thread = SinkThread(
             "a",
             Kept(),
             print_line=print,
-            start=lambda: found.append(variable.get(None)),
+            start=lambda: values.append(variable.get(None)),
             context=context,
         )
         thread.end()
         thread.join(10)
-    assert found == [None, "the caller's"]
+    assert values == [None, "the caller's"]
 
 
 def test_a_missing_package_is_named_with_its_extra_before_anything_starts(monkeypatch):

@@ -73,8 +73,8 @@ def test_resuming_cuts_traces_back_too(tmp_path: Path):
     sink.write(a_trace(step=3, validate=False))
     assert len(read_records(run_dir.traces)) == 5
     run_dir.finish_step(3)
-    kept = [(r["step"], r["validate"]) for r in read_records(run_dir.traces)]
-    assert kept == [
+    steps = [(r["step"], r["validate"]) for r in read_records(run_dir.traces)]
+    assert steps == [
         (2, False),
         (0, True),
         (3, False),
@@ -82,13 +82,17 @@ def test_resuming_cuts_traces_back_too(tmp_path: Path):
 
 
 def test_every_sink_gets_every_trace_and_is_closed():
-    one = Keeps()
-    other = Keeps()
-    threads = TraceSinks({"one": one, "other": other})
+    first = Keeps()
+    second = Keeps()
+    threads = TraceSinks({"one": first, "other": second})
     for _ in range(3):
         threads.put(a_trace())
     threads.close()
-    assert len(one.taken) == len(other.taken) == 3 and one.closed.is_set() and other.closed.is_set()
+    assert (
+        len(first.taken) == len(second.taken) == 3
+        and first.closed.is_set()
+        and second.closed.is_set()
+    )
     assert threads.lost() == {}
 
 
@@ -150,17 +154,17 @@ def test_a_sink_that_fails_is_given_up_and_counted_and_the_others_go_on(caplog):
 
 def test_a_sink_that_hangs_loses_traces_but_nobody_waits_for_it(caplog):
     hanging = Keeps()
-    begun = threading.Event()
+    writing = threading.Event()
     go_on = threading.Event()
 
     def write(trace):
-        begun.set()
+        writing.set()
         go_on.wait(60)
 
     hanging.write = write
     threads = TraceSinks({"slow": hanging}, capacity=2)
     threads.put(a_trace())
-    begun.wait(60)
+    writing.wait(60)
     for _ in range(5):
         threads.put(a_trace())
     assert threads.lost() == {"slow": 3}
@@ -210,13 +214,13 @@ def test_mlflow_shows_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
     assert (run_dir.path / "mlflow.db").is_file() and [p.name for p in tmp_path.iterdir()] == [
         "run"
     ]
-    (found,) = mlflow.search_traces(return_type="list", filter_string="tags.rollout = '2'")
+    (stored,) = mlflow.search_traces(return_type="list", filter_string="tags.rollout = '2'")
     assert (
-        found.info.tags["step"] == "3"
-        and found.info.tags["validate"] == "false"
-        and found.info.tags["run"] == "run"
+        stored.info.tags["step"] == "3"
+        and stored.info.tags["validate"] == "false"
+        and stored.info.tags["run"] == "run"
     )
-    spans = {s.name: s for s in found.data.spans}
+    spans = {s.name: s for s in stored.data.spans}
     assert list(spans) == ["run train-3-1-2", "wait slot", "generate", "tool add", "reward sums"]
     assert spans["tool add"].inputs == {"arguments": {"a": 1}} and spans["tool add"].outputs == {
         "observation": "Error",
@@ -248,16 +252,16 @@ def test_trackio_keeps_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
     (opened,) = sinks.open_sinks(TraceConfig(sinks=("trackio",)), RunDir(tmp_path / "run")).values()
     opened.write(a_trace())
     opened.close()
-    (step, made), end = logged
+    (step, trace), end = logged
     assert (
         step == 3
         and end == "finished"
-        and made["messages"][1] == {"role": "assistant", "content": "3"}
+        and trace["messages"][1] == {"role": "assistant", "content": "3"}
     )
-    assert made["metadata"]["rollout"] == "2" and made["metadata"]["reward"] == 1.0
-    tool = made["spans"][3]
+    assert trace["metadata"]["rollout"] == "2" and trace["metadata"]["reward"] == 1.0
+    tool = trace["spans"][3]
     assert (tool["kind"], tool["parent_id"], tool["duration_ms"]) == ("tool", "0", 1000.0)
-    assert [(s["status"], s.get("error")) for s in made["spans"][2:]] == [
+    assert [(s["status"], s.get("error")) for s in trace["spans"][2:]] == [
         ("ok", None),
         ("error", "timeout"),
         ("error", "ValueError: no"),

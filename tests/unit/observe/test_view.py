@@ -109,9 +109,9 @@ def test_a_gap_between_engine_and_learner_is_coloured_where_it_is_known():
 
 def test_a_damaged_folder_is_shown_as_far_as_it_can_be_read(tmp_path):
     run = make_run(tmp_path / "run", steps=1)
-    whole = (run / "trajectories.jsonl").read_bytes()
+    content = (run / "trajectories.jsonl").read_bytes()
     (run / "trajectories.jsonl").write_bytes(
-        b'{"step": 1, \n\xff\xfe\n[]\n{"step": 1}\n' + whole + whole[:100]
+        b'{"step": 1, \n\xff\xfe\n[]\n{"step": 1}\n' + content + content[:100]
     )
     (run / "config.json").write_text("{")
     result = view(run)
@@ -140,8 +140,8 @@ BRANCH = replace(trajectory([3], [10, 11, 7, 13, 14], mask=[1, 1, 0, 1, 1], inde
 
 
 def records_of(*trajectories, step: int = 1):
-    made = [trajectory_record(t, step=step, split="train") for t in trajectories]
-    return [json.loads(json.dumps(record)) for record in made]
+    records = [trajectory_record(t, step=step, split="train") for t in trajectories]
+    return [json.loads(json.dumps(record)) for record in records]
 
 
 def test_a_record_is_read_back_with_its_fork():
@@ -226,8 +226,8 @@ def test_the_best_and_the_worst_are_found_without_holding_others():
     records = CountedRecords(
         [record for step in range(100) for record in records_of(STEM, BRANCH, step=step)]
     )
-    found = best_and_worst(record for record in records if record["split"] == "train")
-    assert {name: (one["step"], one["reward"]) for name, one in found.items()} == {
+    extremes = best_and_worst(record for record in records if record["split"] == "train")
+    assert {name: (one["step"], one["reward"]) for name, one in extremes.items()} == {
         "best": (99, 1.0),
         "worst": (99, 0.0),
     }
@@ -238,8 +238,8 @@ def test_a_file_that_is_replaced_while_it_is_read_is_said(run, tmp_path):
     copy = tmp_path / "trajectories.jsonl"
     copy.write_bytes((run / "trajectories.jsonl").read_bytes())
     records = read_trajectories(copy)
-    whole = list(records)
-    assert list(records.read([11, 0, 11])) == [whole[11], whole[0], whole[11]]
+    all_records = list(records)
+    assert list(records.read([11, 0, 11])) == [all_records[11], all_records[0], all_records[11]]
     copy.write_bytes(b"\n" + copy.read_bytes())
     with raises(DataError, fix="run the command again"):
         list(records.read([1]))
@@ -265,7 +265,7 @@ def test_a_line_without_end_is_left_out_and_not_held(tmp_path, monkeypatch):
     )
     records = read_trajectories(run / "trajectories.jsonl")
     read = list(records)
-    assert [one["trajectory_id"] for one in read] == [
+    assert [record["trajectory_id"] for record in read] == [
         f"train-1-0-{n}" for n in range(4)
     ] and records.damaged == 1
     assert list(records.read(range(4))) == read
@@ -304,13 +304,14 @@ def test_a_session_is_shown_as_the_graph_of_its_segments_and_then_segment_by_seg
 
 
 def test_a_call_that_was_spliced_says_so():
-    made = trajectory([3], [10, 7, 11], mask=[1, 0, 1])
-    first, second = made.turns
-    made = replace(
-        made, turns=(replace(first, number=0), replace(second, number=1, note="message 4 \x1b[2J"))
+    session = trajectory([3], [10, 7, 11], mask=[1, 0, 1])
+    first, second = session.turns
+    session = replace(
+        session,
+        turns=(replace(first, number=0), replace(second, number=1, note="message 4 \x1b[2J")),
     )
     console = Console(file=io.StringIO(), width=160)
-    console.print(render(*records_of(made), str))
+    console.print(render(*records_of(session), str))
     assert "call 2 was spliced: message 4 \\x1b[2J" in console.file.getvalue()
 
 
@@ -325,11 +326,11 @@ def test_records_of_earlier_versions_are_shown_without_calls(tmp_path):
 
 
 def test_a_note_on_a_turn_without_a_number_names_the_turn():
-    made = trajectory([3], [10, 7, 11], mask=[1, 0, 1])
-    first, second = made.turns
-    made = replace(made, turns=(first, replace(second, note="message 4 was edited")))
+    session = trajectory([3], [10, 7, 11], mask=[1, 0, 1])
+    first, second = session.turns
+    session = replace(session, turns=(first, replace(second, note="message 4 was edited")))
     console = Console(file=io.StringIO(), width=160)
-    console.print(render(*records_of(made), str))
+    console.print(render(*records_of(session), str))
     assert "turn 2 was spliced: message 4 was edited" in console.file.getvalue()
 
 
@@ -383,8 +384,8 @@ def test_any_number_as_a_logprob_is_shown(logprob, colour):
 @given(data=st.data())
 def test_a_record_with_anything_in_it_is_shown_or_left_out(data, tmp_path):
     call_of = call(error="timeout")
-    made = trajectory([1, 3], [8, 2, 9, 2], mask=[1, 1, 0, 1], index=2, calls=[[call_of]])
-    record = data.draw(st.sampled_from([*records_of(session(), BRANCH, made)]))
+    sample = trajectory([1, 3], [8, 2, 9, 2], mask=[1, 1, 0, 1], index=2, calls=[[call_of]])
+    record = data.draw(st.sampled_from([*records_of(session(), BRANCH, sample)]))
     paths = [path for path in places(record) if path]
     bad = changed(record, data.draw(st.sampled_from(paths)), data.draw(VALUES | st.just(...)))
     file = tmp_path / "trajectories.jsonl"
@@ -393,12 +394,12 @@ def test_a_record_with_anything_in_it_is_shown_or_left_out(data, tmp_path):
     read = list(records)
     assert record in read
     console = Console(file=io.StringIO(), width=160)
-    for one in read:
+    for entry in read:
         for colour in COLOURS:
             console.print(
-                render(one, lambda ids: " ".join(map(str, ids)), colour=colour, whole_prompt=True)
+                render(entry, lambda ids: " ".join(map(str, ids)), colour=colour, whole_prompt=True)
             )
-        outline(one, title="best")
+        outline(entry, title="best")
     for _, members in groupby(read, key=group_of):
         console.print(render_group(list(members), str))
     for _ in render_report(
@@ -461,11 +462,11 @@ def test_a_trajectory_that_was_never_sampled_shows_its_prompt():
 
 
 def test_a_call_in_an_outline_does_not_steer_the_terminal():
-    made = record(turns=1, messages=[("user", "q"), ("assistant", "")])
+    hostile = record(turns=1, messages=[("user", "q"), ("assistant", "")])
     function = {"name": "add\x1b[2J\u061c", "arguments": "{}\u200b\nbest: step 9"}
-    made["messages"][1]["tool_calls"] = [{"function": function}]
-    made["trajectory_id"] = "t\x07\n"
-    text = outline(made, title="worst")
+    hostile["messages"][1]["tool_calls"] = [{"function": function}]
+    hostile["trajectory_id"] = "t\x07\n"
+    text = outline(hostile, title="worst")
     assert "add\\x1b[2J\\u061c" in text and len(text.splitlines()) == 3
     assert not set(text) & set("\x1b\x07\u061c\u200b")
 

@@ -115,7 +115,7 @@ def test_beginnings_and_ends_alternate_and_each_takes_its_steps(values: list[flo
         if states[-1] != states[-2]:
             recent = values[at - steps : at]
             assert len(recent) == steps and all(v >= 0.5 if states[-1] else v < 0.3 for v in recent)
-    assert len(said) == sum(now and not before for before, now in pairwise(states))
+    assert len(said) == sum(now and not previous for previous, now in pairwise(states))
 
 
 def test_a_metric_is_compared_with_the_first_steps_that_learnt_something():
@@ -230,11 +230,11 @@ def test_rewards_that_are_not_earned_by_right_answers_are_told():
         conf(), *[{"reward_mean": reward, "reward/accuracy": right} for reward, right in steps]
     )
     assert watch.active == ["reward_hacking"] and "algorithm.turn_reward=none" in said[0]
-    both = [
+    metrics = [
         {"reward_mean": 0.5, "reward/accuracy": 0.5},
         *[{"reward_mean": 0.0, "reward/accuracy": 0.0}] * 3,
     ]
-    assert watched(conf(), *both)[1].active == ["reward_collapse"]
+    assert watched(conf(), *metrics)[1].active == ["reward_collapse"]
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_mode_is_worth_trying_where_the_engine_leaves_time():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "own"),
+    ("overrides", "has_own_devices"),
     [
         ([], False),
         (["rollout.jetstream.device_offset=1"], True),
@@ -339,9 +339,9 @@ def test_a_mode_is_worth_trying_where_the_engine_leaves_time():
     ],
 )
 def test_an_engine_has_devices_of_its_own_beside_the_learner_or_elsewhere(
-    overrides: list[str], own: bool
+    overrides: list[str], has_own_devices: bool
 ):
-    assert conf(*overrides).engines_have_own_devices is own
+    assert conf(*overrides).engines_have_own_devices is has_own_devices
 
 
 # --- before the first step ------------------------------------------------------------------------

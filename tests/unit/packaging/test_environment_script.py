@@ -11,14 +11,14 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
-    ("left", "is_made"), [("nothing", True), ("a Python without pip", True), ("all", False)]
+    ("leftover", "is_made"), [("nothing", True), ("a Python without pip", True), ("all", False)]
 )
 def test_an_environment_that_was_interrupted_is_made_again(
-    left: str, is_made: bool, tmp_path: Path
+    leftover: str, is_made: bool, tmp_path: Path
 ):
-    if left != "nothing":
+    if leftover != "nothing":
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
-    if left == "all":
+    if leftover == "all":
         (tmp_path / "pip.py").touch()
     variables = {
         "JAX_AGENT_RL_VENV": str(tmp_path),

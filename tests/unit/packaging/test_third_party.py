@@ -117,18 +117,18 @@ def test_locked_versions_are_those_that_the_project_asks_for(lock: str, python: 
 
 
 def test_every_extra_is_explained_where_installing_is():
-    table = INSTALLATION.partition("## Extras")[2].partition("Some extras exclude each other")[0]
+    section = INSTALLATION.partition("## Extras")[2].partition("Some extras exclude each other")[0]
     named = {
-        word for row in rows_of(table) for cell in row for word in re.findall(r"`([\w-]+)`", cell)
+        word for row in rows_of(section) for cell in row for word in re.findall(r"`([\w-]+)`", cell)
     }
     assert set(PROJECT["optional-dependencies"]) - named == set()
 
 
 def test_extras_that_exclude_each_other_are_named_where_installing_is_explained():
-    table = INSTALLATION.partition("Some extras exclude each other")[2].partition("\n## ")[0]
+    section = INSTALLATION.partition("Some extras exclude each other")[2].partition("\n## ")[0]
     named = {
         word
-        for row in rows_of(table)
+        for row in rows_of(section)
         for cell in row[:2]
         for word in re.findall(r"`([\w-]+)`", cell)
     }
@@ -137,6 +137,6 @@ def test_extras_that_exclude_each_other_are_named_where_installing_is_explained(
     }
 
 
-def rows_of(table: str) -> list[list[str]]:
+def rows_of(markdown: str) -> list[list[str]]:
     """Return the cells of the rows that begin with code."""
-    return [line.split("|")[1:] for line in table.splitlines() if line.startswith("| `")]
+    return [line.split("|")[1:] for line in markdown.splitlines() if line.startswith("| `")]

@@ -59,7 +59,7 @@ def test_every_extra_that_a_message_page_or_script_names_exists():
         for file in (ROOT / folder).rglob("*")
         if file.suffix in {".py", ".md", ".sh", ".ipynb", ".Dockerfile"}
     ]
-    for pattern, least in (
+    for pattern, minimum in (
         (r"jax_agent_rl\[([a-z,-]+)\]", 10),
         (r"install_command\([\"']([a-z-]+)[\"']\)", 15),
     ):
@@ -69,5 +69,5 @@ def test_every_extra_that_a_message_page_or_script_names_exists():
             for extras in re.findall(pattern, file.read_text())
             for extra in extras.split(",")
         }
-        assert len(named) > least  # the pattern still finds them
+        assert len(named) > minimum  # the pattern still finds them
         assert {(extra, file) for extra, file in named if extra not in EXTRAS} == set()

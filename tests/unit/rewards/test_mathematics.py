@@ -93,17 +93,17 @@ def test_a_worker_that_hangs_is_killed_and_the_next_question_is_answered(worker)
 def test_a_question_waits_for_a_worker_no_longer_than_its_time(worker, tmp_path):
     pool = worker(HANG_ON_SLOW)
     failures = []
-    begun = tmp_path / "begun"
+    started_file = tmp_path / "begun"
 
     def occupy():
         try:
-            pool.ask({"q": "slow", "mark": str(begun)}, timeout=3)
+            pool.ask({"q": "slow", "mark": str(started_file)}, timeout=3)
         except RewardTimeoutError as error:
             failures.append(error)
 
     thread = threading.Thread(target=occupy)
     thread.start()
-    while not begun.exists():  # until it has the only worker
+    while not started_file.exists():  # until it has the only worker
         time.sleep(0.001)
     with raises(RewardTimeoutError, key="worker was free", value="0.05 seconds"):
         pool.ask({"q": "quick"}, timeout=0.05)

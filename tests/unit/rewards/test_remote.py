@@ -100,12 +100,12 @@ async def test_a_server_that_is_not_there_is_named():
 
 async def test_only_so_many_requests_are_in_flight():
     running = 0
-    most = 0
+    peak = 0
 
     async def handler(request):
-        nonlocal running, most
+        nonlocal running, peak
         running += 1
-        most = max(most, running)
+        peak = max(peak, running)
         for _ in range(5):
             await asyncio.sleep(0)
         running -= 1
@@ -113,7 +113,7 @@ async def test_only_so_many_requests_are_in_flight():
 
     reward = remote(handler, max_concurrency=3)
     await asyncio.gather(*(reward(*QUESTION) for _ in range(10)))
-    assert most == 3
+    assert peak == 3
 
 
 async def test_starts_are_spaced_to_the_rate_and_the_server_may_ask_for_more(monkeypatch):

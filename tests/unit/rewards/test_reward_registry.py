@@ -186,9 +186,9 @@ async def test_a_file_written_for_verl_scores_every_row(tmp_path):
         "from jax_agent_rl.rewards import register_reward\n"
         "register_reward('own')(lambda **_: 1.0)\n"
     )
-    other = path.rename(tmp_path / "registers.py")
-    other.write_text(other.read_text() + "def compute_score(**_):\n    return 0.0\n")
-    rewards.load_rewards(str(other))
+    renamed = path.rename(tmp_path / "registers.py")
+    renamed.write_text(renamed.read_text() + "def compute_score(**_):\n    return 0.0\n")
+    rewards.load_rewards(str(renamed))
     with raises(ConfigError, key="data_source", value="'mine'"):
         rewards.require_rewards([{"data_source": "mine"}, {"data_source": "own"}])
 
@@ -230,9 +230,9 @@ async def test_a_later_run_of_the_process_gets_the_functions_of_its_own_file(tmp
     for path, expected in ((second, 2.0), (first, 1.0), (second, 2.0), (first, 1.0)):
         rewards.load_rewards(str(path))
         assert (await rewards.score(trajectory())).reward == expected
-        found = registry.find_reward("mine")
-        assert found is not None and found.path == str(path)
-        assert registry.find_reward("calculator") is not found
+        reward = registry.find_reward("mine")
+        assert reward is not None and reward.path == str(path)
+        assert registry.find_reward("calculator") is not reward
 
 
 async def test_the_built_in_calculator_rule_scores_a_trajectory():

@@ -135,8 +135,10 @@ def test_a_shop_trajectory_without_an_answer_keeps_the_reward_of_its_calls():
 
 def test_a_call_that_failed_may_be_repeated():
     failed = ToolCallRecord(name="t", arguments={}, observation="no item 'Mug'", error="raised")
-    made = trajectory([1], [2], calls=[[failed, failed, *called(*PRICE_THEN_PRODUCT).tool_calls]])
-    assert shop("shop/price", "= 2052", "2052", ANSWERED, made, PRICE_THEN_PRODUCT)["score"] == 1
+    retried = trajectory(
+        [1], [2], calls=[[failed, failed, *called(*PRICE_THEN_PRODUCT).tool_calls]]
+    )
+    assert shop("shop/price", "= 2052", "2052", ANSWERED, retried, PRICE_THEN_PRODUCT)["score"] == 1
 
 
 def test_a_failed_call_earns_nothing_even_if_its_error_reads_like_a_result():

@@ -38,10 +38,10 @@ class Fleet:
     def whole(self):
         return tuple(self.codec.reply_ids(WORDS))
 
-    def ask(self, request_id="r", *, max_tokens=100, **more):
+    def ask(self, request_id="r", *, max_tokens=100, **fields):
         sampling = SamplingParams(max_tokens=max_tokens, seed=3)
         return asyncio.ensure_future(
-            self.client.generate(request_id, prompt_ids=PROMPT, sampling_params=sampling, **more)
+            self.client.generate(request_id, prompt_ids=PROMPT, sampling_params=sampling, **fields)
         )
 
     async def sampled(self, count):
@@ -271,20 +271,20 @@ async def test_a_server_that_refuses_what_another_took_is_lost():
     assert fleet.client.pool.policy_version == 1 and fleet.client.stats().servers_lost == 1
 
 
-def reading_fleet(count=1, **more):
+def reading_fleet(count=1, **options):
     """A fleet whose client can read text."""
-    fleet = Fleet(count, **more)
+    fleet = Fleet(count, **options)
     fleet.client = LLMServerClient(fleet.servers, decode_text=fleet.codec.decode)
     return fleet
 
 
-async def interrupted(fleet, *, after, stop, **more):
+async def interrupted(fleet, *, num_tokens, stop, **fields):
     """The output of a request with a stop string that is aborted after so many ids, and resumed."""
     sampling = SamplingParams(max_tokens=100, seed=3, stop=stop)
     task = asyncio.ensure_future(
-        fleet.client.generate("r", prompt_ids=PROMPT, sampling_params=sampling, **more)
+        fleet.client.generate("r", prompt_ids=PROMPT, sampling_params=sampling, **fields)
     )
-    await fleet.sampled(after)
+    await fleet.sampled(num_tokens)
     await fleet.servers[0].update_weights(
         WeightUpdate(version=1, kind="arrays", payload=None), mode=PauseMode.ABORT
     )
@@ -292,16 +292,16 @@ async def interrupted(fleet, *, after, stop, **more):
 
 
 @pytest.mark.parametrize(
-    ("stop", "kept"),
+    ("stop", "expected_ids"),
     [("two three", 3), ("o t", 3), ("one two three four", 4), ("three", 3), ("one three", 8)],
 )
-async def test_a_stop_string_across_an_interruption_is_seen(stop, kept):
+async def test_a_stop_string_across_an_interruption_is_seen(stop, expected_ids):
     fleet = reading_fleet()
-    output = await interrupted(fleet, after=2, stop=("never", stop))
-    assert output.token_ids == fleet.whole[:kept]
-    assert len(output.log_probs) == len(output.policy_versions) == kept
+    output = await interrupted(fleet, num_tokens=2, stop=("never", stop))
+    assert output.token_ids == fleet.whole[:expected_ids]
+    assert len(output.log_probs) == len(output.policy_versions) == expected_ids
     assert output.context_digest == digest_ids([*PROMPT, *output.token_ids])
-    ended = (StopReason.STOP, stop) if kept < 8 else (StopReason.EOS, None)
+    ended = (StopReason.STOP, stop) if expected_ids < 8 else (StopReason.EOS, None)
     assert (output.stop_reason, output.stop_match) == ended
 
 
@@ -310,7 +310,7 @@ async def test_an_engine_that_ends_with_its_own_reason_at_the_same_id_keeps_it()
     fleet.client = LLMServerClient(
         fleet.servers, decode_text=lambda ids: "".join("xyz"[i - 2] for i in ids)
     )
-    output = await interrupted(fleet, after=2, stop=("zx",))
+    output = await interrupted(fleet, num_tokens=2, stop=("zx",))
     assert (
         output.stop_reason is StopReason.EOS
         and output.stop_match is None
@@ -324,12 +324,12 @@ async def test_a_drifting_engine_is_not_hidden_by_the_cut():
             return "other" if len(ids) > len(PROMPT) + 2 else super().digest(ids)
 
     with pytest.raises(TokenDriftError):
-        await interrupted(reading_fleet(backend=Drifts), after=2, stop=("two three",))
+        await interrupted(reading_fleet(backend=Drifts), num_tokens=2, stop=("two three",))
 
 
 async def test_an_interrupted_request_with_stop_strings_needs_a_client_that_reads():
     with pytest.raises(BackendError, match="give LLMServerClient decode_text"):
-        await interrupted(Fleet(), after=2, stop=("two three",))
+        await interrupted(Fleet(), num_tokens=2, stop=("two three",))
 
 
 async def test_a_server_of_other_weights_is_refused_until_it_is_up_to_date():
@@ -402,8 +402,10 @@ async def test_what_a_lost_server_had_streamed_is_continued_and_streamed_once():
     output = await task
     assert output.token_ids == tuple(heard) == fleet.whole[:6]
     assert output.context_digest == digest_ids([*PROMPT, *output.token_ids])
-    (rest,) = fleet.backends[1].requests
-    assert rest.prompt_ids == (*PROMPT, *fleet.whole[:2]) and rest.sampling.max_tokens == 4
+    (continued,) = fleet.backends[1].requests
+    assert (
+        continued.prompt_ids == (*PROMPT, *fleet.whole[:2]) and continued.sampling.max_tokens == 4
+    )
 
 
 async def test_an_abandoned_server_lets_go_of_its_requests_whatever_its_engine_does():

@@ -140,7 +140,7 @@ class Membership(RuleBasedStateMachine):
             await asyncio.gather(task, return_exceptions=True)
 
         if not task.done():
-            self.asked = [(other, tokens) for other, tokens in self.asked if other is not task]
+            self.asked = [(asked, tokens) for asked, tokens in self.asked if asked is not task]
             self.do(cancel())
 
     @invariant()

@@ -55,11 +55,11 @@ class Run:
 async def running(folder: Path):
     """One engine, ``first``, that serves version 1."""
     run = Run(folder)
-    async with AsyncExitStack() as places:
+    async with AsyncExitStack() as reservations:
         await run.client.pool.start({"first": lambda: run.make("first")})
         await run.client.pool.update_weights(update(1))
         membership = MembershipServer(
-            run.client.pool, folder, open_engine=run.open_engine, reservations=places
+            run.client.pool, folder, open_engine=run.open_engine, reservations=reservations
         )
         await membership.start()
         try:

@@ -46,20 +46,20 @@ async def test_arrays_come_back_as_they_were():
     shelf = FakeStore()
     update = store(arrays(), shelf.put)
     assert (update.kind, update.version) == (OBJECT_STORE, 3)
-    async with fetch(update, get=shelf.get) as taken:
-        assert (taken.kind, taken.version) == ("arrays", 3)
-        np.testing.assert_array_equal(taken.payload["embed"], TREE["embed"])
-        scale = taken.payload["layers"][0]["scale"]
+    async with fetch(update, get=shelf.get) as fetched:
+        assert (fetched.kind, fetched.version) == ("arrays", 3)
+        np.testing.assert_array_equal(fetched.payload["embed"], TREE["embed"])
+        scale = fetched.payload["layers"][0]["scale"]
         assert scale.dtype == ml_dtypes.bfloat16 and scale.tolist() == [1, 1, 1]
-        assert taken.payload["layers"][1]["scale"].shape == ()
+        assert fetched.payload["layers"][1]["scale"].shape == ()
 
 
 async def test_what_the_store_holds_is_read_without_a_copy():
     shelf = FakeStore()
     update = store(arrays(), shelf.put)
     held = shelf.objects[0]["embed"].data
-    async with fetch(update, get=shelf.get) as taken:
-        assert np.shares_memory(taken.payload["embed"], held)
+    async with fetch(update, get=shelf.get) as fetched:
+        assert np.shares_memory(fetched.payload["embed"], held)
 
 
 async def test_files_come_back_with_their_bytes_and_do_not_stay(tmp_path: Path):
@@ -71,9 +71,9 @@ async def test_files_come_back_with_their_bytes_and_do_not_stay(tmp_path: Path):
         ),
         shelf.put,
     )
-    async with fetch(update, get=shelf.get) as taken:
-        (file,) = taken.payload
-        assert (taken.kind, taken.partial, Path(file).read_bytes()) == (
+    async with fetch(update, get=shelf.get) as fetched:
+        (file,) = fetched.payload
+        assert (fetched.kind, fetched.partial, Path(file).read_bytes()) == (
             "safetensors",
             True,
             b"weights",
@@ -94,12 +94,12 @@ async def test_any_flipped_bit_is_found_before_the_engine_sees_it(place: int, bi
 
 def test_the_fingerprint_is_of_names_types_and_shapes_too():
     tensor = Tensor.of(np.zeros((2, 2), np.float32))
-    others = [
+    changed_weights = [
         {"b": tensor},
         {"a": replace(tensor, dtype="int32")},
         {"a": replace(tensor, shape=(4,))},
     ]
-    assert fingerprint({"a": tensor}) not in {fingerprint(other) for other in others}
+    assert fingerprint({"a": tensor}) not in {fingerprint(weights) for weights in changed_weights}
 
 
 async def test_another_kind_is_refused_by_its_name():

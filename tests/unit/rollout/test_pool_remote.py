@@ -70,10 +70,10 @@ async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_
         update = WeightUpdate(version=1, kind="safetensors", payload=[str(file)], lasting=True)
         await client.pool.update_weights(update)
 
-        def ask(name, **more):
+        def ask(name, **fields):
             sampling = SamplingParams(max_tokens=100, seed=7, temperature=1.0, ignore_eos=True)
             return asyncio.ensure_future(
-                client.generate(name, prompt_ids=[5, 6, 7], sampling_params=sampling, **more)
+                client.generate(name, prompt_ids=[5, 6, 7], sampling_params=sampling, **fields)
             )
 
         heard = []

@@ -77,21 +77,21 @@ async def test_stored_weights_are_taken_and_damaged_ones_leave_the_old_ones_serv
     files = WeightUpdate(version=1, kind="safetensors", payload=[str(tmp_path / "w.safetensors")])
     update = store(files, lambda tree: tree)
     stored = update.payload.reference
-    whole = stored["w.safetensors"]
-    before = (await host.call("generate", request("before"))).value.token_ids
+    weights = stored["w.safetensors"]
+    old_ids = (await host.call("generate", request("before"))).value.token_ids
 
-    stored["w.safetensors"] = replace(whole, data=whole.data ^ 1)
+    stored["w.safetensors"] = replace(weights, data=weights.data ^ 1)
     answer = await host.call("update_weights", update)
     assert (
         isinstance(wire.decode_error(answer.error), WeightUpdateError)
         and answer.policy_version == 0
     )
-    assert (await host.call("generate", request("still"))).value.token_ids == before
+    assert (await host.call("generate", request("still"))).value.token_ids == old_ids
 
-    stored["w.safetensors"] = whole
+    stored["w.safetensors"] = weights
     assert (await host.call("update_weights", update)).policy_version == 1
     assert not np.array_equal(
-        (await host.call("generate", request("after"))).value.token_ids, before
+        (await host.call("generate", request("after"))).value.token_ids, old_ids
     )
     await host.call("close")
 

@@ -87,11 +87,11 @@ def test_loopback_addresses_are_known():
 
 
 @pytest.mark.parametrize(
-    "given", [None, "Bearer wrong", "secret", "Bearer secretx", "Bearer ſecret"]
+    "token", [None, "Bearer wrong", "secret", "Bearer secretx", "Bearer ſecret"]
 )
-async def test_without_the_right_token_nothing_is_answered(given):
+async def test_without_the_right_token_nothing_is_answered(token):
     async with served(token="secret", client={"token": "secret"}) as (_, http, _remote):
-        headers = PROTOCOL | ({"Authorization": given} if given else {})
+        headers = PROTOCOL | ({"Authorization": token} if token else {})
         for path in ("/v1/health", "/v1/handshake", "/nothing"):
             async with send(http.url, path, headers=headers) as response:
                 assert response.status == 401
@@ -356,8 +356,10 @@ async def test_a_restarted_server_is_refused_because_it_has_lost_its_weights():
 
 
 async def test_the_client_of_several_servers_goes_on_without_the_lost_one():
-    async with served() as (first, http, one), served() as (_second, _, two):
-        fleet = LLMServerClient([AsyncServer(one, name="one"), AsyncServer(two, name="two")])
+    async with served() as (first, http, first_remote), served() as (_second, _, second_remote):
+        fleet = LLMServerClient(
+            [AsyncServer(first_remote, name="one"), AsyncServer(second_remote, name="two")]
+        )
         first.frozen = True
         sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
         task = asyncio.create_task(
@@ -422,10 +424,10 @@ async def test_a_killed_server_process_fails_its_requests_at_once():
         await remote.start()
         streams = [remote.stream(request(f"r{i}", max_tokens=190)) for i in range(8)]
         await asyncio.gather(*(anext(s) for s in streams[:4]))
-        rest = [asyncio.create_task(anext(s)) for s in streams[4:]]
+        reads = [asyncio.create_task(anext(s)) for s in streams[4:]]
         os.kill(process.pid, signal.SIGKILL)
         async with asyncio.timeout(60):  # less than the silence
-            errors = await asyncio.gather(*map(drain, streams[:4]), *rest, return_exceptions=True)
+            errors = await asyncio.gather(*map(drain, streams[:4]), *reads, return_exceptions=True)
         assert {type(error) for error in errors} == {EngineDiedError}, errors
         await remote.close()
     finally:
@@ -464,7 +466,7 @@ async def test_digests_go_with_the_update_to_the_backend_that_checks_them(
     tmp_path: Path, monkeypatch, shares_disk
 ):
     file = tmp_path / "w.safetensors"
-    taken = []
+    seen_digests = []
     file.write_text("other")
     async with served(client={"shares_disk": shares_disk}, upload_folder=tmp_path) as (
         inner,
@@ -473,14 +475,14 @@ async def test_digests_go_with_the_update_to_the_backend_that_checks_them(
     ):
 
         async def take(update: WeightUpdate) -> None:
-            taken.append(update.digests)
+            seen_digests.append(update.digests)
 
         monkeypatch.setattr(inner, "update_weights", take)
         digests = {"w.safetensors": "xxh3_128:0"}
         await remote.update_weights(
             WeightUpdate(version=1, kind="safetensors", payload=[file], digests=digests)
         )
-    assert taken == [digests]
+    assert seen_digests == [digests]
 
 
 async def test_a_local_server_reads_the_file_itself_and_an_unshared_one_is_sent_it(
@@ -542,16 +544,16 @@ async def test_prometheus_reads_what_the_engine_did_and_who_asked():
         async with send(http.url, "/metrics") as response:  # without headers of ours
             assert response.status == 200 and response.content_type == "text/plain"
             families = text_string_to_metric_families(await response.text())
-    found = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
-    assert found["jax_agent_rl_engine_generated_tokens_total", "0"] == 5
-    assert found["jax_agent_rl_engine_requests_finished_total", "0"] == 1
+    samples = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    assert samples["jax_agent_rl_engine_generated_tokens_total", "0"] == 5
+    assert samples["jax_agent_rl_engine_requests_finished_total", "0"] == 1
     assert (
-        found["jax_agent_rl_engine_up", "0"] == 1
-        and found["jax_agent_rl_engine_requests_running", "0"] == 0
+        samples["jax_agent_rl_engine_up", "0"] == 1
+        and samples["jax_agent_rl_engine_requests_running", "0"] == 0
     )
-    assert found["jax_agent_rl_server_requests_total", "/v1/generate", "200"] == 1
-    assert found["jax_agent_rl_server_requests_total", "unknown", "404"] == 1
-    assert found["jax_agent_rl_server_requests_running",] == 1  # this one
+    assert samples["jax_agent_rl_server_requests_total", "/v1/generate", "200"] == 1
+    assert samples["jax_agent_rl_server_requests_total", "unknown", "404"] == 1
+    assert samples["jax_agent_rl_server_requests_running",] == 1  # this one
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,9 @@ def folder(tmp_path: Path) -> Path:
 
 async def send(remote: Counting, update: WeightUpdate) -> int:
     """Send an update; return the bytes it took."""
-    before = remote.sent
+    sent_before = remote.sent
     await remote.update_weights(update)
-    return remote.sent - before
+    return remote.sent - sent_before
 
 
 def whole(update: WeightUpdate) -> int:
@@ -149,10 +149,10 @@ async def test_a_result_with_another_digest_is_not_served_and_all_is_sent(folder
     backend = Reader()
     async with serving(backend, folder / "server") as remote:
         await send(remote, learner.publish())
-        kept = sorted((folder / "server").rglob("*.safetensors"))[0]
-        content = bytearray(kept.read_bytes())
+        kept_file = sorted((folder / "server").rglob("*.safetensors"))[0]
+        content = bytearray(kept_file.read_bytes())
         content[-5] ^= 1  # a bit of the server's copy flips between two updates
-        kept.write_bytes(content)
+        kept_file.write_bytes(content)
         update = learner.publish()
         assert await send(remote, update) > whole(update), "the changes in vain, then all"
         assert backend.contents == [Path(path).read_bytes() for path in update.payload]

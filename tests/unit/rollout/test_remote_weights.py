@@ -221,11 +221,11 @@ async def test_all_uploads_together_have_a_limit_in_bytes_and_number(tmp_path: P
 
 async def test_files_that_arrive_side_by_side_share_the_limit(tmp_path: Path):
     uploads = Uploads(max_bytes=3, folder=tmp_path)
-    both = asyncio.Barrier(2)
+    barrier = asyncio.Barrier(2)
 
     async def half() -> AsyncIterator[bytes]:
         yield b"x"
-        await both.wait()
+        await barrier.wait()
         yield b"x"
 
     results = await asyncio.gather(

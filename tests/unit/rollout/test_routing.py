@@ -21,10 +21,10 @@ from jax_agent_rl.rollout.routing import (
 
 
 def balancer(*servers, **kwargs):
-    made = Balancer(**kwargs)
+    new_balancer = Balancer(**kwargs)
     for server in servers:
-        made.add(server)
-    return made
+        new_balancer.add(server)
+    return new_balancer
 
 
 def test_requests_go_where_the_least_is_in_flight():
@@ -122,8 +122,10 @@ def test_the_longest_beginning_is_found_in_whole_blocks(prompts, data):
         takewhile(last.__contains__, (tuple(wanted[:end]) for end in range(1, len(wanted) + 1)))
     )
     expected = (last[known[-1]], len(known) * BLOCK) if known else (None, 0)
-    rest = data.draw(st.integers(0, BLOCK - 1))
-    assert index.find(chain("".join(block * BLOCK for block in wanted) + "z" * rest)) == expected
+    num_extra = data.draw(st.integers(0, BLOCK - 1))
+    assert (
+        index.find(chain("".join(block * BLOCK for block in wanted) + "z" * num_extra)) == expected
+    )
 
 
 def test_memory_is_bounded_and_ends_are_forgotten_before_beginnings():
@@ -152,8 +154,8 @@ def test_a_group_stays_together_until_its_server_is_clearly_busier():
     for server in "abc" * 20:
         b.assign(server)
     b.assign("a", None, chain(OTHER))
-    more = [b.acquire(f"t{i}", chain(OTHER)) for i in range(4)]
-    assert more == ["a"] * 4, "among many, a few more are no matter"
+    servers = [b.acquire(f"t{i}", chain(OTHER)) for i in range(4)]
+    assert servers == ["a"] * 4, "among many, a few more are no matter"
 
 
 def test_short_and_little_shared_beginnings_leave_the_load_even():

@@ -18,7 +18,7 @@ def looks(*readings, stall=10.0):
     """
     watch = StallDetector(stall)
     server = Server()
-    return [watch.check(server, done, now=now, **state) for now, done, state in readings]
+    return [watch.check(server, progress, now=now, **state) for now, progress, state in readings]
 
 
 def test_counters_that_stand_still_with_requests_inside_are_a_stall():
@@ -54,11 +54,13 @@ def test_one_that_does_not_even_tell_its_counters_stalls_as_well():
 
 
 @pytest.mark.parametrize(
-    ("done", "state", "times"),
+    ("progress", "state", "times"),
     [((0,), WORKING, 3), (None, WORKING, 3), ((5,), {"busy": False, "updating": True}, 10)],
 )
-def test_compiling_and_taking_weights_may_take_longer(done, state, times):
-    assert looks((0, done, state), (10 * times, done, state), (10 * times + 1, done, state)) == [
+def test_compiling_and_taking_weights_may_take_longer(progress, state, times):
+    assert looks(
+        (0, progress, state), (10 * times, progress, state), (10 * times + 1, progress, state)
+    ) == [
         False,
         False,
         True,
@@ -67,9 +69,9 @@ def test_compiling_and_taking_weights_may_take_longer(done, state, times):
 
 def test_servers_are_watched_apart():
     watch = StallDetector(10.0)
-    one = Server()
-    other = Server()
-    for server in (one, other):
+    stuck = Server()
+    working = Server()
+    for server in (stuck, working):
         watch.check(server, (5,), now=0, **WORKING)
-    assert watch.check(one, (5,), now=11, **WORKING)
-    assert not watch.check(other, (6,), now=11, **WORKING)
+    assert watch.check(stuck, (5,), now=11, **WORKING)
+    assert not watch.check(working, (6,), now=11, **WORKING)

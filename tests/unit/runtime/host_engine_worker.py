@@ -66,14 +66,14 @@ async def show(client: LLMServerClient, learner: WeightSource, version: int) -> 
             GenerateRequest(request_id=f"v{version}-{i}", prompt_ids=PROMPT, sampling=GREEDY)
             for i in range(2)
         )
-        output, other = await asyncio.gather(
+        output, other_output = await asyncio.gather(
             *map(server.generate, requests)
         )  # by each engine, if there are two
         line = {
             "server": server.name,
-            "versions": sorted({*output.policy_versions, *other.policy_versions}),
+            "versions": sorted({*output.policy_versions, *other_output.policy_versions}),
         }
-        line |= {"found": output.log_probs, "other": other.log_probs}
+        line |= {"found": output.log_probs, "other": other_output.log_probs}
         line["expected"] = logprobs_of(learner.params, PROMPT, output.token_ids).tolist()
         line["recompilations"] = (await server.backend.metrics()).recompilations
         print(json.dumps(line), flush=True)

@@ -57,16 +57,16 @@ def lead(made: Learner, job: dict) -> None:
     print(json.dumps({"begin": begin, **{name: metrics[name] for name in names}}))
 
 
-def share_read_back(learner: Learner | LeadingLearner, made: Learner, job: dict) -> float:
+def share_read_back(learner: Learner | LeadingLearner, initial: Learner, job: dict) -> float:
     """Return the share of stored parameters that this process reads; check every value."""
     folder = stored.version_folder(job["out"] + ".stored", 1)
     reader = stored.StoredParams(folder, manifest_digest=learner.store(folder, "float32"))
-    places = jax.tree.map(lambda x: x.sharding, made.params)
-    found = reader.read(MODEL.parameter_shapes(), dtype=np.dtype(np.float32), shardings=places)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(made.params), strict=True):
+    shardings = jax.tree.map(lambda x: x.sharding, initial.params)
+    params = reader.read(MODEL.parameter_shapes(), dtype=np.dtype(np.float32), shardings=shardings)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(initial.params), strict=True):
         for ours, theirs in zip(a.addressable_shards, b.addressable_shards, strict=True):
             np.testing.assert_array_equal(ours.data, theirs.data)
-    return reader.bytes_read / sum(x.nbytes for x in jax.tree.leaves(made.params))
+    return reader.bytes_read / sum(x.nbytes for x in jax.tree.leaves(initial.params))
 
 
 def give_up(learner: Learner | LeadingLearner, groups: list[Group], *, midway: bool) -> None:
@@ -75,7 +75,7 @@ def give_up(learner: Learner | LeadingLearner, groups: list[Group], *, midway: b
     """
     cancellation = StepCancellation()
 
-    def tick(done: int, total: int) -> None:
+    def tick(finished: int, total: int) -> None:
         if cancellation.has_begun:
             assert cancellation.cancel(), "the critic's update cannot be undone"
 
@@ -91,17 +91,17 @@ def give_up(learner: Learner | LeadingLearner, groups: list[Group], *, midway: b
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    own = {name: job[name] for name in ("mesh", "multihost", "lora")}
-    config = LearnerConfig(learning_rate=1e-3, pack_length=32, ema_decay=0.5, **own)
+    sections = {name: job[name] for name in ("mesh", "multihost", "lora")}
+    config = LearnerConfig(learning_rate=1e-3, pack_length=32, ema_decay=0.5, **sections)
     number = initialize(config.multihost)
     params = tiny_params(config=MODEL)
-    made = Learner(
+    learner = Learner(
         MODEL, params, algorithm=AlgorithmConfig(**ALGORITHM), config=config, temperature=1.0
     )
     if number:
-        follow(made, None)
+        follow(learner, None)
     else:
-        lead(made, job)
+        lead(learner, job)
 
 
 if __name__ == "__main__":

@@ -56,13 +56,13 @@ def settings(
 
 
 def resolved(
-    model: str, made: config.Config, *, devices: int = 4, **options: Any
+    model: str, config_: config.Config, *, devices: int = 4, **options: Any
 ) -> tuple[int | None, int | None]:
     with architecture_folder(model) as folder:
-        made = resolve_engine_mesh(
-            made, load_config(folder), devices=[Device(n) for n in range(devices)], **options
+        config_ = resolve_engine_mesh(
+            config_, load_config(folder), devices=[Device(n) for n in range(devices)], **options
         )
-    return made.rollout.jetstream.mesh.data, made.rollout.jetstream.mesh.tensor
+    return config_.rollout.jetstream.mesh.data, config_.rollout.jetstream.mesh.tensor
 
 
 SIXTEEN = {"mesh": {"fsdp": 16}}
@@ -98,14 +98,14 @@ def test_of_a_mixture_whole_experts_are_split():
     """
 
     def mesh(**engine: Any) -> tuple[int | None, ...]:
-        made = settings(engine=engine, max_in_flight=32, sleep_during_update=True)
+        run_config = settings(engine=engine, max_in_flight=32, sleep_during_update=True)
         with architecture_folder("qwen3-30b-a3b") as folder:
             devices = [Device(n) for n in range(4)]
             model = load_config(folder)
-            found = resolve_engine_mesh(
-                made, model, devices=devices, memory=32 * GIB
+            resolved_mesh = resolve_engine_mesh(
+                run_config, model, devices=devices, memory=32 * GIB
             ).rollout.jetstream.mesh
-        return found.data, found.expert, found.tensor
+        return resolved_mesh.data, resolved_mesh.expert, resolved_mesh.tensor
 
     assert mesh() == (1, 4, 1)
     assert mesh(mesh={"expert": 1}) == (1, 1, 4)
@@ -165,10 +165,10 @@ def test_more_devices_than_there_are_is_refused():
 
 
 def test_each_engine_has_slots_and_cache_for_its_part_of_the_trajectories():
-    made = settings(
+    config_ = settings(
         engine={"mesh": {"data": 4, "tensor": 1}, "max_concurrent_decodes": 16}, max_in_flight=96
     )
-    shapes = engine_shapes(made)
+    shapes = engine_shapes(config_)
     assert shapes.max_concurrent_decodes == 16
     assert shapes.kv_cache_tokens == 16 * 2048 + 8 * 1024, (
         "16 contexts, and half of the 8 others of 24"
@@ -179,9 +179,9 @@ def test_idle_devices_are_named_with_the_key_that_uses_them():
     """The launch page's command with one engine of two chips: what it did before engines took all
     of a host's chips.
     """
-    made = settings(engine={"mesh": {"data": 1, "tensor": 2}}, learner=SIXTEEN)
+    config_ = settings(engine={"mesh": {"data": 1, "tensor": 2}}, learner=SIXTEEN)
     (line,) = report_idle(
-        made, count=16, sampling={0, 1, 4, 5, 8, 9, 12, 13}, learning=range(16), hosts=4
+        config_, count=16, sampling={0, 1, 4, 5, 8, 9, 12, 13}, learning=range(16), hosts=4
     )
     assert (
         line == "devices 2-3, 6-7, 10-11, 14-15 of 16 have no engine to sample with: set"

@@ -84,25 +84,25 @@ async def test_the_only_engine_sleeps_where_it_is_if_it_may(rollout: dict[str, A
 
 
 async def test_in_a_hybrid_it_leaves_and_its_requests_go_on_elsewhere():
-    here = Sleeper()
-    there = ToyBackend()
-    client = await serving(here=here, there=there)
+    local = Sleeper()
+    distant = ToyBackend()
+    client = await serving(here=local, there=distant)
     sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
     running = [
         asyncio.create_task(client.generate(f"r{i}", prompt_ids=[3, 4], sampling_params=sampling))
         for i in range(2)
     ]
-    while not (here.running and there.running):
+    while not (local.running and distant.running):
         await asyncio.sleep(0)
     with pytest.raises(ArithmeticError):
         async with room_for_learning(settings(**SLEEPING), client, ["here"])():
-            assert names(client) == {"there"} and here.asleep and not here.running
+            assert names(client) == {"there"} and local.asleep and not local.running
             outputs = await asyncio.gather(*running)
             raise ArithmeticError("the learner fails")
     assert [len(output.token_ids) for output in outputs] == [150, 150] and outputs[
         0
     ].token_ids == outputs[1].token_ids
-    assert names(client) == {"here", "there"} and not here.asleep
+    assert names(client) == {"here", "there"} and not local.asleep
     await close(client)
 
 
@@ -112,13 +112,13 @@ async def test_requests_of_a_hybrid_wait_for_the_engine_that_sleeps_if_all_other
         await backend.start()
     servers = [AsyncServer(backend, name=name) for name, backend in backends.items()]
     client = LLMServerClient(servers, wait_for_server_seconds=60.0)
-    there = backends["there"]
+    distant = backends["there"]
     sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
     async with room_for_learning(settings(**SLEEPING), client, ["here"])():
         running = asyncio.create_task(
             client.generate("r", prompt_ids=[3, 4], sampling_params=sampling)
         )
-        while not there.running:
+        while not distant.running:
             await asyncio.sleep(0)
         (lost,) = client.pool.servers
         client.pool.mark_lost(lost, "its machine is gone")
@@ -153,8 +153,8 @@ async def test_sleep_that_an_engine_cannot_do_is_refused_at_start():
 
 
 async def test_colocated_engines_need_no_ray():
-    async with reserve_actors(settings()) as places:
-        assert places == []
+    async with reserve_actors(settings()) as reserved:
+        assert reserved == []
 
 
 @pytest.mark.parametrize(
@@ -166,23 +166,23 @@ async def test_colocated_engines_need_no_ray():
     ],
 )
 def test_each_placement_has_its_engines(placement: str, kinds: dict[str, type]):
-    places = [] if placement == "colocated" else [{"num_cpus": 1}] * 2
-    engines = place_engines(settings(placement=placement), places, {"jetstream": ToyBackend})
+    bundles = [] if placement == "colocated" else [{"num_cpus": 1}] * 2
+    engines = place_engines(settings(placement=placement), bundles, {"jetstream": ToyBackend})
     # In this order: at equal load, requests go to the first.
     assert [(name, type(make())) for name, make in engines.items()] == list(kinds.items())
 
 
 async def test_an_engine_of_this_process_takes_weights_from_the_store(tmp_path):
     (tmp_path / "w.safetensors").write_text("other")
-    kept: dict[int, Any] = {}
+    stored: dict[int, Any] = {}
 
     async def get(reference: int) -> Any:
-        return kept[reference]
+        return stored[reference]
 
     engine = from_object_store(ToyBackend(weight_payloads=frozenset({"safetensors"})), get=get)
     assert engine.capabilities.weight_payloads == {OBJECT_STORE}
     files = WeightUpdate(version=4, kind="safetensors", payload=[str(tmp_path / "w.safetensors")])
-    await engine.update_weights(store(files, lambda tree: kept.setdefault(0, tree) and 0))
+    await engine.update_weights(store(files, lambda tree: stored.setdefault(0, tree) and 0))
     assert engine.policy_version == 4
 
 
@@ -199,8 +199,8 @@ def test_who_works_at_the_same_time_shares_no_devices_to_exchange_data_over(mode
     """Run on three CPU devices each, engine and learner waited for each other at the first step."""
     apart = settings(), settings(placement="hybrid")
     asynchronous, hybrid = (
-        one.model_copy(update={"trainer": one.trainer.model_copy(update={"mode": mode})})
-        for one in apart
+        placed.model_copy(update={"trainer": placed.trainer.model_copy(update={"mode": mode})})
+        for placed in apart
     )
     for learner, engine in ((range(4), range(4)), (range(8), range(4)), (range(4), range(2, 6))):
         with raises(ConfigError, key="trainer.mode", value=mode, fix="devices of its own"):
@@ -236,7 +236,7 @@ async def test_a_run_refuses_an_engine_that_its_weights_do_not_reach():
 async def test_a_rollout_server_joins_a_run_of_rollout_servers_under_its_address():
     async with open_engine(
         settings(backend="remote", urls=["http://10.0.0.5:8100"]), "http://10.0.0.7:8100"
-    ) as made:
-        name, make = made
+    ) as opened:
+        name, make = opened
         engine = make()
         assert isinstance(engine, RemoteBackend) and engine.url == name == "http://10.0.0.7:8100"

@@ -65,8 +65,8 @@ def tree(tmp_path: Path) -> Tree:
 
 def identity(tree: Tree) -> RunIdentity:
     config = build_tree(Config, tree)
-    made = run_identity(config, [open_dataset(config.data.train).fingerprint])
-    return RunIdentity.from_json(json.loads(json.dumps(made.to_json())))
+    run_identity_ = run_identity(config, [open_dataset(config.data.train).fingerprint])
+    return RunIdentity.from_json(json.loads(json.dumps(run_identity_.to_json())))
 
 
 def check(old: RunIdentity, new: RunIdentity, *accepted: str):
@@ -179,12 +179,12 @@ def test_the_code_of_classes_that_a_file_names_is_part_of_the_run(
         json.dumps({name: [{"class_name": named.replace("FOLDER", str(tmp_path))}]})
     )
     tree[section] = {key: str(tmp_path / "entries.yaml")}
-    before = identity(tree)
-    assert check(before, identity(tree)) == []
+    old = identity(tree)
+    assert check(old, identity(tree)) == []
 
     code.write_text("x = 2\n")
     with raises(CheckpointError, key=f"{section}.{key}", value="somebodys_classes"):
-        check(before, identity(tree))
+        check(old, identity(tree))
 
 
 def test_several_differences_are_told_together(tree: Tree):
@@ -224,11 +224,11 @@ def test_what_may_change_is_returned_for_the_record(tree: Tree):
     old = identity(tree)
     set_key("trainer", {"steps": 500, "checkpoint_every": 7})(tree, Path())
     set_key("learner.pack_length", 2048)(tree, Path())
-    found = {
+    differences = {
         difference.key: (difference.old, difference.new)
         for difference in check(old, identity(tree))
     }
-    assert found == {
+    assert differences == {
         "trainer.steps": (100, 500),
         "trainer.checkpoint_every": (10, 7),
         "learner.pack_length": (1024, 2048),

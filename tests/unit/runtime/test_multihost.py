@@ -48,8 +48,8 @@ def run(
             "num_processes": processes,
             "process_id": number,
         }
-        own = job | {"multihost": several if processes > 1 else {}}
-        command = [*python(), "-m", "tests.unit.runtime.multihost_worker", json.dumps(own)]
+        process_job = job | {"multihost": several if processes > 1 else {}}
+        command = [*python(), "-m", "tests.unit.runtime.multihost_worker", json.dumps(process_job)]
         started.append(
             subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -87,11 +87,11 @@ def test_two_processes_train_as_one_does(two_processes, tmp_path: Path):
 def test_adapters_train_on_two_processes_as_on_one(tmp_path: Path):
     lora = {"rank": 2, "targets": ["q_proj", "v_proj"]}
     (tmp_path / "one").mkdir()
-    one, expected = run(
+    by_one, expected = run(
         tmp_path / "one", "one", processes=1, devices=1, mesh={}, steps=2, lora=lora
     )
     two, params = run(tmp_path, "two", processes=2, devices=1, mesh={"fsdp": 2}, steps=2, lora=lora)
-    assert two == pytest.approx(one, rel=1e-4)
+    assert two == pytest.approx(by_one, rel=1e-4)
     for a, b in zip(params, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
     # Of the weights that both wrote to a folder, a process reads what its own device holds.
@@ -107,26 +107,29 @@ def test_one_and_four_processes_go_on_from_what_two_saved(two_processes, tmp_pat
         results.append(
             run(folder, "more", processes=processes, devices=1, mesh=mesh, steps=3, restore=True)
         )
-    (one, expected), (four, params) = results
-    assert one["begin"] == four["begin"] == 2 and four == pytest.approx(one, rel=1e-4)
-    for a, b, before in zip(params, expected, two_processes[2], strict=True):
+    (by_one, expected), (four, params) = results
+    assert by_one["begin"] == four["begin"] == 2 and four == pytest.approx(by_one, rel=1e-4)
+    for a, b, saved in zip(params, expected, two_processes[2], strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
-        assert a.shape == before.shape
+        assert a.shape == saved.shape
     assert any(
-        np.abs(a - before).max() > 1e-4 for a, before in zip(params, two_processes[2], strict=True)
+        np.abs(a - saved).max() > 1e-4 for a, saved in zip(params, two_processes[2], strict=True)
     )
 
 
 def test_what_the_learner_reads_of_groups_survives_the_way_to_the_last_bit():
-    made = call(error="timeout", reward=0.1)
+    failed_call = call(error="timeout", reward=0.1)
     segment = trajectory([5, 6], [7, 2], index=0)
-    whole = trajectory(
+    complete = trajectory(
         [3, 4], [8, 9, 2], mask=[1, 0, 1], logprobs=[-1 / 3, 0.0, float("nan")], reward=0.1 + 0.2
     )
     first = replace(
-        whole,
+        complete,
         segments=(segment,),
-        turns=(replace(whole.turns[0], tool_calls=(made,), learn_appended=True), *whole.turns[1:]),
+        turns=(
+            replace(complete.turns[0], tool_calls=(failed_call,), learn_appended=True),
+            *complete.turns[1:],
+        ),
         reward_parts={"format": 1e-17},
         no_loss=DropReason.OVERLONG,
     )
@@ -145,11 +148,11 @@ def test_what_the_learner_reads_of_groups_survives_the_way_to_the_last_bit():
 
 
 def test_texts_stay_where_they_are():
-    made = replace(
+    long_call = replace(
         call(), observation="long", media={"image": (object(),)}, arguments={"a": object()}
     )
     text = replace(
-        trajectory([3], [4, 2], calls=[[made]]),
+        trajectory([3], [4, 2], calls=[[long_call]]),
         row={"answer": object()},
         messages=({"role": "user"},),
     )
@@ -176,8 +179,8 @@ def test_pictures_that_ids_show_travel_pixel_by_pixel():
         for group in decode_groups(json.loads(json.dumps(encode_groups([group_of([sent])]))))
     )
     assert got.multi_modal.keys() == {"image", "video"} and got.response_ids == sent.response_ids
-    for shown in got.multi_modal["image"]:
-        np.testing.assert_array_equal(np.asarray(shown), np.asarray(image))
+    for picture_ in got.multi_modal["image"]:
+        np.testing.assert_array_equal(np.asarray(picture_), np.asarray(image))
     np.testing.assert_array_equal(as_frames(got.multi_modal["video"][0]), as_frames(clip))
 
 
@@ -197,14 +200,14 @@ def test_without_a_coordinator_a_process_is_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_process_waits_for_the_others_as_long_as_configured(monkeypatch: pytest.MonkeyPatch):
-    given = {}
+    options = {}
 
     def joined(**keys):
-        given.update(keys)
+        options.update(keys)
 
     monkeypatch.setattr(jax.distributed, "initialize", joined)
     initialize(MultihostConfig(coordinator="localhost:1", num_processes=2, process_id=1, timeout=7))
-    assert (given["initialization_timeout"], given["process_id"], given["num_processes"]) == (
+    assert (options["initialization_timeout"], options["process_id"], options["num_processes"]) == (
         7,
         1,
         2,

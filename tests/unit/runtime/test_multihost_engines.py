@@ -76,9 +76,9 @@ def copies() -> HostTransport:
     return HostTransport(lambda params: {"copy of": params})
 
 
-async def fleet(engine: Engine, kept: HostTransport) -> LLMServerClient:
+async def fleet(engine: Engine, transport: HostTransport) -> LLMServerClient:
     client = LLMServerClient(decode_text=to_text)
-    await client.pool.start({"host-0": lambda: kept.into(engine)})  # type: ignore[dict-item]
+    await client.pool.start({"host-0": lambda: transport.into(engine)})  # type: ignore[dict-item]
     return client
 
 
@@ -86,7 +86,7 @@ async def test_all_engines_fetch_the_version_of_their_own_process():
     store = Store()
     engines = [Engine(), Engine()]
     buffers = [copies(), copies()]
-    other = HostEngine(
+    second_host = HostEngine(
         lambda: buffers[1].into(engines[1]),  # type: ignore[arg-type,return-value]
         HostRegistry(store),
         number=1,
@@ -97,8 +97,8 @@ async def test_all_engines_fetch_the_version_of_their_own_process():
         assert await join_hosts(client, registry=HostRegistry(store), other_processes=1) == [
             "host-1"
         ]
-        for number, kept in enumerate(buffers):
-            kept.put(1, f"parameters of process {number}")
+        for number, buffer in enumerate(buffers):
+            buffer.put(1, f"parameters of process {number}")
         await client.pool.update_weights(WeightUpdate(version=1, kind=MESH, payload=None))
         assert [engine.taken for engine in engines] == [
             [{"copy of": f"parameters of process {i}"}] for i in (0, 1)
@@ -117,37 +117,39 @@ async def test_all_engines_fetch_the_version_of_their_own_process():
         ]
     finally:
         await client.pool.close()
-        await asyncio.to_thread(other.close)
+        await asyncio.to_thread(second_host.close)
     assert engines[1].closed
 
 
 async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
     store = Store()
-    kept = copies()
-    other = HostEngine(lambda: Engine(broken=True), HostRegistry(store), number=3, host="127.0.0.1")
-    client = await fleet(Engine(), kept)
+    buffer = copies()
+    broken_host = HostEngine(
+        lambda: Engine(broken=True), HostRegistry(store), number=3, host="127.0.0.1"
+    )
+    client = await fleet(Engine(), buffer)
     try:
         with raises(BackendError, key="process 3", value="MemoryError: 2 GB"):
             await join_hosts(client, registry=HostRegistry(store), other_processes=1)
     finally:
         await client.pool.close()
-        await asyncio.to_thread(other.close)
+        await asyncio.to_thread(broken_host.close)
 
 
 async def test_an_engine_that_is_not_wanted_any_more_ends_before_anybody_has_asked_for_it():
     engine = Engine()
-    other = HostEngine(lambda: engine, HostRegistry(Store()), number=1, host="127.0.0.1")
-    await asyncio.to_thread(other.close)
+    host_engine = HostEngine(lambda: engine, HostRegistry(Store()), number=1, host="127.0.0.1")
+    await asyncio.to_thread(host_engine.close)
     assert engine.closed or not engine.taken  # closed, or never made
 
 
 async def test_a_version_that_is_not_in_the_process_is_refused():
     engine = Engine()
-    kept = copies()
-    served = kept.into(engine)  # type: ignore[arg-type]
+    buffer = copies()
+    served = buffer.into(engine)  # type: ignore[arg-type]
     with raises(WeightUpdateError, key="version 1", value="has none"):
         await served.update_weights(WeightUpdate(version=1, kind=MESH, payload=None))
-    kept.put(1, "parameters")  # type: ignore[arg-type]
+    buffer.put(1, "parameters")  # type: ignore[arg-type]
     with raises(WeightUpdateError, key="version 2", value="has version 1"):
         await served.update_weights(WeightUpdate(version=2, kind=MESH, payload=None))
     with raises(WeightUpdateError, value="'arrays'", fix="'mesh'"):
@@ -172,8 +174,8 @@ def test_two_processes_sample_what_all_four_devices_have_trained(tmp_path: Path,
     environment = environment_with(2)
     started = []
     for number in range(2):
-        own = [str(recipe), *settings, f"learner.multihost.process_id={number}"]
-        command = [*python(), "-m", "tests.unit.runtime.host_engine_worker", *own]
+        arguments = [str(recipe), *settings, f"learner.multihost.process_id={number}"]
+        command = [*python(), "-m", "tests.unit.runtime.host_engine_worker", *arguments]
         pipe = subprocess.PIPE
         started.append(
             subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)

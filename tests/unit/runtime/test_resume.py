@@ -113,8 +113,8 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_folder(tmp
     assert (
         choose_run(configured(tmp_path, checkpoint_dir=bucket), "if_any")[0] == tmp_path / "run-2"
     )
-    other = killed(tmp_path / "run-2", checkpoint_dir=bucket)
-    assert choose_run(config, "if_any") == (other, False)
+    second_run = killed(tmp_path / "run-2", checkpoint_dir=bucket)
+    assert choose_run(config, "if_any") == (second_run, False)
 
 
 def test_what_was_not_killed_is_not_begun_again(tmp_path: Path):
@@ -163,13 +163,13 @@ def test_a_run_that_is_asked_to_resume_has_nothing_to_do_if_it_has_ended(
 ):
     if summary:
         (tmp_path / "summary.json").write_text(json.dumps(summary))
-    done = nothing_to_do(tmp_path, [4, 8], steps, advice="set trainer.steps", **asked)
-    assert (done is not None) == is_done
-    if done is not None:
-        assert done.summary == summary and "nothing to do" in done.message
+    reason = nothing_to_do(tmp_path, [4, 8], steps, advice="set trainer.steps", **asked)
+    assert (reason is not None) == is_done
+    if reason is not None:
+        assert reason.summary == summary and "nothing to do" in reason.message
         assert (
             "trainer.target_accuracy" if "target_accuracy" in asked else "trainer.steps"
-        ) in done.message
+        ) in reason.message
 
 
 def test_a_run_without_a_checkpoint_has_everything_to_do(tmp_path: Path):

@@ -100,10 +100,10 @@ def test_a_served_engine_has_programs_for_short_contexts_of_a_long_one():
 def test_a_served_engine_compiles_on_demand_and_a_runs_engine_by_device(
     serving: bool, ahead: bool | None, shortest: int | None, tmp_path: Path, monkeypatch
 ):
-    made: dict = {}
+    arguments: dict = {}
     monkeypatch.setattr(
         "jax_agent_rl.jetstream.data_parallel.make_backend",
-        lambda model, params, shapes, **options: made.update(options, shapes=shapes),
+        lambda model, params, shapes, **options: arguments.update(options, shapes=shapes),
     )
     config = configured(tmp_path)
     model = load_config(config.model.path)
@@ -112,7 +112,7 @@ def test_a_served_engine_compiles_on_demand_and_a_runs_engine_by_device(
         config, codec, weights=lambda: (model, {}), print_line=print, serving=serving
     )
     factories["jetstream"]()
-    assert (made["compile_ahead"], made["shapes"].shortest_span) == (ahead, shortest)
+    assert (arguments["compile_ahead"], arguments["shapes"].shortest_span) == (ahead, shortest)
 
 
 @contextlib.asynccontextmanager
@@ -122,7 +122,7 @@ async def running(
     """``serve`` with these engines; an engine's later backends replace those that are lost. Yields
     its address.
     """
-    factories = {name: iter(made).__next__ for name, made in backends.items()}
+    factories = {name: iter(engines).__next__ for name, engines in backends.items()}
     monkeypatch.setattr(serve, "check_engine", lambda config: None)
     monkeypatch.setattr(serve, "open_codec", lambda config: codec)
     monkeypatch.setattr(serve, "backend_factories", lambda config, codec, **_: factories)
@@ -186,12 +186,12 @@ async def test_a_request_whose_engine_dies_is_answered_by_another_one(
                 text = "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
             else:
                 text = answer.choices[0].message.content
-            more = [
+            messages = [
                 *ASK,
                 {"role": "assistant", "content": text},
                 {"role": "user", "content": "and"},
             ]
-            assert (await client.chat.completions.create(model="x", messages=more)).choices[
+            assert (await client.chat.completions.create(model="x", messages=messages)).choices[
                 0
             ].message.content == "five"
     assert text == "one two three four"
@@ -218,12 +218,12 @@ async def test_an_engine_that_died_is_replaced_and_its_sessions_go_on(tmp_path: 
                 .message.content
             )
             old.die()
-            more = [
+            messages = [
                 *ASK,
                 {"role": "assistant", "content": said},
                 {"role": "user", "content": "and"},
             ]
-            assert (await client.chat.completions.create(model="x", messages=more)).choices[
+            assert (await client.chat.completions.create(model="x", messages=messages)).choices[
                 0
             ].message.content == "two"
         assert await recorded_turns(url) == [2]

@@ -34,13 +34,13 @@ def vllm_answer(request: dict) -> dict:
     ids = request["prompt"]
     k = request["prompt_logprobs"]
     positions: list[dict | None] = [None]
-    for logs, own in zip(log_softmax(LOGITS(ids[:-1])), ids[1:], strict=True):
+    for logs, sampled_id in zip(log_softmax(LOGITS(ids[:-1])), ids[1:], strict=True):
         rank = {int(id_): number + 1 for number, id_ in enumerate(np.argsort(-logs))}
-        shown = {own, *(id_ for id_, number in rank.items() if number <= k)}
+        listed_ids = {sampled_id, *(id_ for id_, number in rank.items() if number <= k)}
         positions.append(
             {
                 str(i): {"logprob": float(logs[i]), "rank": rank[i], "decoded_token": "?"}
-                for i in shown
+                for i in listed_ids
             }
         )
     return {"choices": [{"text": "?", "prompt_logprobs": positions}]}
@@ -49,8 +49,8 @@ def vllm_answer(request: dict) -> dict:
 def completions(answer: Callable[[dict], dict | httpx.Response], **changes) -> CompletionsTeacher:
     def handle(request: httpx.Request) -> httpx.Response:
         assert str(request.url) == f"{URL}/completions"
-        made = answer(json.loads(request.content))
-        return made if isinstance(made, httpx.Response) else httpx.Response(200, json=made)
+        reply = answer(json.loads(request.content))
+        return reply if isinstance(reply, httpx.Response) else httpx.Response(200, json=reply)
 
     teacher = TeacherConfig.model_validate({"path": "big", "url": URL} | changes)
     return CompletionsTeacher(teacher, transport=httpx.MockTransport(handle))
@@ -121,12 +121,14 @@ def group_of(*sources: str) -> Group:
     """A trajectory for each data source: two turns with a tool's answer between them, and a segment
     of another.
     """
-    made = trajectory([5, 9], [4, 11, 7, 3, 8], mask=[1, 1, 0, 0, 1])
+    sample = trajectory([5, 9], [4, 11, 7, 3, 8], mask=[1, 1, 0, 0, 1])
     segment = trajectory([5, 6], [7, 10])
     return Group(
         group_id="g",
         trajectories=tuple(
-            replace(made, trajectory_id=f"g-{i}", row={"data_source": source}, segments=(segment,))
+            replace(
+                sample, trajectory_id=f"g-{i}", row={"data_source": source}, segments=(segment,)
+            )
             for i, source in enumerate(sources)
         ),
     )
@@ -136,35 +138,37 @@ def teachers(client, *, top_k: int = 0, **changes) -> ServedTeachers:
     elsewhere = TeacherConfig.model_validate(
         {"path": "big", "url": URL, "data_sources": ["math*"]} | changes
     )
-    here = TeacherConfig(path="small")
-    return ServedTeachers([(elsewhere, client), (here, None)], top_k=top_k, vocab_size=VOCAB)
+    local_teacher = TeacherConfig(path="small")
+    return ServedTeachers(
+        [(elsewhere, client), (local_teacher, None)], top_k=top_k, vocab_size=VOCAB
+    )
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
 async def test_every_token_in_the_loss_is_scored_in_the_context_of_its_sequence(top_k: int):
-    scored, other = (await teachers(ToyBackend(), top_k=top_k)([group_of("math/1", "code")]))[
+    scored, unscored = (await teachers(ToyBackend(), top_k=top_k)([group_of("math/1", "code")]))[
         0
     ].trajectories
-    assert other.teacher_scores is None  # the learner's to score
-    made = scored.teacher_scores
-    assert made is not None
+    assert unscored.teacher_scores is None  # the learner's to score
+    scores = scored.teacher_scores
+    assert scores is not None
     expected: list[np.ndarray] = []
     for ids, at in (([5, 6, 7, 10], [2, 3]), ([5, 9, 4, 11, 7, 3, 8], [2, 3, 6])):
         logs = log_softmax(LOGITS(ids[:-1]))
         expected += [logs[i - 1] for i in at]
     np.testing.assert_allclose(
-        made.log_probs, [x[i] for x, i in zip(expected, [7, 10, 4, 11, 8], strict=True)]
+        scores.log_probs, [x[i] for x, i in zip(expected, [7, 10, 4, 11, 8], strict=True)]
     )
-    assert len(made.top_ids) == (5 if top_k else 0)
-    for own, logs in zip(made.top_ids, expected, strict=False):
-        assert list(own) == np.argsort(-logs)[:top_k].tolist()
+    assert len(scores.top_ids) == (5 if top_k else 0)
+    for top_ids, logs in zip(scores.top_ids, expected, strict=False):
+        assert list(top_ids) == np.argsort(-logs)[:top_k].tolist()
 
 
 async def test_scores_reach_the_other_processes_of_a_learner_to_the_last_bit():
     groups = await teachers(ToyBackend(), top_k=2)([group_of("math")])
-    (there,) = decode_groups(json.loads(json.dumps(encode_groups(groups))))
-    assert there.trajectories[0].teacher_scores == groups[0].trajectories[0].teacher_scores
-    assert there.trajectories[0].row == {"data_source": "math"}
+    (received,) = decode_groups(json.loads(json.dumps(encode_groups(groups))))
+    assert received.trajectories[0].teacher_scores == groups[0].trajectories[0].teacher_scores
+    assert received.trajectories[0].row == {"data_source": "math"}
 
 
 async def test_a_teacher_that_fails_is_one_error():

@@ -45,16 +45,16 @@ def settings(folder: Path, **distill) -> Config:
 
 
 def test_a_teacher_of_another_tokenizer_is_refused_with_a_token_that_differs(tmp_path: Path):
-    other = WORDS | {"w5": 6, "w6": 5}
-    teacher = model_folder(tmp_path / "teacher", words=other)
+    swapped = WORDS | {"w5": 6, "w6": 5}
+    teacher = model_folder(tmp_path / "teacher", words=swapped)
     with raises(ConfigError, value=("2 of 97 tokens", "'w5'", "5 here", "6 there")):
         check_teachers(settings(tmp_path, teachers=str(teacher)))
 
 
 def test_a_teacher_may_have_more_tokens_but_not_fewer(tmp_path: Path):
-    more = model_folder(tmp_path / "more", words=WORDS | {"w97": 97})
-    assert check_teachers(settings(tmp_path, teachers=str(more))) == [
-        f"distill.teachers: {more}: llama, reads the policy's ids"
+    larger = model_folder(tmp_path / "more", words=WORDS | {"w97": 97})
+    assert check_teachers(settings(tmp_path, teachers=str(larger))) == [
+        f"distill.teachers: {larger}: llama, reads the policy's ids"
     ]
     fewer = model_folder(tmp_path / "fewer", words={word: i for word, i in WORDS.items() if i < 90})
     with raises(ConfigError, value=("'w90'", "90 here", "none there")):
@@ -82,11 +82,11 @@ def test_rows_without_a_teacher_are_named(tmp_path: Path):
 def test_a_learner_scores_by_the_teachers_in_their_folders(tmp_path: Path):
     teacher = model_folder(tmp_path / "teacher", seed=7)
     config = settings(tmp_path, teachers=str(teacher))
-    made = replace(trajectory([5, 6, 7], [8, 9, 10]), row={"data_source": "any"})
+    sample = replace(trajectory([5, 6, 7], [8, 9, 10]), row={"data_source": "any"})
     difference = logprobs_of(tiny_params(7), [5, 6, 7], [8, 9, 10]) - logprobs_of(
         tiny_params(), [5, 6, 7], [8, 9, 10]
     )
-    result = make_learner(config, TINY).update([Group(group_id="g", trajectories=(made,))])
+    result = make_learner(config, TINY).update([Group(group_id="g", trajectories=(sample,))])
     assert result.metrics["kl_reference"] == pytest.approx(-np.mean(difference), abs=1e-4)
     assert result.metrics["advantage_mean"] == pytest.approx(np.mean(difference), abs=1e-4)
 
@@ -112,12 +112,12 @@ async def test_rows_need_no_reward_function_if_only_the_teacher_is_learned_from(
         {"data_source": "chats of ours"},
         {"data_source": "calculator", "reward_model": {"ground_truth": "4"}},
     ]
-    both = build(
+    with_rewards = build(
         json.loads(settings(tmp_path, teachers="t").model_dump_json()),
         ["algorithm.adv_estimator=grpo"],
     )
     with raises(ConfigError, key="data_source", value="'chats of ours'"):
-        needed_services(both, rows)
+        needed_services(with_rewards, rows)
     config = settings(tmp_path, teachers="t")
     assert needed_services(config, rows) == set()
     scorer = open_scorer(config, set(), client=None, codec=None)  # pyright: ignore[reportArgumentType]

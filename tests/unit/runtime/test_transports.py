@@ -94,8 +94,8 @@ async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, k
             )
             output = await remote.generate(request)
             assert list(output.token_ids) == greedy(tiny_params(version), PROMPT, 6, frozenset())
-            (kept,) = tmp_path.iterdir()
-            assert {path.name[:2] for path in kept.iterdir()} == {f"v{version}"}, (
+            (kept_folder,) = tmp_path.iterdir()
+            assert {path.name[:2] for path in kept_folder.iterdir()} == {f"v{version}"}, (
                 "the one before is removed"
             )
         transport.release()
@@ -122,13 +122,13 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
     learner = Parameters(tiny_params(7))
     folder = tmp_path / "weights"
     folder.mkdir()
-    taken = engine("bfloat16")
+    receiver = engine("bfloat16")
     expected = engine("bfloat16")
     expected.core._weights = ServedWeights(TINY, learner.params, expected._mesh)  # in float32
-    server = RolloutServer(taken, weight_dir=None if path == "upload" else str(folder))
+    server = RolloutServer(receiver, weight_dir=None if path == "upload" else str(folder))
     remote = RemoteBackend(server.url, shares_disk=path != "upload")
-    for one in (taken, expected, server):
-        await one.start()
+    for service in (receiver, expected, server):
+        await service.start()
     remote.url = server.url
     await remote.start()
     client = LLMServerClient([AsyncServer(remote)])
@@ -155,17 +155,17 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
             async def get(reference: int) -> Any:
                 return stored_objects[reference]
 
-            await from_object_store(taken, get=get).update_weights(update)
+            await from_object_store(receiver, get=get).update_weights(update)
             size = sum(tensor.data.nbytes for tensor in tensors(stored_objects[0]))
         else:
             await client.pool.update_weights(update)
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        whole = sum(x.nbytes for x in jax.tree.leaves(learner.params))
-        assert size < 0.75 * whole, "half, and names, digests and the probe"
+        full_size = sum(x.nbytes for x in jax.tree.leaves(learner.params))
+        assert size < 0.75 * full_size, "half, and names, digests and the probe"
         await expected.update_weights(
             WeightUpdate(version=1, kind="arrays", payload=learner.params)
         )
-        ours, theirs = (one.core.scheduler.params for one in (taken, expected))
+        ours, theirs = (service.core.scheduler.params for service in (receiver, expected))
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             assert a.dtype == b.dtype == jnp.bfloat16
             np.testing.assert_array_equal(
@@ -179,8 +179,8 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
         assert (a.token_ids, a.log_probs) == (b.token_ids, b.log_probs)
         transport.release()
     finally:
-        for one in (remote, server, taken, expected):
-            await one.close()
+        for service in (remote, server, receiver, expected):
+            await service.close()
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
@@ -195,9 +195,9 @@ def test_weights_are_rounded_only_for_engines_that_round_all_of_them_alike():
     assert engine("bfloat16", quantize="int8").capabilities.weight_dtype == "float32", (
         "8 bits are made of 32"
     )
-    one, other = (AsyncServer(engine(dtype), name=dtype) for dtype in ("bfloat16", "float32"))
-    assert LLMServerClient([one]).pool.weight_dtype() == "bfloat16"
-    assert LLMServerClient([one, other]).pool.weight_dtype() == "float32"
+    rounding, exact = (AsyncServer(engine(dtype), name=dtype) for dtype in ("bfloat16", "float32"))
+    assert LLMServerClient([rounding]).pool.weight_dtype() == "bfloat16"
+    assert LLMServerClient([rounding, exact]).pool.weight_dtype() == "float32"
     assert LLMServerClient().pool.weight_dtype() == "float32"
 
 
@@ -340,10 +340,10 @@ async def test_an_engine_serves_what_changes_make_of_the_version_before():
     remote = RemoteBackend(server.url, shares_disk=False)
     await remote.start()
     try:
-        before = tiny_params(1)
-        await remote.update_weights(transport.offer(Parameters(before), 1))
-        after = before | {"embed": before["embed"].at[:10].multiply(2.0)}
-        update = transport.offer(Parameters(after), 2)
+        old_params = tiny_params(1)
+        await remote.update_weights(transport.offer(Parameters(old_params), 1))
+        new_params = old_params | {"embed": old_params["embed"].at[:10].multiply(2.0)}
+        update = transport.offer(Parameters(new_params), 2)
         remote._upload = sent_deltas = SentFiles(remote._upload)  # type: ignore[method-assign]
         await remote.update_weights(update)
         assert [path.name for path in sent_deltas.files] == ["v2-00000.delta.safetensors"]
@@ -351,11 +351,11 @@ async def test_an_engine_serves_what_changes_make_of_the_version_before():
         output = await remote.generate(
             GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling)
         )
-        assert list(output.token_ids) == greedy(after, PROMPT, 6, frozenset())
-        assert list(output.token_ids) != greedy(before, PROMPT, 6, frozenset())
+        assert list(output.token_ids) == greedy(new_params, PROMPT, 6, frozenset())
+        assert list(output.token_ids) != greedy(old_params, PROMPT, 6, frozenset())
     finally:
-        for one in (remote, server, backend):
-            await one.close()
+        for service in (remote, server, backend):
+            await service.close()
         transport.release()
 
 

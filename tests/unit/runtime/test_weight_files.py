@@ -30,10 +30,10 @@ def truncate(file: Path) -> None:
 
 
 def swap(file: Path) -> None:
-    other = next(f for f in file.parent.iterdir() if f != file)
+    other_file = next(f for f in file.parent.iterdir() if f != file)
     ours = file.read_bytes()
-    shutil.copy(other, file)
-    other.write_bytes(ours)
+    shutil.copy(other_file, file)
+    other_file.write_bytes(ours)
 
 
 def leave_stale(file: Path) -> None:

@@ -74,10 +74,10 @@ def test_the_ids_read_as_the_template_writes_the_whole_conversation(name: str):
     for _ in range(20):
         messages = conversation(rng)
         ids, _ = encode_conversation(codec, messages, (), lambda *_: True)
-        whole = codec.template.render(messages, (), generation_prompt=False)
+        text = codec.template.render(messages, (), generation_prompt=False)
         read = codec.decode(ids, skip_special_tokens=False)
-        assert whole.startswith(read)
-        assert whole.removeprefix(read).strip() in (
+        assert text.startswith(read)
+        assert text.removeprefix(read).strip() in (
             "",
             "<|end|>",
         )  # Phi closes the conversation, too

@@ -111,8 +111,8 @@ def test_a_run_learns_its_rows_and_others_use_its_checkpoint(
     )
     assert resolve_model(str(model_folder)) == str(model_folder)
     _, trained = load_hf(exported)
-    _, before = load_hf(model_folder)
-    assert not np.allclose(trained["layers"]["q"], before["layers"]["q"])
+    _, old_params = load_hf(model_folder)
+    assert not np.allclose(trained["layers"]["q"], old_params["layers"]["q"])
     again = settings(kind, folder, rows, tmp_path, steps=1)
     assert (
         run(again)["heldout_before"] == pytest.approx(summary["heldout_after"], rel=1e-4)
@@ -124,9 +124,9 @@ def test_a_run_learns_its_rows_and_others_use_its_checkpoint(
 
 
 def test_a_resumed_run_ends_where_one_without_a_break_does(model_folder, rows, tmp_path):
-    whole = settings(SftConfig, model_folder, rows, tmp_path)
-    run(whole)
-    short = whole.model_copy(update={"run_dir": str(tmp_path / "short")})
+    unbroken = settings(SftConfig, model_folder, rows, tmp_path)
+    run(unbroken)
+    short = unbroken.model_copy(update={"run_dir": str(tmp_path / "short")})
     build = {"steps": 3, "checkpoint_every": 2}
     first = short.model_copy(update={"trainer": short.trainer.model_copy(update=build)})
     run(first)
@@ -187,11 +187,11 @@ def test_another_run_is_not_resumed_and_nothing_of_this_one_changes(
     )
     run(config)
     folder = tmp_path / "run"
-    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    other = change(model_folder, rows, tmp_path, changed(config, "trainer.steps", 3))
+    contents = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    changed_config = change(model_folder, rows, tmp_path, changed(config, "trainer.steps", 3))
     with raises(CheckpointError, **named):
-        run(other, resume=True)
-    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+        run(changed_config, resume=True)
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == contents
 
 
 def test_what_is_changed_when_a_run_resumes_is_on_record(model_folder, rows, tmp_path):
@@ -227,10 +227,14 @@ def test_a_step_that_was_trained_again_is_exported_again(model_folder, rows, tmp
     )
     exported = Path(resolve_model(str(folder)))
     assert exported.name == abandoned.name == "step-2" and exported != abandoned
-    one, other = (load_hf(path)[1]["embed"] for path in (abandoned, exported))
-    assert not np.array_equal(one, other)
+    abandoned_weights, exported_weights = (
+        load_hf(path)[1]["embed"] for path in (abandoned, exported)
+    )
+    assert not np.array_equal(abandoned_weights, exported_weights)
     with open_policy(PolicyChoice(run=folder, config=RECIPE)) as subject:
-        np.testing.assert_array_equal(load_hf(subject.config.model.path)[1]["embed"], other)
+        np.testing.assert_array_equal(
+            load_hf(subject.config.model.path)[1]["embed"], exported_weights
+        )
 
 
 def test_adapters_are_exported_with_the_alpha_they_were_trained_with(model_folder, rows, tmp_path):
@@ -238,8 +242,8 @@ def test_adapters_are_exported_with_the_alpha_they_were_trained_with(model_folde
     config = settings(SftConfig, model_folder, rows, tmp_path, steps=1)
     config = changed(config, "learner.lora", {"rank": 2, "alpha": 4})
     run(config)
-    before = Path(resolve_model(str(folder)))
-    assert Path(resolve_model(str(folder))) == before
+    first_export = Path(resolve_model(str(folder)))
+    assert Path(resolve_model(str(folder))) == first_export
 
     # A step that changes next to nothing; every merged change is twice as large.
     for key, value in {
@@ -249,10 +253,12 @@ def test_adapters_are_exported_with_the_alpha_they_were_trained_with(model_folde
     }.items():
         config = changed(config, key, value)
     run(config, resume=True, accept_changes=["learner.lora", "learner.learning_rate"])
-    after = Path(resolve_model(str(folder)))
-    base, one, two = (load_hf(path)[1]["layers"]["q"] for path in (model_folder, before, after))
-    assert np.abs(one - base).max() > 1e-6
-    np.testing.assert_allclose(two - base, 2 * (one - base), atol=1e-7)
+    second_export = Path(resolve_model(str(folder)))
+    base, first, second = (
+        load_hf(path)[1]["layers"]["q"] for path in (model_folder, first_export, second_export)
+    )
+    assert np.abs(first - base).max() > 1e-6
+    np.testing.assert_allclose(second - base, 2 * (first - base), atol=1e-7)
 
 
 def test_an_export_does_not_replace_the_model_that_the_run_was_trained_over(
@@ -260,11 +266,11 @@ def test_an_export_does_not_replace_the_model_that_the_run_was_trained_over(
 ):
     base = shutil.copytree(model_folder, tmp_path / "base")
     run(changed(settings(SftConfig, base, rows, tmp_path, steps=1), "learner.lora", {"rank": 2}))
-    before = {file.name: file.read_bytes() for file in base.iterdir()}
+    contents = {file.name: file.read_bytes() for file in base.iterdir()}
     for adapter in (True, False):
         with raises(ModelError, key="base", value="trained over"):
             export_run(tmp_path / "run", base / ".", adapter=adapter)
-    assert {file.name: file.read_bytes() for file in base.iterdir()} == before
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == contents
 
 
 def test_adapters_are_not_merged_into_another_model(model_folder, rows, tmp_path):
@@ -378,19 +384,19 @@ def test_the_loss_and_gradient_of_preferences_are_those_of_pytorch(tmp_path):
 
     def logprob(model, example):
         total = torch.zeros((), dtype=torch.float64)
-        for one in example:
-            ids = torch.tensor(one.token_ids.astype(np.int64))
+        for sequence in example:
+            ids = torch.tensor(sequence.token_ids.astype(np.int64))
             scores = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(
                 1, ids[1:, None]
             )[:, 0]
-            total = total + scores[torch.tensor(one.loss_mask[1:])].sum()
+            total = total + scores[torch.tensor(sequence.loss_mask[1:])].sum()
         return total
 
     losses = []
     for pair in pairs:
         ratios = [
-            logprob(peer, one) - logprob(peer_reference, one).detach()
-            for one in (pair.chosen, pair.rejected)
+            logprob(peer, answer) - logprob(peer_reference, answer).detach()
+            for answer in (pair.chosen, pair.rejected)
         ]
         margin = beta * (ratios[0] - ratios[1])
         sigmoid = torch.nn.functional.logsigmoid
@@ -428,11 +434,12 @@ def given_rows() -> dict[str, list]:
     chosen, rejected = ([ids(2, 12) for _ in prompts] for _ in range(2))
 
     def example(prompt: list[int], completion: list[int]) -> tuple[TrainingSequence]:
-        whole = np.array(prompt + completion, np.int32)
-        return (TrainingSequence(token_ids=whole, loss_mask=np.arange(len(whole)) >= len(prompt)),)
+        ids = np.array(prompt + completion, np.int32)
+        return (TrainingSequence(token_ids=ids, loss_mask=np.arange(len(ids)) >= len(prompt)),)
 
     examples, worse = (
-        [example(*both) for both in zip(prompts, side, strict=True)] for side in (chosen, rejected)
+        [example(*parts) for parts in zip(prompts, side, strict=True)]
+        for side in (chosen, rejected)
     )
     return {
         "sft": examples,
