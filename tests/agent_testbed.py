@@ -118,16 +118,16 @@ def assert_token_exact(trajectory: Trajectory, requests: Any) -> None:
     before left off.
     """
     context = trajectory.prompt_ids
-    left = deque(requests)
+    remaining = deque(requests)
     for turn in trajectory.turns:
-        first = left.popleft()
+        first = remaining.popleft()
         said = context + turn.output.token_ids
         assert first.prompt_ids == context
-        while left and left[0].request_id == first.request_id:
-            further = left.popleft().prompt_ids
+        while remaining and remaining[0].request_id == first.request_id:
+            further = remaining.popleft().prompt_ids
             assert len(context) < len(further) < len(said) and further == said[: len(further)]
         context = said + turn.appended_ids
-    assert not left and context == trajectory.prompt_ids + trajectory.response_ids
+    assert not remaining and context == trajectory.prompt_ids + trajectory.response_ids
 
 
 def assert_forks_are_exact(
@@ -143,22 +143,25 @@ def assert_forks_are_exact(
         context = t.prompt_ids
         for number, turn in enumerate(t.turns):
             if number >= first:
-                kept = t.fork.tokens if t.fork and number == first else 0
-                assert asked[number - first].prompt_ids == context + turn.output.token_ids[:kept]
+                shared_tokens = t.fork.tokens if t.fork and number == first else 0
+                assert (
+                    asked[number - first].prompt_ids
+                    == context + turn.output.token_ids[:shared_tokens]
+                )
             context += turn.output.token_ids + turn.appended_ids
         assert len(asked) == len(t.turns) - first
         if t.fork and t.fork.parent_id in known:
             parent = known[t.fork.parent_id]
             for mine, its in zip(t.turns[:first], parent.turns[:first], strict=True):
                 assert mine == its
-            kept = t.fork.tokens
+            shared_tokens = t.fork.tokens
             assert (
-                t.turns[first].output.token_ids[:kept]
-                == parent.turns[first].output.token_ids[:kept]
+                t.turns[first].output.token_ids[:shared_tokens]
+                == parent.turns[first].output.token_ids[:shared_tokens]
             )
             assert (
-                t.turns[first].output.log_probs[:kept]
-                == parent.turns[first].output.log_probs[:kept]
+                t.turns[first].output.log_probs[:shared_tokens]
+                == parent.turns[first].output.log_probs[:shared_tokens]
             )
 
 

@@ -106,14 +106,14 @@ async def rollouts(
     lengths: Sequence[int] = PROMPTS,
 ) -> list[Group]:
     """One trajectory of one turn for each prompt."""
-    made = []
+    trajectories = []
     for i, prompt in enumerate(prompts(model, lengths)):
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, ignore_eos=True, seed=i
         )
         request = GenerateRequest(request_id=f"r{i}", prompt_ids=prompt, sampling=sampling)
         output = between.answer(request, await backend.generate(between.ask(request)))
-        made.append(
+        trajectories.append(
             Trajectory.from_turns(
                 prompt_ids=prompt,
                 turns=[Turn(output=output)],
@@ -123,7 +123,7 @@ async def rollouts(
                 finish_reason=FinishReason.ANSWER,
             )
         )
-    return [Group(group_id="g", trajectories=tuple(made))]
+    return [Group(group_id="g", trajectories=tuple(trajectories))]
 
 
 BeforeTurn = Callable[[int], Awaitable[None]]
@@ -152,7 +152,7 @@ async def conversations(
     """
     rng = np.random.default_rng(6)
     contexts = [list(prompt) for prompt in prompts(model, lengths)]
-    made: list[list[Turn]] = [[] for _ in lengths]
+    turns_of: list[list[Turn]] = [[] for _ in lengths]
     for turn in range(turns):
         await before_turn(turn)
         for i, context in enumerate(contexts):
@@ -165,12 +165,12 @@ async def conversations(
             output = between.answer(request, await backend.generate(between.ask(request)))
             last = turn == turns - 1
             appended = () if last else tuple(rng.integers(3, model.vocab_size, inserted).tolist())
-            made[i].append(Turn(output=output, appended_ids=appended))
+            turns_of[i].append(Turn(output=output, appended_ids=appended))
             context += [*output.token_ids, *appended]
     trajectories = [
         Trajectory.from_turns(
             prompt_ids=prompt,
-            turns=made[i],
+            turns=turns_of[i],
             trajectory_id=f"t{i}",
             group_id="g",
             agent_name="tool_agent",
@@ -217,8 +217,8 @@ async def diagnosed_engine(
     await backend.start()
     try:
         roll_out: Any = conversations if talks else rollouts
-        more = {} if lengths is None else {"lengths": lengths}
-        groups = await roll_out(backend, model, between=between, **more)
+        with_lengths = {} if lengths is None else {"lengths": lengths}
+        groups = await roll_out(backend, model, between=between, **with_lengths)
         view = await look_into(backend) if inspected else None
         arguments: dict[str, Any] = {"older": older, "tolerance": tolerance, "adapters": adapters}
         return await asyncio.to_thread(diagnosis, groups, model, params, engine=view, **arguments)
@@ -252,7 +252,10 @@ def diagnosis(
         dtype="float32",
         temperature=temperature,
         contexts=collect_contexts(groups, since),
-        older={name: lambda made=made: made for name, made in (older or {}).items()},
+        older={
+            name: lambda version_params=version_params: version_params
+            for name, version_params in (older or {}).items()
+        },
         adapters=adapters,
     )
     return diagnose(subject, tolerance=tolerance, engine=engine, clock=lambda: 0.0)

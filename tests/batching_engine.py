@@ -137,7 +137,9 @@ class BatchingEngine(FakeBackend):
 
     def forget(self, run: Run) -> None:
         """Free the slot of a request."""
-        self.running = {name: other for name, other in self.running.items() if other is not run}
+        self.running = {
+            name: running for name, running in self.running.items() if running is not run
+        }
         self.waiting = [item for item in self.waiting if item[2] is not run]
         heapq.heapify(self.waiting)
 
@@ -293,7 +295,7 @@ class BatchingEngine(FakeBackend):
                 if drain not in self._drains:
                     raise BackendError("resume() came before what this pause waited for had ended")
         finally:
-            self._drains = [other for other in self._drains if other is not drain]
+            self._drains = [waiting for waiting in self._drains if waiting is not drain]
             self._changed.set()
 
     async def resume(self) -> None:

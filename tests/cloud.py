@@ -224,18 +224,18 @@ class Cloud:
 
     @property
     def environment(self) -> dict[str, str]:
-        own = {
+        variables = {
             "PATH": f"{self.folder / 'path'}:{os.environ['PATH']}",
             "JAX_AGENT_RL_VENV": str(self.folder / "venv"),
             "PYTHON": sys.executable,
             "FAKE_CLOUD": str(self.folder),
         }
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return inherited | own | self.variables
+        return inherited | variables | self.variables
 
     def command(self, *arguments: object) -> list[str]:
         """tpu_pod.sh with a slice of one host, looked at often; later arguments win."""
-        own = [
+        options = [
             "--name",
             "try",
             "--zone",
@@ -246,11 +246,11 @@ class Cloud:
             "1",
             "--no-install",
         ]
-        own += ["--logs-dir", str(self.folder / "logs")]
-        own += (
+        options += ["--logs-dir", str(self.folder / "logs")]
+        options += (
             [] if (self.folder / "orders" / "no-project").exists() else ["--project", "my-project"]
         )
-        return [str(ROOT / "launch" / "tpu_pod.sh"), *own, *map(str, arguments)]
+        return [str(ROOT / "launch" / "tpu_pod.sh"), *options, *map(str, arguments)]
 
     def launch(self, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Runs tpu_pod.sh to its end."""
@@ -328,5 +328,5 @@ def job_of(topology: str = "v5e:4x4", **changed: object) -> Job:
         "bucket": "gs://b",
         "prepare": None,
     }
-    own = {"name": "my-run", "topology": chosen, "runtime": chosen.kind.runtime}
-    return Job(**(own | fields | changed))  # type: ignore[arg-type]
+    defaults = {"name": "my-run", "topology": chosen, "runtime": chosen.kind.runtime}
+    return Job(**(defaults | fields | changed))  # type: ignore[arg-type]

@@ -80,10 +80,10 @@ def _of_section(raw: Raw, path: tuple[str, ...]) -> Iterator[tuple[str, Raw]]:
         without = copy.deepcopy(raw)
         del _at(without, path)[name]
         yield f"without {label}", without
-        for other in _others(value):
+        for other_value in _others(value):
             changed = copy.deepcopy(raw)
-            _at(changed, path)[name] = other
-            yield f"{label}={other}", changed
+            _at(changed, path)[name] = other_value
+            yield f"{label}={other_value}", changed
 
 
 def _at(raw: Raw, path: tuple[str, ...]) -> Raw:
@@ -135,14 +135,14 @@ def check_every_field(
         if config.parameter_shapes() != base.parameter_shapes():
             continue
         try:
-            found = theirs(changed)
+            output = theirs(changed)
         except Exception:
             continue
         compared += 1
         if config == base:
-            np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=label)
+            np.testing.assert_allclose(output, expected, atol=1e-4, err_msg=label)
         elif ours is not None:
-            np.testing.assert_allclose(ours(config), found, atol=1e-4, err_msg=label)
+            np.testing.assert_allclose(ours(config), output, atol=1e-4, err_msg=label)
         else:
             assert read_config(json.loads(json.dumps(resolved(changed)))) == config, label
     return compared

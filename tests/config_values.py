@@ -26,11 +26,11 @@ def keys(model: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Sec
 
 def all_conditions(model: type[Section], path: str) -> tuple[Condition, ...]:
     """Return the conditions of a key and of the sections it stands in, from the top."""
-    found: tuple[Condition, ...] = ()
+    declared: tuple[Condition, ...] = ()
     for name in path.split("."):
-        found += conditions(model)[name]
+        declared += conditions(model)[name]
         model = section_of(model.model_fields[name]) or model
-    return found
+    return declared
 
 
 def section_of(info: FieldInfo) -> type[Section] | None:
@@ -39,16 +39,16 @@ def section_of(info: FieldInfo) -> type[Section] | None:
         return None
     options = (info.annotation, *get_args(info.annotation))
     return next(
-        (one for one in options if isinstance(one, type) and issubclass(one, Section)), None
+        (cls for cls in options if isinstance(cls, type) and issubclass(cls, Section)), None
     )
 
 
 def replaced(config: Section, path: str, value: Any) -> Section:
     """The tree with one key set, unchecked; sections that are null come into being."""
-    name, _, rest = path.partition(".")
-    if rest:
+    name, _, inner_path = path.partition(".")
+    if inner_path:
         inner = getattr(config, name)
-        value = replaced(_made(config, name) if inner is None else inner, rest, value)
+        value = replaced(_made(config, name) if inner is None else inner, inner_path, value)
     return config.model_copy(update={name: value})
 
 
@@ -66,10 +66,10 @@ def with_condition(
     if condition.holds(config, facts) is holding:
         return config
     if isinstance(condition, (Both, Either)):
-        made: Section | None = config
+        changed: Section | None = config
         for part in condition.parts:
-            made = made and with_condition(part, made, facts, holding=holding)
-        return made
+            changed = changed and with_condition(part, changed, facts, holding=holding)
+        return changed
     if not isinstance(condition, WhenKey):
         return None
     for value in (
@@ -79,9 +79,9 @@ def with_condition(
         *condition.values,
         *_values(_annotation(type(config), condition.path), []),
     ):
-        made = replaced(config, condition.path, value)
-        if condition.holds(made, facts) is holding:
-            return made
+        changed = replaced(config, condition.path, value)
+        if condition.holds(changed, facts) is holding:
+            return changed
     raise AssertionError(f"{condition.words()}: no value of {condition.path} does it")
 
 
@@ -103,8 +103,12 @@ def _values(annotation: Any, limits: list[Any]) -> Iterator[Any]:
     """Some values of a type, within limits."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        base, *more = get_args(annotation)
-        nested = [item for one in more for item in getattr(one, "metadata", [one])]
+        base, *constraints = get_args(annotation)
+        nested = [
+            item
+            for constraint in constraints
+            for item in getattr(constraint, "metadata", [constraint])
+        ]
         yield from _values(base, [*limits, *nested])
     elif origin is Literal:
         yield from get_args(annotation)

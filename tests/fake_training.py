@@ -45,8 +45,8 @@ class Clock:
 class SlowToUpdate(ScriptedBackend):
     """Version n takes n seconds to load."""
 
-    def __init__(self, clock: Clock, *args, **more):
-        super().__init__(*args, **more)
+    def __init__(self, clock: Clock, *args, **options):
+        super().__init__(*args, **options)
         self.clock = clock
 
     async def update_weights(self, update):

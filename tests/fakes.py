@@ -308,10 +308,10 @@ class ScriptedBackend(FakeBackend):
             raise self._dead
         self.require_open()
 
-    def share_plans(self, other: ScriptedBackend) -> None:
-        """Make ``other`` the same model, which continues what this engine began."""
-        other._plans = self._plans
-        other._turns = self._turns
+    def share_plans(self, backend: ScriptedBackend) -> None:
+        """Make ``backend`` the same model, which continues what this engine began."""
+        backend._plans = self._plans
+        backend._turns = self._turns
 
     def die(self) -> None:
         """Fail every running and future request."""

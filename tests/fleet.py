@@ -128,9 +128,9 @@ class Fleet:
 
     def make(self, name: str, **engine: Any) -> Callable[[], FaultyEngine]:
         def factory() -> FaultyEngine:
-            made = FaultyEngine(self, name, **engine)
-            self.engines.setdefault(name, []).append(made)
-            return made
+            faulty_engine = FaultyEngine(self, name, **engine)
+            self.engines.setdefault(name, []).append(faulty_engine)
+            return faulty_engine
 
         return factory
 
@@ -162,14 +162,14 @@ def in_virtual_time(main: Callable[..., Awaitable[Any]], **fleet: Any) -> Any:
     """Run ``main(fleet)`` in virtual time, close the client, and require that no task is left."""
 
     async def whole() -> Any:
-        made = Fleet(**fleet)
+        new_fleet = Fleet(**fleet)
         try:
-            return await main(made)
+            return await main(new_fleet)
         finally:
-            await made.client.pool.close()
+            await new_fleet.client.pool.close()
             await asyncio.sleep(0)
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            assert not left, left
+            leftover_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not leftover_tasks, leftover_tasks
 
     with closing(VirtualLoop()) as loop:
         return loop.run_until_complete(whole())

@@ -14,8 +14,8 @@ from jax_agent_rl.types import Group
 def policy_batch(learner: Learner, groups: Sequence[Group]) -> Batch:
     """The policy's batch of a step of one update."""
     (mini_batch,), experience = learner.prepare(groups)
-    (terms,) = experience.updates
-    _, batch = learner.batches(mini_batch, terms)[-1]
+    (update,) = experience.updates
+    _, batch = learner.batches(mini_batch, update)[-1]
     return batch
 
 

@@ -48,8 +48,8 @@ def format_fragments(example: str) -> tuple[str, ...]:
     The half stands for a call that is begun and never ended.
     """
     pieces = re.findall(r"<[^<>]*>|\[/?[A-Z_]+\]|[({\[\"]", example)
-    begun = example[: len(example) // 2]
-    return (begun, *dict.fromkeys(pieces))
+    first_half = example[: len(example) // 2]
+    return (first_half, *dict.fromkeys(pieces))
 
 
 READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {

@@ -44,8 +44,8 @@ def decode(ids: Sequence[int]) -> str:
     parts: list[str] = []
     for at, i in enumerate(ids):
         if i in (900, 901):
-            whole = i == 901 and ids[at - 1 : at] == [900]
-            parts = [*parts[:-1], "é"] if whole else [*parts, "\ufffd"]
+            ends_pair = i == 901 and ids[at - 1 : at] == [900]
+            parts = [*parts[:-1], "é"] if ends_pair else [*parts, "\ufffd"]
         else:
             parts.append(HOSTILE[i - 1000] if i >= 1000 else TEXTS.get(i, f"word{i} "))
     return "".join(parts)
@@ -80,7 +80,7 @@ def members(step: int, *, group: str = "g") -> list[Trajectory]:
     return [good, branch, failed, cut]
 
 
-def step_line(step: int, **more: Any) -> dict[str, Any]:
+def step_line(step: int, **fields: Any) -> dict[str, Any]:
     """A record of ``metrics.jsonl`` with what the charts read."""
     began = EPOCH / SECOND + 10 * step
     return {
@@ -108,7 +108,7 @@ def step_line(step: int, **more: Any) -> dict[str, Any]:
             ["learn", began + 4, began + 9],
             ["publish", began + 9, began + 10],
         ],
-    } | more
+    } | fields
 
 
 def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
@@ -122,11 +122,11 @@ def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
     run_dir.add_metrics({"kind": "evaluation", "step": 0, "accuracy": 0.25})
     for step in range(1, steps + 1):
         group = f"train-{step}-0"
-        made = members(step, group=group)
+        trajectories = members(step, group=group)
         if hostile:
             ids = [*range(1000, 1000 + len(HOSTILE)), 2]
             bad = [[replace(call(error=HOSTILE[0]), name=HOSTILE[1])]]
-            made.append(
+            trajectories.append(
                 trajectory(
                     [1, 1000],
                     [*ids, 1001, 2],
@@ -141,9 +141,9 @@ def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
                 "advantages": [t.reward] * t.num_sampled,
                 "old_logprobs": [-1.5] * t.num_sampled,
             }
-            for t in made[:3]
+            for t in trajectories[:3]
         }
-        run_dir.add_trajectories(step, "train", made, token_values=token_values)
+        run_dir.add_trajectories(step, "train", trajectories, token_values=token_values)
         run_dir.add_metrics(step_line(step))
     for number in range(2):
         TraceFileSink(TraceConfig(), run_dir).write(a_trace(f"train-1-0-{number}", step=1))
@@ -189,14 +189,14 @@ def open_browser() -> Iterator[Any]:
     api = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (extra dev)"
     )
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
+    browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser_path is None:
         pytest.skip(
             f"no browser on this machine: none of {', '.join(BROWSERS)} (apt-get install"
             f" {BROWSERS[0]})"
         )
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found)
+        browser = playwright.chromium.launch(executable_path=browser_path)
         try:
             yield browser
         finally:

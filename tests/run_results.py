@@ -48,11 +48,11 @@ def _without_times(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def require_same(one: Path, other: Path) -> None:
+def require_same(first: Path, second: Path) -> None:
     """Asserts that two runs ended with the same bits and wrote the same records."""
-    expected = final_state(one)
-    got = final_state(other)
+    expected = final_state(first)
+    got = final_state(second)
     assert expected.keys() == got.keys() and len(expected) > 20
     assert [name for name in expected if expected[name].tobytes() != got[name].tobytes()] == []
     for file in ("metrics.jsonl", "trajectories.jsonl"):
-        assert records(one, file) == records(other, file), file
+        assert records(first, file) == records(second, file), file

@@ -166,8 +166,9 @@ def reference_logprobs(ids: Sequence[int], supports: Sequence[Support | None] = 
     scores = np.asarray(_padded_logits(params(), padded))[: len(ids) - 1].astype(np.float64)
     if supports:
         masks = decode_supports(supports, CONFIG.vocab_size).view(np.uint8)
-        kept = np.unpackbits(masks, axis=1, bitorder="little")[:, : CONFIG.vocab_size].astype(bool)
-        scores[-len(supports) :][~kept] = -np.inf
+        bits = np.unpackbits(masks, axis=1, bitorder="little")[:, : CONFIG.vocab_size]
+        support = bits.astype(bool)
+        scores[-len(supports) :][~support] = -np.inf
     normalized = scores - np.log(
         np.exp(scores - scores.max(-1, keepdims=True)).sum(-1, keepdims=True)
     )

@@ -138,7 +138,7 @@ def seeing_trajectory(
     **fields: Any,
 ) -> Trajectory:
     """A trajectory of turns: what was sampled, and the items shown after it."""
-    made = [
+    made_turns = [
         Turn(
             output=TokenOutput(
                 token_ids=tuple(sampled),
@@ -154,7 +154,7 @@ def seeing_trajectory(
     ]
     return Trajectory.from_turns(
         prompt_ids=prompt,
-        turns=made,
+        turns=made_turns,
         trajectory_id=f"g-{index}",
         group_id="g",
         agent_name="tool_agent",

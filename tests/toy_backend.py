@@ -97,7 +97,7 @@ class ToyMedia:
     placeholders = {"image": IMAGE}
 
     def expand(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
-        return [i for own in ids for i in ([own] * 2 if own == IMAGE else [own])]
+        return [i for id_ in ids for i in ([id_] * 2 if id_ == IMAGE else [id_])]
 
 
 def toy_subject(make: Callable[[], RolloutBackend], **fields: Any) -> BackendUnderTest:
@@ -199,8 +199,9 @@ class ToyBackend(BatchingEngine):
 
     def kept(self, run: Run) -> np.ndarray:
         """Return the ids from which the next one is drawn, as bits uint32 [1, n]."""
-        kept = np.isfinite(self.distribution(run))
-        return np.packbits(np.pad(kept, (0, -VOCAB % 32)), bitorder="little").view(np.uint32)[None]
+        support = np.isfinite(self.distribution(run))
+        padded = np.pad(support, (0, -VOCAB % 32))
+        return np.packbits(padded, bitorder="little").view(np.uint32)[None]
 
     def sample(self, run: Run) -> tuple[int, float]:
         log_probs = self.distribution(run)

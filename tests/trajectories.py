@@ -54,9 +54,11 @@ def trajectory(
             stop_reason=StopReason.EOS,
             context_digest="",
         )
-        made = tuple(calls[len(turns)]) if len(turns) < len(calls) else ()
+        turn_calls = tuple(calls[len(turns)]) if len(turns) < len(calls) else ()
         turns.append(
-            Turn(output=output, appended_ids=tuple(response[sampled_end:end]), tool_calls=made)
+            Turn(
+                output=output, appended_ids=tuple(response[sampled_end:end]), tool_calls=turn_calls
+            )
         )
         at = end
     return Trajectory.from_turns(
@@ -71,10 +73,10 @@ def trajectory(
     )
 
 
-def numbered(made: Trajectory, *numbers: int, note: str = "") -> Trajectory:
+def numbered(original: Trajectory, *numbers: int, note: str = "") -> Trajectory:
     """The same, its turns sampled by those calls of a session; ``note`` is the first one's."""
-    turns = [replace(turn, number=n) for turn, n in zip(made.turns, numbers, strict=True)]
-    return replace(made, turns=(replace(turns[0], note=note), *turns[1:]))
+    turns = [replace(turn, number=n) for turn, n in zip(original.turns, numbers, strict=True)]
+    return replace(original, turns=(replace(turns[0], note=note), *turns[1:]))
 
 
 def session(*, reward: float = 1.0, group: str = "g", index: int = 0) -> Trajectory:
@@ -146,10 +148,10 @@ def with_routed_experts(
     """
     rng = np.random.default_rng(5)
 
-    def routed(made: Trajectory) -> Trajectory:
-        at = len(made.prompt_ids)
+    def routed(original: Trajectory) -> Trajectory:
+        at = len(original.prompt_ids)
         turns = []
-        for turn in made.turns:
+        for turn in original.turns:
             start = at - 1 if turns else 0
             at += len(turn.output.token_ids)
             chosen = rng.random((at - 1 - start, layers, experts)).argsort(axis=-1)[..., :per_token]
@@ -158,7 +160,7 @@ def with_routed_experts(
             )
             turns.append(replace(turn, output=output))
             at += len(turn.appended_ids)
-        return replace(made, turns=tuple(turns))
+        return replace(original, turns=tuple(turns))
 
     return [
         replace(
@@ -178,15 +180,16 @@ def with_supports(
     rng = np.random.default_rng(6)
 
     def drawn(output: TokenOutput) -> TokenOutput:
-        kept = rng.random((len(output.token_ids), vocabulary + -vocabulary % 32)) < share
-        kept[:, vocabulary:] = False
-        kept[np.arange(len(kept)), list(output.token_ids)] = True
-        masks = np.packbits(kept, axis=1, bitorder="little").view(np.uint32)
+        support = rng.random((len(output.token_ids), vocabulary + -vocabulary % 32)) < share
+        support[:, vocabulary:] = False
+        support[np.arange(len(support)), list(output.token_ids)] = True
+        masks = np.packbits(support, axis=1, bitorder="little").view(np.uint32)
         return replace(output, supports=tuple(encode_supports(masks)))
 
-    def restricted(made: Trajectory) -> Trajectory:
+    def restricted(original: Trajectory) -> Trajectory:
         return replace(
-            made, turns=tuple(replace(turn, output=drawn(turn.output)) for turn in made.turns)
+            original,
+            turns=tuple(replace(turn, output=drawn(turn.output)) for turn in original.turns),
         )
 
     return [

@@ -237,8 +237,8 @@ def in_virtual_time(main: Callable[[], Any]) -> Any:
         try:
             return loop.run_until_complete(main())
         finally:
-            left = asyncio.all_tasks(loop)
-            for task in left:
+            leftover_tasks = asyncio.all_tasks(loop)
+            for task in leftover_tasks:
                 task.cancel()
-            if left:
-                loop.run_until_complete(asyncio.wait(left))
+            if leftover_tasks:
+                loop.run_until_complete(asyncio.wait(leftover_tasks))

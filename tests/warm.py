@@ -113,10 +113,10 @@ def _serve(path: str) -> None:
     gc.freeze()  # else each fork copies what the collector looks at
     print("ready", flush=True)
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [], _REAP_SECONDS)
-        if sys.stdin in ready:
+        readable, _, _ = select.select([listener, sys.stdin], [], [], _REAP_SECONDS)
+        if sys.stdin in readable:
             os._exit(0)
-        if ready:
+        if readable:
             client, _ = listener.accept()
             if not os.fork():
                 listener.close()
@@ -198,14 +198,14 @@ def import_everything() -> None:
 
 def _execute() -> None:
     """What the interpreter does with ``sys.argv``."""
-    kind, *rest = sys.argv
+    kind, *program = sys.argv
     if kind == "-m":
-        sys.argv = rest
-        sys.modules.pop(rest[0], None)
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        sys.argv = program
+        sys.modules.pop(program[0], None)
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     elif kind == "-c":
-        sys.argv = ["-c", *rest[1:]]
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        sys.argv = ["-c", *program[1:]]
+        exec(compile(program[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
         runpy.run_path(kind, run_name="__main__")
 

@@ -77,12 +77,12 @@ def jetstream_int8(request):
     options = request.getfixturevalue("options")
     scratch = request.getfixturevalue("tmp_path_factory").mktemp("int8")
     sets = options.folders
-    own = ModelDirs(base=scratch / "base", scratch=scratch)
+    int8_folders = ModelDirs(base=scratch / "base", scratch=scratch)
     for which in (BASE, OTHER):
-        rounded(sets.weights(which), own.weights(which))
+        rounded(sets.weights(which), int8_folders.weights(which))
     for which in (MIXED, ADAPTED):
-        shutil.copytree(sets.weights(which), own.weights(which))
-    return select_backend("jetstream", replace(options, folders=own, quantize="int8"))
+        shutil.copytree(sets.weights(which), int8_folders.weights(which))
+    return select_backend("jetstream", replace(options, folders=int8_folders, quantize="int8"))
 
 
 EIGHT_BITS = 0.3
@@ -193,7 +193,7 @@ def test_data_parallel_engines_obey_the_protocol_as_one(tmp_path: Path):
         "--data-parallel",
         "3",
     ]
-    made = subprocess.run(
+    process = subprocess.run(
         [*command, "--json"],
         capture_output=True,
         text=True,
@@ -201,12 +201,14 @@ def test_data_parallel_engines_obey_the_protocol_as_one(tmp_path: Path):
         env=environment_with(3),
         cwd=Path.cwd(),
     )
-    assert made.stdout.strip(), made.stderr[-2000:]
-    results = json.loads(made.stdout.splitlines()[-1])["results"]
+    assert process.stdout.strip(), process.stderr[-2000:]
+    results = json.loads(process.stdout.splitlines()[-1])["results"]
     assert not [result for result in results if result["outcome"] not in ("passed", "skipped")], (
-        made.stderr[-2000:]
+        process.stderr[-2000:]
     )
-    assert made.returncode == 0 and Counter(result["outcome"] for result in results)["passed"] > 30
+    assert (
+        process.returncode == 0 and Counter(result["outcome"] for result in results)["passed"] > 30
+    )
 
 
 def test_every_file_of_the_suite_runs_here():
@@ -226,11 +228,11 @@ def test_what_a_rounded_cache_may_change_is_far_below_what_other_weights_do(
         {which: options.folders.weights(which) for which in (BASE, OTHER)}
     )
     for ids in np.random.default_rng(0).integers(3, 97, (6, 24)).tolist():
-        ours, others = (
+        ours, other_weights = (
             log_softmax(reference.logits(ids, weights=which)) for which in (BASE, OTHER)
         )
         likely = ours.argmax(-1)[:, None]
-        assert np.abs(np.take_along_axis(ours - others, likely, -1)).max() > 10 * EIGHT_BITS
+        assert np.abs(np.take_along_axis(ours - other_weights, likely, -1)).max() > 10 * EIGHT_BITS
 
 
 @pytest.mark.parametrize("backend", ["jetstream", pytest.param("vllm", marks=pytest.mark.vllm)])

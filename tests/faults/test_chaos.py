@@ -26,8 +26,8 @@ async def chaos(*options: str) -> tuple[int | None, dict, str]:
 
 
 async def test_a_run_survives_changes_of_engines_tools_network_and_weights():
-    status, report, shown = await chaos("--seconds", "20", "--seed", "1")
-    assert (status, report["failures"]) == (0, []), shown
+    status, report, printed = await chaos("--seconds", "20", "--seed", "1")
+    assert (status, report["failures"]) == (0, []), printed
     names = ("lost", "duplicated", "inexact", "stale_served", "unbalanced_steps", "orphans")
     assert {name: report[name] for name in names} == dict.fromkeys(names, 0)
     assert report["started"] == report["trained"] + sum(report["dropped"].values())
@@ -51,7 +51,7 @@ async def test_a_fault_there_is_not_is_refused_before_anything_is_started():
 
 
 async def test_told_to_stop_it_takes_its_servers_with_it():
-    before = Footprint.now().processes
+    processes = Footprint.now().processes
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -62,7 +62,7 @@ async def test_told_to_stop_it_takes_its_servers_with_it():
     )
     while b"trained" not in await process.stdout.readline():
         assert process.returncode is None
-    servers = Footprint.now().processes.keys() - before.keys() - {process.pid}
+    servers = Footprint.now().processes.keys() - processes.keys() - {process.pid}
     assert len(servers) >= 5, "three engines, the tool server and its worker"
     process.send_signal(signal.SIGTERM)
     await process.communicate()

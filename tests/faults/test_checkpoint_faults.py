@@ -29,10 +29,10 @@ def state(step: int) -> dict:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Checkpoints of steps 1 and 2."""
-    made = Checkpointer(tmp_path / "c", keep=3)
+    checkpointer = Checkpointer(tmp_path / "c", keep=3)
     for step in (1, 2):
-        made.save(step, state(step), {"step": step})
-    made.close()
+        checkpointer.save(step, state(step), {"step": step})
+    checkpointer.close()
     return tmp_path / "c"
 
 
@@ -44,32 +44,32 @@ def restored_equals(
     """
     checkpointer = Checkpointer(folder, keep=3)
     try:
-        found, got, progress = checkpointer.restore(state(0), step=named)
+        found_step, got, progress = checkpointer.restore(state(0), step=named)
     finally:
         checkpointer.close()
     same = jax.tree.map(
         lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), got, saved or state(step)
     )
-    return found == progress["step"] == step and all(jax.tree.leaves(same))
+    return found_step == progress["step"] == step and all(jax.tree.leaves(same))
 
 
 def damages(folder: Path) -> dict[str, tuple[Path, bytes | None]]:
     """Ways to damage the newest checkpoint: each of its files gone, cut short, or with a bit
     flipped.
     """
-    made: dict[str, tuple[Path, bytes | None]] = {}
+    damaged: dict[str, tuple[Path, bytes | None]] = {}
     for file in sorted(p for p in (folder / "2").rglob("*") if p.is_file()):
         name = str(file.relative_to(folder))
         content = file.read_bytes()
         flipped = bytearray(content)
         if content:
             flipped[len(content) // 2] ^= 0x10
-        made |= {
+        damaged |= {
             f"no {name}": (file, None),
             f"half of {name}": (file, content[: len(content) // 2]),
         }
-        made |= {f"a bit of {name}": (file, bytes(flipped))}
-    return made
+        damaged |= {f"a bit of {name}": (file, bytes(flipped))}
+    return damaged
 
 
 def test_damage_does_not_matter_or_is_reported_with_the_previous_checkpoint(

@@ -27,8 +27,8 @@ SEED = int(os.environ.get("KILL_SEED", "0"))
 
 @pytest.fixture(scope="module")
 def forker():
-    with Forker() as made:
-        yield made
+    with Forker() as running:
+        yield running
 
 
 def run(
@@ -79,10 +79,10 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_a_finished_run_has_nothing_to_do_and_says_how_to_go_on(
     forker, finished: Path, tmp_path, arguments, said
 ):
-    before = content(finished.parent / "run")
+    files = content(finished.parent / "run")
     printed = " ".join(run(forker, tmp_path, "train", str(finished), *arguments).split())
     assert "nothing to do" in printed and all(words in printed for words in said)
-    assert content(finished.parent / "run") == before
+    assert content(finished.parent / "run") == files
 
 
 def test_so_has_a_finished_fine_tuning(forker: Forker, finished: Path, tmp_path: Path):
@@ -101,10 +101,10 @@ def test_so_has_a_finished_fine_tuning(forker: Forker, finished: Path, tmp_path:
     }
     recipe.write_text(yaml.safe_dump(tree))
     run(forker, tmp_path, "sft", str(recipe))
-    before = content(tmp_path / "run")
+    files = content(tmp_path / "run")
     printed = run(forker, tmp_path, "sft", str(recipe), "--resume")
     assert "nothing to do" in printed and "trainer.epochs=1" in printed
-    assert content(tmp_path / "run") == before
+    assert content(tmp_path / "run") == files
     run(forker, tmp_path, "sft", str(recipe), "--resume", "trainer.epochs=2")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4
     assert [
@@ -137,7 +137,7 @@ def test_killed_after_it_was_resumed_with_more_steps_it_has_lost_nothing(
         point = chance.randint(1, changes)
         run(forker, tmp_path, *arguments, f"run_dir={killed}", die_at=point, status=-signal.SIGKILL)
         print(f"{way}: killed at change {point} of {changes}")  # shown if it fails
-        require_nothing_lost(old, killed, after=1 if way == "goes back" else 2)
+        require_nothing_lost(old, killed, after_step=1 if way == "goes back" else 2)
     newest = max(int(p.name) for p in (killed / "checkpoints").iterdir() if p.name.isdigit())
     again = arguments if newest == 2 else arguments[:4]  # it had gone back already, or not
     run(forker, tmp_path, *again, f"run_dir={killed}")
@@ -151,16 +151,16 @@ def records_of(folder: Path) -> dict[str, set[str]]:
     }
 
 
-def require_nothing_lost(old: dict[str, set[str]], folder: Path, *, after: int) -> None:
+def require_nothing_lost(old: dict[str, set[str]], folder: Path, *, after_step: int) -> None:
     now = records_of(folder)
     has_gone_on = any(
         r["kind"] == "step" and r["step"] > 2 for r in read_records(folder / "metrics.jsonl")
     )
     for name, records in old.items():
         gone = [json.loads(record) for record in records - now[name]]
-        assert all(record["step"] > after for record in gone), name
-        assert not gone or after == 1, name
+        assert all(record["step"] > after_step for record in gone), name
+        assert not gone or after_step == 1, name
     assert json.loads((folder / "summary.json").read_text())["steps"] in (2, 4)
     assert json.loads((folder / "config.json").read_text())["trainer"]["steps"] in (2, 4)
     checkpoints = {int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit()}
-    assert after in checkpoints and ({1, 2} <= checkpoints or has_gone_on or after == 1)
+    assert after_step in checkpoints and ({1, 2} <= checkpoints or has_gone_on or after_step == 1)

@@ -80,8 +80,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def forker(scratch: Path):
-    with Forker(TMPDIR=str(scratch)) as made:
-        yield made
+    with Forker(TMPDIR=str(scratch)) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -100,8 +100,8 @@ class Lives:
 
 @pytest.fixture(scope="module")
 def lives():
-    with Lives() as made:
-        yield made
+    with Lives() as running:
+        yield running
 
 
 # --- a run that is resumed ------------------------------------------------------------------------
@@ -123,27 +123,27 @@ def recorded_run(folder: Path) -> None:
 
 def goes_on(folder: Path) -> None:
     """Resume after the last step, with more steps to make."""
-    _resume(folder, after=3, until=5)
+    _resume(folder, after_step=3, until=5)
 
 
 def goes_back(folder: Path) -> None:
     """Resume after an earlier step."""
-    _resume(folder, after=1, until=4)
+    _resume(folder, after_step=1, until=4)
 
 
 def begins_again(folder: Path) -> None:
     run = RunDir(folder)
     run.resume_after(-1)
     _evaluate(run, 0, "new")
-    _resume(folder, after=-1, until=2, run=run)
+    _resume(folder, after_step=-1, until=2, run=run)
 
 
-def _resume(folder: Path, *, after: int, until: int, run: RunDir | None = None) -> None:
+def _resume(folder: Path, *, after_step: int, until: int, run: RunDir | None = None) -> None:
     if run is None:
         run = RunDir(folder)
-        run.resume_after(after)
-        _evaluate(run, after, "new")
-    for step in range(max(after, 0) + 1, until + 1):
+        run.resume_after(after_step)
+        _evaluate(run, after_step, "new")
+    for step in range(max(after_step, 0) + 1, until + 1):
         _record(run, step, "new")
     _evaluate(run, until, "new")
     _conclude(run, until)
@@ -173,10 +173,10 @@ def metrics_of(folder: Path) -> list[tuple[str, int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "after"), [("goes_on", 3), ("goes_back", 1), ("begins_again", -1)]
+    ("name", "after_step"), [("goes_on", 3), ("goes_back", 1), ("begins_again", -1)]
 )
 def test_a_resumed_run_killed_at_any_write_loses_nothing_without_a_replacement(
-    lives: Lives, tmp_path: Path, name: str, after: int
+    lives: Lives, tmp_path: Path, name: str, after_step: int
 ):
     recorded = tmp_path / "recorded"
     folder = tmp_path / "run"
@@ -191,7 +191,7 @@ def test_a_resumed_run_killed_at_any_write_loses_nothing_without_a_replacement(
         if not new_steps:
             assert gone <= {("evaluation", step, "old") for step in evaluated}
         for kind, step, _ in gone:
-            assert step > after or (kind == "evaluation" and step in evaluated), (
+            assert step > after_step or (kind == "evaluation" and step in evaluated), (
                 "it is of no abandoned step"
             )
         groups = {r["group_id"] for r in read_records(folder / "trajectories.jsonl")}
@@ -273,14 +273,14 @@ def test_whenever_the_writing_of_a_table_is_killed_the_same_command_writes_it(
         _write(folder, name)
         target = Target.from_path(folder / name)
         assert json.loads(target.summary.read_text()) == SUMMARY and not target.journal.exists()
-        left = sorted(
+        names = sorted(
             file.name
             for file in (target.path if target.is_folder else folder).rglob("*")
             if file.is_file()
         )
-        whole = (
+        complete = (
             ["README.md", "summary.json", "train-00000-of-00001.parquet"]
             if target.is_folder
             else None
         )
-        assert left == (whole or sorted([name, f"{name}.summary.json"]))
+        assert names == (complete or sorted([name, f"{name}.summary.json"]))

@@ -40,8 +40,8 @@ PER_LIFE = 5  # kills of one run, before it may get through
 
 @pytest.fixture(scope="module")
 def forker():
-    with Forker() as made:
-        yield made
+    with Forker() as running:
+        yield running
 
 
 def recipe_in(folder: Path) -> Path:

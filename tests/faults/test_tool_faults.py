@@ -95,9 +95,9 @@ class Faults:
 
 @pytest.fixture
 def faults():
-    made = Faults()
-    yield made
-    made.release()
+    injected = Faults()
+    yield injected
+    injected.release()
 
 
 async def run(faults, script, *, count=4, timeout=60.0, **limits):

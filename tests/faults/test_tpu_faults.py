@@ -34,9 +34,9 @@ def refused(cloud: Cloud, *arguments: object) -> str:
 
 def said_by(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
-    rest = process.stdout.read()
+    remaining = process.stdout.read()
     process.wait()
-    return rest
+    return remaining
 
 
 def test_a_run_from_nothing_to_a_deleted_slice(cloud: Cloud):
@@ -94,11 +94,11 @@ def test_a_preempted_slice_ends_the_launch_and_resume_continues_on_a_new_one(clo
     process = cloud.start(*KEPT, "--spot")
     read_until(process, "[host-0] training")
     cloud.preempt()
-    rest = said_by(process)
-    assert process.returncode == 1, rest
+    output = said_by(process)
+    assert process.returncode == 1, output
     assert (
         "the slice was preempted (PREEMPTED):"
-        " --resume continues from the last checkpoint in gs://b/try" in rest
+        " --resume continues from the last checkpoint in gs://b/try" in output
     )
     cloud.order("trainer", "ends 0")
     result = cloud.launch(*KEPT, "--spot", "--resume")
@@ -113,12 +113,12 @@ def test_a_preempted_slice_ends_the_launch_and_resume_continues_on_a_new_one(clo
 def test_a_broken_connection_loses_neither_the_run_nor_a_line(cloud: Cloud):
     cloud.order("trainer", "waits")
     process = cloud.start(*KEPT)
-    before = "".join(read_until(process, "[host-0] training"))
+    first_output = "".join(read_until(process, "[host-0] training"))
     cloud.order("cut-0")
-    before += "".join(read_until(process, "the connection broke, connecting again"))
-    rest = "".join(ended_after(process, signal.SIGINT))
-    assert process.returncode == 130 and "[host-0] saved a checkpoint" in rest, rest
-    assert (before + rest).count("[host-0] training") == 1 and len(cloud.runs()) == 1
+    first_output += "".join(read_until(process, "the connection broke, connecting again"))
+    last_output = "".join(ended_after(process, signal.SIGINT))
+    assert process.returncode == 130 and "[host-0] saved a checkpoint" in last_output, last_output
+    assert (first_output + last_output).count("[host-0] training") == 1 and len(cloud.runs()) == 1
 
 
 def test_a_launcher_without_a_network_finds_its_run_again(cloud: Cloud):
@@ -129,12 +129,12 @@ def test_a_launcher_without_a_network_finds_its_run_again(cloud: Cloud):
     for _ in range(3):
         read_until(process, "host-0: the connection broke")
     cloud.recall("offline")
-    rest = "".join(ended_after(process, signal.SIGINT))
+    output = "".join(ended_after(process, signal.SIGINT))
     assert (
         process.returncode == 130
-        and "[host-0] saved a checkpoint" in rest
+        and "[host-0] saved a checkpoint" in output
         and len(cloud.runs()) == 1
-    ), rest
+    ), output
 
 
 def test_ctrl_c_without_a_network_reaches_the_run_once_there_is_one(cloud: Cloud):
@@ -145,10 +145,12 @@ def test_ctrl_c_without_a_network_reaches_the_run_once_there_is_one(cloud: Cloud
     process.send_signal(signal.SIGINT)
     read_until(process, "the run could not be interrupted")
     cloud.recall("offline")
-    rest = said_by(process)
+    output = said_by(process)
     assert (
-        process.returncode == 130 and "[host-0] saved a checkpoint" in rest and cloud.node() is None
-    ), rest
+        process.returncode == 130
+        and "[host-0] saved a checkpoint" in output
+        and cloud.node() is None
+    ), output
 
 
 def test_a_launcher_that_has_lost_sight_of_the_run_leaves_it_and_another_finds_it(cloud: Cloud):
@@ -156,13 +158,13 @@ def test_a_launcher_that_has_lost_sight_of_the_run_leaves_it_and_another_finds_i
     process = cloud.start(*KEPT, "--poll", "0.001")
     read_until(process, "[host-0] training")
     cloud.order("offline")
-    rest = said_by(process)
-    assert process.returncode == 1 and "lost sight of the run" in rest, rest
+    output = said_by(process)
+    assert process.returncode == 1 and "lost sight of the run" in output, output
     cloud.recall("offline")
     assert cloud.node() is not None
     again = cloud.start(*KEPT)
     read_until(again, "[host-0] training")
-    rest = "".join(ended_after(again, signal.SIGINT))
+    output = "".join(ended_after(again, signal.SIGINT))
     assert (
         again.returncode == 130 and len(cloud.runs()) == 1 and len(cloud.calls("tpu-vm scp")) == 1
     )
@@ -174,18 +176,20 @@ def test_a_failed_run_is_left_while_it_is_unknown_whether_its_slice_was_taken(cl
     read_until(process, "[host-0] training")
     cloud.order("describe-fails")
     cloud.power_off()
-    rest = said_by(process)
-    assert process.returncode == 1 and "an internal error has occurred" in rest, rest
-    assert "the slice stays and costs" in rest and cloud.node() is not None
+    output = said_by(process)
+    assert process.returncode == 1 and "an internal error has occurred" in output, output
+    assert "the slice stays and costs" in output and cloud.node() is not None
 
 
 def test_ctrl_c_lets_the_run_save_before_its_slice_is_deleted(cloud: Cloud):
     cloud.order("trainer", "waits")
     process = cloud.start(*KEPT)
     read_until(process, "[host-0] training")
-    rest = "".join(ended_after(process, signal.SIGINT))
-    assert process.returncode == 130, rest
-    assert rest.index("saved a checkpoint") < rest.index("deleting try") and cloud.node() is None
+    output = "".join(ended_after(process, signal.SIGINT))
+    assert process.returncode == 130, output
+    assert (
+        output.index("saved a checkpoint") < output.index("deleting try") and cloud.node() is None
+    )
 
 
 def test_a_killed_launcher_leaves_the_run_going_and_another_finds_it(cloud: Cloud):
@@ -197,16 +201,16 @@ def test_a_killed_launcher_leaves_the_run_going_and_another_finds_it(cloud: Clou
     again = cloud.start(*KEPT)
     lines = read_until(again, "[host-0] training")
     assert any("a run is under way there: following it" in line for line in lines)
-    rest = "".join(ended_after(again, signal.SIGINT))
-    assert again.returncode == 130 and "saved a checkpoint" in rest and len(cloud.runs()) == 1
+    output = "".join(ended_after(again, signal.SIGINT))
+    assert again.returncode == 130 and "saved a checkpoint" in output and len(cloud.runs()) == 1
     assert len(cloud.calls("tpu-vm scp")) == 1
 
 
 def test_logs_shows_the_run_from_its_beginning_and_its_exit_status(cloud: Cloud):
     cloud.order("trainer", "ends 2")
     assert cloud.launch(*KEPT, "--keep").returncode == 2
-    shown = cloud.launch("--logs")
-    assert shown.returncode == 2 and "[host-0] arguments: train" in shown.stdout
+    result = cloud.launch("--logs")
+    assert result.returncode == 2 and "[host-0] arguments: train" in result.stdout
     assert (cloud.folder / "logs" / "host-0.log").read_text().count("arguments: train") == 1
     assert cloud.node() is not None and len(cloud.runs()) == 1
 
@@ -218,8 +222,8 @@ def test_logs_of_a_slice_that_is_not_there_says_so(cloud: Cloud):
 def test_variables_reach_what_prepares_and_what_runs_and_are_shown_nowhere(cloud: Cloud):
     cloud.variables["FROM_HERE"] = "a 'secret' of \\\ntwo lines"
     prepare = 'printf %s "$FROM_HERE" >prepared && cat >>prepared'  # its input is empty
-    given = ["--env", "FROM_HERE", "--env", "GIVEN=b=c d", "--prepare", prepare]
-    result = cloud.launch(*KEPT, *given, "--keep")
+    options = ["--env", "FROM_HERE", "--env", "GIVEN=b=c d", "--prepare", prepare]
+    result = cloud.launch(*KEPT, *options, "--keep")
     assert result.returncode == 0, result.stdout + result.stderr
     seen = cloud.environment_of("train")
     assert (seen["FROM_HERE"], seen["GIVEN"]) == (cloud.variables["FROM_HERE"], "b=c d")
@@ -249,18 +253,18 @@ def test_a_slice_whose_run_has_ended_is_given_back_when_the_cloud_answers(cloud:
     read_until(process, "trying again in")
     assert cloud.node() is not None
     cloud.recall("delete-fails")
-    rest = said_by(process)
-    assert process.returncode == 0 and cloud.node() is None and len(cloud.runs()) == 1, rest
+    output = said_by(process)
+    assert process.returncode == 0 and cloud.node() is None and len(cloud.runs()) == 1, output
 
 
 def test_ctrl_c_ends_the_wait_for_a_cloud_that_does_not_take_a_slice_back(cloud: Cloud):
     cloud.order("delete-fails", "try")
     process = cloud.start(*KEPT, "--poll", 1000)
     read_until(process, "trying again in")
-    rest = "".join(ended_after(process, signal.SIGINT))
+    output = "".join(ended_after(process, signal.SIGINT))
     assert (
-        process.returncode == 130 and "--delete deletes it" in rest and cloud.node() is not None
-    ), rest
+        process.returncode == 130 and "--delete deletes it" in output and cloud.node() is not None
+    ), output
 
 
 def test_a_host_that_does_not_listen_yet_is_tried_again(cloud: Cloud):

@@ -320,11 +320,11 @@ async def test_waiting_and_work_of_others_do_not_make_a_call_late():
     """
     code = UserCode(raises=False)
     told = []
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     class Quick(Tool):
         async def execute(self, instance_id, arguments, **kwargs):
-            begun.set()
+            started.set()
             await asyncio.sleep(0)
             return "quick"
 
@@ -336,7 +336,7 @@ async def test_waiting_and_work_of_others_do_not_make_a_call_late():
     )
 
     async def hold():
-        await begun.wait()
+        await started.wait()
         code.act()
 
     with releasing(code, told):

@@ -82,7 +82,7 @@ def small_params(seed: int = 0) -> Any:
 def request(
     name: str, prompt: Sequence[int], *, max_tokens: int = 8, **fields: Any
 ) -> GenerateRequest:
-    own = {
+    request_fields = {
         key: fields.pop(key)
         for key in ("priority", "lora", "multi_modal", "session_id")
         if key in fields
@@ -92,7 +92,7 @@ def request(
         request_id=name,
         prompt_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
-        **own,
+        **request_fields,
     )
 
 

@@ -64,12 +64,12 @@ async def test_a_session_over_vllm_is_one_sequence_with_the_log_probs_of_transfo
         )
         loop = loop_class(context)
         sampling = SamplingParams(max_tokens=12, seed=1)
-        made = await loop.play(episode_request(ROW, sampling))
+        trajectory = await loop.play(episode_request(ROW, sampling))
         await loop.close()
-    assert made.num_turns == 4 and made.segments == ()
-    prompt = made.prompt_ids
-    for turn in made.turns:
+    assert trajectory.num_turns == 4 and trajectory.segments == ()
+    prompt = trajectory.prompt_ids
+    for turn in trajectory.turns:
         expected = reference.logprobs(prompt, turn.output.token_ids)
         np.testing.assert_allclose(turn.output.log_probs, expected, atol=5e-5)
         prompt += turn.output.token_ids + turn.appended_ids
-    assert prompt == made.prompt_ids + made.response_ids
+    assert prompt == trajectory.prompt_ids + trajectory.response_ids

@@ -53,13 +53,13 @@ def engine_cores() -> set[psutil.Process]:
 
 
 async def test_requests_of_an_engine_that_dies_go_on_in_another(model_folder: Path):
-    before = engine_cores()
+    earlier_cores = engine_cores()
     sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
     async with running(model_folder) as dying:
-        (core,) = engine_cores() - before
-        async with running(model_folder) as other:
+        (core,) = engine_cores() - earlier_cores
+        async with running(model_folder) as second:
             client = LLMServerClient(
-                [AsyncServer(dying, name="dying"), AsyncServer(other, name="other")]
+                [AsyncServer(dying, name="dying"), AsyncServer(second, name="other")]
             )
             prompts = [prompt_of(i, 30) for i in range(6)]
             tasks = [
@@ -81,11 +81,11 @@ async def test_requests_of_an_engine_that_dies_go_on_in_another(model_folder: Pa
 
 
 async def test_an_engine_that_dies_fails_its_requests_and_says_so(model_folder: Path):
-    before = engine_cores()
+    earlier_cores = engine_cores()
     async with running(model_folder) as backend:
         stream = backend.stream(request("r", PROMPT, max_tokens=200))
         await anext(stream)
-        (core,) = engine_cores() - before
+        (core,) = engine_cores() - earlier_cores
         core.kill()
         with pytest.raises(EngineDiedError, match="the vLLM engine died"):
             async for _ in stream:
@@ -121,7 +121,7 @@ async def test_further_arguments_reach_the_engine(model_folder: Path):
 
 
 async def test_a_closed_engine_ends_its_requests_and_leaves_no_process(model_folder: Path):
-    before = engine_cores()
+    earlier_cores = engine_cores()
     async with running(model_folder) as backend:
         stream = backend.stream(request("running", PROMPT, max_tokens=200))
         await anext(stream)
@@ -140,4 +140,4 @@ async def test_a_closed_engine_ends_its_requests_and_leaves_no_process(model_fol
             await backend.generate(request("s", PROMPT))
         with pytest.raises(BackendClosedError):
             await backend.pause(PauseMode.KEEP)
-    assert not engine_cores() - before
+    assert not engine_cores() - earlier_cores

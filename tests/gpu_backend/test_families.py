@@ -111,14 +111,16 @@ async def test_other_families_take_updates(tmp_path: Path, family: Any):
     tensors = load_file(tmp_path / "new" / "model.safetensors")
     save_file(tensors, tmp_path / "update.safetensors", metadata=probe.to_metadata())
     async with running(tmp_path / "old") as backend:
-        before = await backend.generate(request("a", PROMPT))
+        old_output = await backend.generate(request("a", PROMPT))
         await backend.update_weights(
             WeightUpdate(version=2, kind=FILES, payload=[str(tmp_path / "update.safetensors")])
         )
-        after = await backend.generate(request("b", PROMPT))
-    assert list(before.token_ids) == old.greedy(PROMPT, 8)
-    assert list(after.token_ids) == new.greedy(PROMPT, 8)
-    np.testing.assert_allclose(after.log_probs, new.logprobs(PROMPT, after.token_ids), atol=5e-4)
+        new_output = await backend.generate(request("b", PROMPT))
+    assert list(old_output.token_ids) == old.greedy(PROMPT, 8)
+    assert list(new_output.token_ids) == new.greedy(PROMPT, 8)
+    np.testing.assert_allclose(
+        new_output.log_probs, new.logprobs(PROMPT, new_output.token_ids), atol=5e-4
+    )
 
 
 @pytest.mark.parametrize("family", [qwen3_moe, gemma3, glm4, mistral])

@@ -89,13 +89,13 @@ async def diagnosed(
 
 async def test_a_healthy_engine_agrees_and_its_tensors_are_the_learners(engine: Engine):
     await engine.backend.reset_prefix_cache()
-    made = await diagnosed(engine.backend, SMALL, RIGHT)
-    assert OTHER_ENGINE["float32"].holds(made.gap), made.gap
+    diagnosis = await diagnosed(engine.backend, SMALL, RIGHT)
+    assert OTHER_ENGINE["float32"].holds(diagnosis.gap), diagnosis.gap
     assert engine.backend.capabilities.precision == "float32"
     samples = await engine.backend.tensor_samples()
     assert "model.layers.1.mlp.up_proj.weight" in samples
-    found = samples["model.layers.1.mlp.up_proj.weight"]
-    assert found.shape == (96, 64) and found.rms == pytest.approx(
+    sample = samples["model.layers.1.mlp.up_proj.weight"]
+    assert sample.shape == (96, 64) and sample.rms == pytest.approx(
         float(jnp.sqrt(jnp.mean(UP[1] ** 2))), rel=1e-5
     )
 
@@ -125,8 +125,8 @@ async def test_a_fault_between_request_and_answer_is_named(
     engine: Engine, between: Between, cause: Cause, said: str
 ):
     await engine.backend.reset_prefix_cache()
-    made = await diagnosed(engine.backend, SMALL, RIGHT, between=between)
-    assert made.cause is cause and said in made.line, made.line
+    diagnosis = await diagnosed(engine.backend, SMALL, RIGHT, between=between)
+    assert diagnosis.cause is cause and said in diagnosis.line, diagnosis.line
 
 
 @pytest.mark.parametrize(
@@ -159,10 +159,10 @@ async def test_a_wrong_tensor_is_read_back_and_named(
 ):
     await put(engine, served)
     await engine.backend.reset_prefix_cache()
-    made = await diagnosed(
+    diagnosis = await diagnosed(
         engine.backend, SMALL, RIGHT, inspected=True, older={"version 0": BEFORE}
     )
-    assert made.cause is cause and said in made.line, made.line
+    assert diagnosis.cause is cause and said in diagnosis.line, diagnosis.line
 
 
 async def test_a_prefix_cache_that_outlives_its_weights_is_named(engine: Engine):
@@ -170,11 +170,12 @@ async def test_a_prefix_cache_that_outlives_its_weights_is_named(engine: Engine)
     await engine.backend.reset_prefix_cache()
     await rollouts(engine.backend, SMALL, lengths=LENGTHS)  # fills the cache
     await put(engine, RIGHT)
-    made = await diagnosed(engine.backend, SMALL, RIGHT, older={"version 0": BEFORE})
+    diagnosis = await diagnosed(engine.backend, SMALL, RIGHT, older={"version 0": BEFORE})
     await engine.backend.reset_prefix_cache()
-    assert made.cause is Cause.STALE_PREFIX and "the weights of version 0 filled" in made.line, (
-        made.line
-    )
+    assert (
+        diagnosis.cause is Cause.STALE_PREFIX
+        and "the weights of version 0 filled" in diagnosis.line
+    ), diagnosis.line
 
 
 @pytest.mark.parametrize(
@@ -214,5 +215,5 @@ async def test_a_setting_that_differs_is_named(
     params = tiny_params(0, model)
     save_hf(tmp_path, served, params)
     async with running(tmp_path, **settings) as backend:
-        made = await diagnosed(backend, model, params, temperature=temperature)
-    assert made.cause is cause and said in made.line, made.line
+        diagnosis = await diagnosed(backend, model, params, temperature=temperature)
+    assert diagnosis.cause is cause and said in diagnosis.line, diagnosis.line

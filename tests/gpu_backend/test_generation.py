@@ -53,11 +53,13 @@ async def test_truncated_sampling_has_log_probs_of_what_is_left(engine: Engine):
 async def test_a_greedy_request_among_random_ones_keeps_its_own_log_probs(engine: Engine):
     prompt = prompt_of(7, 20)
     greedy = request("g", prompt, max_tokens=10, top_k=1)
-    others = [
+    random_requests = [
         request(f"o{i}", prompt_of(i, 9), max_tokens=30, temperature=0.5, top_p=0.8)
         for i in range(5)
     ]
-    output, *_ = await asyncio.gather(*(engine.backend.generate(r) for r in [greedy, *others]))
+    output, *_ = await asyncio.gather(
+        *(engine.backend.generate(r) for r in [greedy, *random_requests])
+    )
     np.testing.assert_allclose(
         output.log_probs, engine.reference(0).logprobs(prompt, output.token_ids), atol=5e-5
     )
@@ -71,8 +73,8 @@ async def test_a_seed_reproduces_a_request_whatever_runs_beside_it(engine: Engin
     again, *_ = await asyncio.gather(
         backend.generate(request("b", prompt, temperature=1.0, seed=42)), *crowd
     )
-    other = await backend.generate(request("d", prompt, temperature=1.0, seed=43))
-    assert alone.token_ids == again.token_ids != other.token_ids
+    other_seed = await backend.generate(request("d", prompt, temperature=1.0, seed=43))
+    assert alone.token_ids == again.token_ids != other_seed.token_ids
 
 
 async def test_the_next_turn_reuses_whole_blocks_of_its_prefix(engine: Engine):
@@ -147,17 +149,17 @@ async def test_chunks_put_together_are_the_output(engine: Engine):
 async def test_abort_returns_what_there_is_and_the_rest_follows_seamlessly(engine: Engine):
     backend = engine.backend
     prompt = prompt_of(3, 8)
-    whole = engine.reference(0).greedy(prompt, 100)
+    expected_ids = engine.reference(0).greedy(prompt, 100)
     stream = backend.stream(request("r", prompt, max_tokens=100))
     await anext(stream)
     assert await backend.abort("r")
     async for chunk in stream:
         part = chunk.final
     assert part.stop_reason is StopReason.ABORTED and 0 < len(part.token_ids) < 100
-    rest = await backend.generate(
+    continuation = await backend.generate(
         request("r", [*prompt, *part.token_ids], max_tokens=100 - len(part.token_ids))
     )
-    assert list(part.then(rest).token_ids) == whole
+    assert list(part.then(continuation).token_ids) == expected_ids
     assert not await backend.abort("r")
 
 
@@ -195,13 +197,13 @@ async def test_two_living_requests_cannot_share_a_name(engine: Engine):
 
 
 async def test_lower_priority_values_run_first(engine: Engine):
-    done: list[str] = []
+    finished: list[str] = []
 
     async def run(name: str, priority: int) -> None:
         await engine.backend.generate(
             request(name, prompt_of(1, 5), max_tokens=20, priority=priority)
         )
-        done.append(name)
+        finished.append(name)
 
     await engine.backend.pause(PauseMode.KEEP)
     names = [("low", 5), *((f"mid{i}", 3) for i in range(14)), ("high", 1)]
@@ -210,7 +212,7 @@ async def test_lower_priority_values_run_first(engine: Engine):
         await asyncio.sleep(0.01)
     await engine.backend.resume()
     await asyncio.gather(*tasks)
-    assert done.index("high") < 8 and done.index("low") >= 8
+    assert finished.index("high") < 8 and finished.index("low") >= 8
 
 
 async def test_pausing_with_wait_lets_running_requests_finish_and_holds_new_ones(engine: Engine):
@@ -266,12 +268,12 @@ async def test_capabilities_are_honest_about_the_platform(engine: Engine):
 
 
 async def test_metrics_count_ids_and_requests(engine: Engine):
-    before = await engine.backend.metrics()
+    old_metrics = await engine.backend.metrics()
     await engine.backend.generate(request("r", prompt_of(12, 40), max_tokens=6))
-    after = await engine.backend.metrics()
-    assert after.generated_tokens - before.generated_tokens == 6
-    assert after.requests_finished - before.requests_finished == 1
+    new_metrics = await engine.backend.metrics()
+    assert new_metrics.generated_tokens - old_metrics.generated_tokens == 6
+    assert new_metrics.requests_finished - old_metrics.requests_finished == 1
     assert (
-        after.prefill_tokens - before.prefill_tokens == 40
-        and after.busy_seconds > before.busy_seconds
+        new_metrics.prefill_tokens - old_metrics.prefill_tokens == 40
+        and new_metrics.busy_seconds > old_metrics.busy_seconds
     )

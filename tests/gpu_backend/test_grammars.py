@@ -41,7 +41,7 @@ async def test_an_answer_is_one_of_its_schema_and_survives_an_abort(tmp_path: Pa
         ]
         free = request("free", (5, 6, 7), max_tokens=12)
         alone = await backend.generate(free)
-        *outputs, beside = await asyncio.gather(*map(backend.generate, [*asked, free]))
+        *outputs, in_batch = await asyncio.gather(*map(backend.generate, [*asked, free]))
         client = LLMServerClient([AsyncServer(backend)])
         await backend.pause(PauseMode.KEEP)
         sampling = SamplingParams(max_tokens=20, seed=0, grammar=GRAMMAR)
@@ -58,4 +58,4 @@ async def test_an_answer_is_one_of_its_schema_and_survives_an_abort(tmp_path: Pa
         assert output.stop_reason is StopReason.EOS and output.constrained == (True,) * len(
             output.token_ids
         )
-    assert beside.token_ids == alone.token_ids and beside.constrained == ()
+    assert in_batch.token_ids == alone.token_ids and in_batch.constrained == ()

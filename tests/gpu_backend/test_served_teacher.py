@@ -99,13 +99,13 @@ async def test_its_scores_are_those_of_the_same_teacher_elsewhere(
                 "trainer.steps=2",
                 *settings,
             ]
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
+            process = subprocess.run(command, capture_output=True, text=True)
+            assert process.returncode == 0, process.stderr
     logs = log_softmax(Reference(teacher).logits(IDS))[4:-1]
     np.testing.assert_allclose(scores.log_probs, logs[np.arange(len(logs)), IDS[5:]], atol=1e-4)
     np.testing.assert_array_equal(scores.top_ids, np.argsort(-logs)[:, :6])
     np.testing.assert_allclose(scores.top_log_probs, -np.sort(-logs)[:, :6], atol=1e-4)
-    here, there = (
+    local_losses, served_losses = (
         [
             step["kl_loss"]
             for step in read_records(tmp_path / name / "metrics.jsonl")
@@ -113,4 +113,4 @@ async def test_its_scores_are_those_of_the_same_teacher_elsewhere(
         ]
         for name in ("here", "there")
     )
-    assert here[0] > 0.001 and there == pytest.approx(here, rel=1e-3)
+    assert local_losses[0] > 0.001 and served_losses == pytest.approx(local_losses, rel=1e-3)

@@ -44,12 +44,15 @@ def test_a_run_needs_only_another_backend(
     assert len(list((tmp_path / "run").rglob("vllm.log"))) == 1
     versions = 3  # that of the beginning, and one a step
     assert len(broadcasts) == (versions if "weight_transport=broadcast" in placed else 0)
-    assert all(one.backend == "gloo" and "model.norm.weight" in one.tensors for one in broadcasts)
+    assert all(
+        announcement.backend == "gloo" and "model.norm.weight" in announcement.tensors
+        for announcement in broadcasts
+    )
 
 
 def test_eval_needs_only_another_backend(recipe: Path, tmp_path: Path):
     command = [sys.executable, "-m", "jax_agent_rl.cli", "eval", str(recipe), *VLLM, "-n", "2"]
-    done = subprocess.run(
+    process = subprocess.run(
         [
             *command,
             "--data",
@@ -61,8 +64,8 @@ def test_eval_needs_only_another_backend(recipe: Path, tmp_path: Path):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    (score,) = json.loads(done.stdout.splitlines()[-1])["scores"].values()
+    assert process.returncode == 0, process.stderr
+    (score,) = json.loads(process.stdout.splitlines()[-1])["scores"].values()
     lines = (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()
     assert score["samples"] == 2 * score["prompts"] == len(lines) and not score["lost"]
     assert all(json.loads(line)["response_ids"] for line in lines)

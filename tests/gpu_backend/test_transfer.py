@@ -62,14 +62,14 @@ class Memory:
         return None, (*kinds, *storage)
 
     def _rebuild(
-        self, kind, size, stride, offset, storage, dtype, device, handle, nbytes, *rest
+        self, kind, size, stride, offset, storage, dtype, device, handle, nbytes, *arguments
     ) -> torch.Tensor:
         assert (kind, storage) == (torch.Tensor, torch.storage.TypedStorage)
-        assert rest == (0, False, b"ref", 3, b"event", True)
-        found = self._exported[handle]
-        assert (found.dtype, found.nbytes, offset) == (dtype, nbytes, 0)
+        assert arguments == (0, False, b"ref", 3, b"event", True)
+        exported = self._exported[handle]
+        assert (exported.dtype, exported.nbytes, offset) == (dtype, nbytes, 0)
         self.devices.append(device)
-        return found.as_strided(size, stride)
+        return exported.as_strided(size, stride)
 
 
 class Model:

@@ -158,7 +158,7 @@ async def test_a_placeholder_the_model_sampled_is_text_and_never_changes_the_ids
 async def test_pictures_travel_over_http(seeing: Seeing):
     media = {"image": (picture(1),), "video": (CLIP[:4],)}
     prompt = seeing.prompt(media)
-    here = await seeing.backend.generate(request("here", prompt, multi_modal=media))
+    local = await seeing.backend.generate(request("here", prompt, multi_modal=media))
     server = RolloutServer(seeing.backend)
     await server.start()
     remote = RemoteBackend(server.url)
@@ -167,7 +167,7 @@ async def test_pictures_travel_over_http(seeing: Seeing):
         assert remote.capabilities.multi_modal == LIMITS.keys()
         client = LLMServerClient([AsyncServer(remote)])
         sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-        there = await client.generate(
+        over_http = await client.generate(
             "there",
             prompt_ids=prompt,
             sampling_params=sampling,
@@ -181,8 +181,10 @@ async def test_pictures_travel_over_http(seeing: Seeing):
     finally:
         await remote.close()
         await server.close()
-    assert there.token_ids == here.token_ids and there.context_digest == here.context_digest
-    np.testing.assert_allclose(there.log_probs, here.log_probs, atol=1e-4)
+    assert (
+        over_http.token_ids == local.token_ids and over_http.context_digest == local.context_digest
+    )
+    np.testing.assert_allclose(over_http.log_probs, local.log_probs, atol=1e-4)
 
 
 async def test_more_pictures_than_the_engine_takes_are_refused_with_the_key(seeing: Seeing):
@@ -299,10 +301,10 @@ async def test_updates_reach_language_and_vision_and_old_pictures_are_forgotten(
 async def test_a_vision_tensor_that_did_not_land_is_named(
     seeing: Seeing, folders, references, tmp_path, monkeypatch
 ):
-    places = seeing.backend._updater.placements
+    placements = seeing.backend._updater.placements
     name = "visual.blocks.1.mlp.up_proj.weight"
-    parameter, first, *rest = places[name]
-    monkeypatch.setitem(places, name, (parameter, first - 1, *rest))
+    parameter, first, *layout = placements[name]
+    monkeypatch.setitem(placements, name, (parameter, first - 1, *layout))
     version = seeing.backend.policy_version
     probe = references[0].probe(TEXT)
     with pytest.raises(WeightUpdateError, match=name):
@@ -323,9 +325,9 @@ async def test_pixels_are_one_setting_for_the_engine_and_the_count(folders):
         assert prompt.count(IMAGE) == 9 and output.context_digest == digest_ids(
             [*prompt, *output.token_ids]
         )
-        other = Seeing(backend, folders[0], ChatCodec.from_pretrained(folders[0]))
+        seeing = Seeing(backend, folders[0], ChatCodec.from_pretrained(folders[0]))
         with pytest.raises(TokenDriftError, match="16 image placeholders where vLLM has 9"):
-            await backend.generate(request("s", other.prompt(media), multi_modal=media))
+            await backend.generate(request("s", seeing.prompt(media), multi_modal=media))
 
 
 async def test_a_vision_model_needs_a_limit_of_images_per_prompt(folders):

@@ -74,8 +74,8 @@ async def test_an_update_of_tower_and_decoder_reaches_vllm(tmp_path: Path):
         members = [await sampled("a", 1), replace(await sampled("b", 2), reward=1.0)]
         result = learner.update([Group(group_id="g", trajectories=tuple(members))])
         assert result.metrics["logprob_gap_max"] < 5e-4
-        before = np.asarray(params["vision"]["merger_out"])
-        assert np.abs(np.asarray(learner.params["vision"]["merger_out"]) - before).max() > 1e-3
+        old_merger = np.asarray(params["vision"]["merger_out"])
+        assert np.abs(np.asarray(learner.params["vision"]["merger_out"]) - old_merger).max() > 1e-3
 
         files = FileTransport(config, probe_ids=[list(range(40, 70))])
         try:

@@ -132,8 +132,8 @@ async def test_a_partial_update_changes_what_it_names_and_nothing_else(engine: E
     mixed = small_params(0)
     mixed["layers"]["k"] = small_params(4)["layers"]["k"]  # one part of a fused matrix
     mixed["embed"] = small_params(4)["embed"]  # tied
-    whole = engine.files.write(mixed, engine.backend.policy_version + 1)
-    update = replace(whole, digests={}, partial=True)
+    whole_update = engine.files.write(mixed, engine.backend.policy_version + 1)
+    update = replace(whole_update, digests={}, partial=True)
 
     def keep(tensors, metadata):
         return {n: t for n, t in tensors.items() if "k_proj" in n or "embed" in n}, metadata
@@ -261,9 +261,9 @@ async def test_the_probe_notices_what_vllms_own_reload_spoils(engine: Engine):
     """``reload_weights`` with some tensors leaves others without values, and says nothing."""
     folder = engine.folder / "some"
     folder.mkdir()
-    whole = load_file(engine.update(0).payload[0])
+    tensors = load_file(engine.update(0).payload[0])
     save_file(
-        {n: t for n, t in whole.items() if "k_proj" in n},
+        {n: t for n, t in tensors.items() if "k_proj" in n},
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
@@ -278,10 +278,10 @@ async def test_the_probe_notices_what_vllms_own_reload_spoils(engine: Engine):
 
 
 async def test_a_tensor_that_did_not_land_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    places = engine.backend._updater.placements
+    placements = engine.backend._updater.placements
     name = "model.layers.0.self_attn.v_proj.weight"
-    parameter, first, *rest = places[name]
-    monkeypatch.setitem(places, name, (parameter, first - 1, *rest))
+    parameter, first, *layout = placements[name]
+    monkeypatch.setitem(placements, name, (parameter, first - 1, *layout))
     with pytest.raises(WeightUpdateError, match=name):
         await engine.serve(1)
     monkeypatch.undo()
@@ -290,9 +290,9 @@ async def test_a_tensor_that_did_not_land_is_named(engine: Engine, monkeypatch: 
 
 
 async def test_seconds_of_updates_are_counted(engine: Engine):
-    before = (await engine.backend.metrics()).weight_update_seconds
+    old_seconds = (await engine.backend.metrics()).weight_update_seconds
     await engine.serve(1)
-    assert (await engine.backend.metrics()).weight_update_seconds > before
+    assert (await engine.backend.metrics()).weight_update_seconds > old_seconds
 
 
 async def test_changes_sent_to_a_server_become_the_files_that_the_engine_loads(

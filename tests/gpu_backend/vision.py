@@ -119,25 +119,25 @@ def positions(ids: Sequence[int], grids: Mapping[int, Sequence[Sequence[int]]]) 
     Args:
         grids: (groups, rows, columns) of merged patches of each item, in order, by placeholder.
     """
-    left = {placeholder: list(items) for placeholder, items in grids.items()}
-    found: list[tuple[int, int, int]] = []
-    while len(found) < len(ids):
-        start = 1 + max((max(place) for place in found), default=-1)
-        if not left.get(ids[len(found)]):
-            found.append((start, start, start))
+    grids_left = {placeholder: list(items) for placeholder, items in grids.items()}
+    coordinates: list[tuple[int, int, int]] = []
+    while len(coordinates) < len(ids):
+        start = 1 + max((max(place) for place in coordinates), default=-1)
+        if not grids_left.get(ids[len(coordinates)]):
+            coordinates.append((start, start, start))
             continue
-        placeholder = ids[len(found)]
-        groups, rows, columns = left[placeholder].pop(0)
+        placeholder = ids[len(coordinates)]
+        groups, rows, columns = grids_left[placeholder].pop(0)
         step = (
             2 if placeholder == VIDEO else 1
         )  # a group is 2 frames, a second at 2 a second, and 2 positions a second
-        found += [
+        coordinates += [
             (start + step * group, start + row, start + column)
             for group in range(groups)
             for row in range(rows)
             for column in range(columns)
         ]
-    return [list(axis) for axis in zip(*found, strict=True)]
+    return [list(axis) for axis in zip(*coordinates, strict=True)]
 
 
 class VisionReference:
@@ -170,10 +170,10 @@ class VisionReference:
             for kind, placeholder in (("image", IMAGE), ("video", VIDEO))
             if f"{kind}_grid_thw" in inputs
         }
-        places = self._torch.tensor(positions(ids, grids))[:, None]
+        position_ids = self._torch.tensor(positions(ids, grids))[:, None]
         with self._torch.no_grad():
             logits = self.model(
-                self._torch.tensor([list(ids)]), position_ids=places, **inputs
+                self._torch.tensor([list(ids)]), position_ids=position_ids, **inputs
             ).logits[0]
         return self._torch.log_softmax(logits.double(), -1).numpy()
 

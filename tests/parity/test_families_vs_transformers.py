@@ -172,12 +172,12 @@ def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
 
     def theirs(raw: dict[str, Any]) -> np.ndarray:
         changed = kind.from_dict(json.loads(json.dumps(raw)))
-        other = transformers.AutoModelForCausalLM.from_config(
+        changed_model = transformers.AutoModelForCausalLM.from_config(
             changed, attn_implementation="eager"
         ).eval()
-        other.load_state_dict(weights)
+        changed_model.load_state_dict(weights)
         with torch.no_grad():
-            return other(torch.tensor(ids)).logits.numpy()
+            return changed_model(torch.tensor(ids)).logits.numpy()
 
     def ours(changed: DecoderConfig) -> np.ndarray:
         return np.asarray(forward(changed, params, ids))

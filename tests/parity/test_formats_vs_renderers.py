@@ -137,11 +137,11 @@ def test_what_it_writes_is_read_alike_by_both(name, calls):
         (tool, {key: value.strip() for key, value in given_values.items()})
         for tool, given_values in calls
     ]
-    found = [
+    parsed = [
         (c.name.removeprefix("functions."), {k: v.strip() for k, v in c.arguments.items()})
         for c in theirs
     ]
-    assert found == stripped
+    assert parsed == stripped
 
 
 def test_a_call_inside_open_reasoning_is_run_by_it_and_not_by_us():

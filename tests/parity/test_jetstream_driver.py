@@ -98,10 +98,10 @@ def test_result_tokens_carry_logprobs_exactly():
     params = engine.load_params(raw)
     prompt = [5, 9, 11, 30]
     first = engine.prefill(params=params, padded_tokens=jnp.array(prompt[:2] + [0]), true_length=2)
-    whole = engine.prefill(
+    prefilled = engine.prefill(
         params=params, existing_prefix=first, padded_tokens=jnp.array(prompt[2:]), true_length=2
     )
-    state = engine.insert(whole, engine.init_decode_state(), 1)
+    state = engine.insert(prefilled, engine.init_decode_state(), 1)
     ids = []
     logprobs = []
     for _ in range(4):

@@ -81,11 +81,11 @@ async def test_log_probs_are_those_of_full_passes_also_after_an_update_in_flight
         await backend.update_weights(WeightUpdate(version=2, kind="arrays", payload=new))
         await backend.resume()
         mixed = await long
-        after = await asyncio.gather(
+        later_outputs = await asyncio.gather(
             *(backend.generate(request(f"b{i}", p)) for i, p in enumerate(prompts))
         )
-    for params, found in ((old, outputs), (new, after)):
-        for prompt, output in zip(prompts, found, strict=True):
+    for params, produced in ((old, outputs), (new, later_outputs)):
+        for prompt, output in zip(prompts, produced, strict=True):
             np.testing.assert_allclose(
                 output.log_probs, log_probs(params, model, prompt, output.token_ids), atol=2e-4
             )

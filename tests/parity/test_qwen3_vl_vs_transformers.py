@@ -125,11 +125,11 @@ def multimodal(vision):
     )  # padding must not matter, whatever it holds
     total = sum(map(len, IMAGES))
     patches[:total] = np.concatenate(IMAGES)
-    places, offset = rope_positions(vision, len(IDS), spans)
+    positions, offset = rope_positions(vision, len(IDS), spans)
     return (
         patches,
         layout(vision, GRIDS, 128),
-        places,
+        positions,
         feature_index(len(IDS), spans, [0, 6]),
         offset,
     )
@@ -138,12 +138,12 @@ def multimodal(vision):
 @functools.partial(jax.jit, static_argnums=0)
 def ours(config, params) -> jax.Array:
     """Logits [T, V]."""
-    patches, plan, places, index, _ = multimodal(config.vision)
+    patches, plan, positions, index, _ = multimodal(config.vision)
     seen = VisionTower.from_params(config.vision, params["vision"])(jnp.asarray(patches), plan)
     model = Decoder.from_params(config, params)
-    return model.logits(
-        model(jnp.asarray(IDS[None]), images=ImageInputs(places[None], seen[None], index[None]))[0]
-    )[0]
+    images = ImageInputs(positions[None], seen[None], index[None])
+    hidden = model(jnp.asarray(IDS[None]), images=images)[0]
+    return model.logits(hidden)[0]
 
 
 def test_logits_are_equal_with_images_and_without(peer):
@@ -166,12 +166,12 @@ def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
 
     def computed(raw: dict) -> np.ndarray:
         changed = kind.from_dict(json.loads(json.dumps(raw)))
-        other = Qwen3VLForConditionalGeneration._from_config(
+        changed_model = Qwen3VLForConditionalGeneration._from_config(
             changed, attn_implementation="eager"
         ).eval()
-        other.load_state_dict(weights)
+        changed_model.load_state_dict(weights)
         with torch.no_grad():
-            return theirs(other).numpy()
+            return theirs(changed_model).numpy()
 
     raw = json.loads((folder / "config.json").read_text())
     assert (
@@ -215,7 +215,7 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     model, folder = peer
     config, params = load_hf(folder)
     weights = engine_params(config, params, dtype=jnp.float32)
-    patches, plan, places, index, offset = multimodal(config.vision)
+    patches, plan, positions, index, offset = multimodal(config.vision)
     seen = VisionTower.from_params(config.vision, weights.vision)(jnp.asarray(patches), plan)[None]
     cache = empty_cache(config, 1, 64, jnp.float32)
     prompt = 30
@@ -223,10 +223,10 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     decode = jax.jit(decode_step, static_argnums=(0, 1, 2))
     slots = make_decode_batch(1, 1)
     for start in range(0, prompt, 15):  # the second chunk begins within an image
-        here = slice(start, start + 15)
-        chunk = ImageInputs(places[None, here], seen, index[None, here])
+        window = slice(start, start + 15)
+        chunk = ImageInputs(positions[None, window], seen, index[None, window])
         layers = prefill(
-            config, weights, cache, jnp.asarray(IDS[None, here]), jnp.array([start]), chunk
+            config, weights, cache, jnp.asarray(IDS[None, window]), jnp.array([start]), chunk
         )
         cache = KVCache(
             tuple(map(functools.partial(placed, start), cache.layers, [kv for _, kv, _ in layers]))

@@ -142,15 +142,15 @@ def multimodal(vision, padding: int = 0):
     )  # padding must not matter, whatever it holds
     patches[:total] = np.concatenate([image.patches for image in images])
     starts = np.cumsum([0, *(span.stop - span.start for span in spans)])[:-1]
-    places, offset = rope_positions(vision, len(IDS), spans)
+    positions, offset = rope_positions(vision, len(IDS), spans)
     plan = layout(vision, [image.grid for image in images], padded)
-    return patches, plan, places, feature_index(len(IDS), spans, starts.tolist()), offset
+    return patches, plan, positions, feature_index(len(IDS), spans, starts.tolist()), offset
 
 
 def inputs(config, params, *, padding: int = 0) -> ImageInputs:
-    patches, plan, places, index, _ = multimodal(config.vision, padding)
+    patches, plan, positions, index, _ = multimodal(config.vision, padding)
     seen = VisionTower.from_params(config.vision, params["vision"])(jnp.asarray(patches), plan)
-    return ImageInputs(places[None], seen[None], index[None])
+    return ImageInputs(positions[None], seen[None], index[None])
 
 
 @functools.partial(jax.jit, static_argnames=("config", "padding", "with_images"))
@@ -179,12 +179,12 @@ def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
 
     def computed(raw: dict) -> np.ndarray:
         changed = kind.from_dict(json.loads(json.dumps(raw)))
-        other = Qwen2_5_VLForConditionalGeneration._from_config(
+        changed_model = Qwen2_5_VLForConditionalGeneration._from_config(
             changed, attn_implementation="eager"
         ).eval()
-        other.load_state_dict(weights)
+        changed_model.load_state_dict(weights)
         with torch.no_grad():
-            return theirs(other).numpy()
+            return theirs(changed_model).numpy()
 
     raw = json.loads((folder / "config.json").read_text())
     assert (
@@ -238,7 +238,7 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     model, folder = peer
     config, params = load_hf(folder)
     weights = engine_params(config, params, dtype=jnp.float32)
-    patches, plan, places, index, offset = multimodal(config.vision)
+    patches, plan, positions, index, offset = multimodal(config.vision)
     seen = VisionTower.from_params(config.vision, weights.vision)(jnp.asarray(patches), plan)[None]
     cache = empty_cache(config, 1, 64, jnp.float32)
     prompt = len(IDS) - 4
@@ -246,10 +246,10 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     decode = jax.jit(decode_step, static_argnums=(0, 1, 2))
     slots = make_decode_batch(1, 1)
     for start in range(0, prompt, 15):  # chunks that begin and end within images
-        here = slice(start, start + 15)
-        chunk = ImageInputs(places[None, here], seen, index[None, here])
+        window = slice(start, start + 15)
+        chunk = ImageInputs(positions[None, window], seen, index[None, window])
         layers = prefill(
-            config, weights, cache, jnp.asarray(IDS[None, here]), jnp.array([start]), chunk
+            config, weights, cache, jnp.asarray(IDS[None, window]), jnp.array([start]), chunk
         )
         cache = KVCache(
             tuple(map(functools.partial(placed, start), cache.layers, [kv for _, kv, _ in layers]))

@@ -27,11 +27,11 @@ def nodes_of(file: Path) -> list[ast.AST]:
 @functools.cache
 def calls_of(file: Path) -> list[tuple[ast.Call, str]]:
     """Every call of a file with the text of what is called."""
-    found = []
+    found_calls = []
     for node in nodes_of(file):
         if isinstance(node, ast.Call):
-            found.append((node, ast.unparse(node.func)))
-    return found
+            found_calls.append((node, ast.unparse(node.func)))
+    return found_calls
 
 
 def place(file: Path, node: ast.AST) -> str:
@@ -68,17 +68,17 @@ def own_classes() -> set[str]:
 
 def test_no_call_runs_or_asks_to_run_a_folders_code():
     own_receivers = {*own_classes(), "cls"}
-    found = 0
+    num_calls = 0
     for file, call, name in calls(SOURCES):
         receiver, _, function = name.rpartition(".")
         if function not in RUNS_REMOTE_CODE or receiver in own_receivers:
             continue
-        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        assert given.get("trust_remote_code") == "False", (
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert keywords.get("trust_remote_code") == "False", (
             f"{place(file, call)} leaves trust_remote_code to the library"
         )
-        found += 1
-    assert found >= 12
+        num_calls += 1
+    assert num_calls >= 12
 
 
 def test_nothing_trusts_remote_code():
@@ -110,12 +110,12 @@ YAML_READERS = (
 
 def test_yaml_is_read_with_bounds_alone():
     readers = {f"yaml.{name}" for name in YAML_READERS}
-    found = [
+    readings = [
         place(file, call)
         for file, call, name in calls(SOURCES)
         if name in readers or name == "DatasetCard.load"
     ]
-    assert found == [], "read it by utils/yaml_text.py"
+    assert readings == [], "read it by utils/yaml_text.py"
 
 
 # --- clients --------------------------------------------------------------------------------------
@@ -158,10 +158,10 @@ CLIENTS = {
 
 
 def test_every_client_is_known_with_its_bound():
-    found = {
+    files = {
         str(file.relative_to(ROOT)) for file, _, name in calls(SOURCES) if CLIENT.fullmatch(name)
     }
-    assert found == CLIENTS.keys()
+    assert files == CLIENTS.keys()
 
 
 def test_every_client_of_ours_asks_for_uncompressed_answers_and_follows_no_redirect():
@@ -170,14 +170,14 @@ def test_every_client_of_ours_asks_for_uncompressed_answers_and_follows_no_redir
             ("httpx.Async", "httpx2.Async", "aiohttp.ClientSession")
         ):
             continue
-        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         assert (
-            "IDENTITY" in given["headers"]
-            or "IDENTITY" in file.read_text().split(given["headers"] + " = ")[1][:200]
+            "IDENTITY" in keywords["headers"]
+            or "IDENTITY" in file.read_text().split(keywords["headers"] + " = ")[1][:200]
         )
         if name.startswith("aiohttp"):
-            assert given["auto_decompress"] == "False", place(file, call)
-        assert "follow_redirects" not in given, place(file, call)
+            assert keywords["auto_decompress"] == "False", place(file, call)
+        assert "follow_redirects" not in keywords, place(file, call)
 
 
 def test_every_request_by_aiohttp_follows_no_redirect():
@@ -185,14 +185,14 @@ def test_every_request_by_aiohttp_follows_no_redirect():
     requests = ("get", "post", "put", "delete", "request")
     for name in ("rollout/http/client.py", "rollout/http/membership.py"):
         file = ROOT / "jax_agent_rl" / name
-        found = [
+        request_calls = [
             call
             for _, call, called in calls([file])
             if called.rpartition(".")[2] in requests
             and called.rpartition(".")[0] in ("self._client()", "session")
         ]
-        assert found
-        for call in found:
+        assert request_calls
+        for call in request_calls:
             assert "allow_redirects=False" in ast.unparse(call) or "**options" in ast.unparse(
                 call
             ), place(file, call)
@@ -239,10 +239,10 @@ answers."""
 
 
 def test_every_start_of_another_program_is_known_with_its_bound():
-    found = {
+    files = {
         str(file.relative_to(ROOT)) for file, _, name in calls(PACKAGE) if START.fullmatch(name)
     }
-    assert found == STARTS.keys()
+    assert files == STARTS.keys()
     for name, bound in STARTS.items():
         word = bound.split()[0].rstrip(",")
         if word.isupper() or word.endswith("=") or "start_service" in word:
@@ -288,10 +288,10 @@ SERVERS = {
 
 
 def test_every_server_is_known_with_its_bounds():
-    found = {
+    files = {
         str(file.relative_to(ROOT)) for file, _, name in calls(PACKAGE) if SERVER.fullmatch(name)
     }
-    assert found == SERVERS.keys()
+    assert files == SERVERS.keys()
 
 
 def test_every_http_server_is_one_whose_routes_are_all_tried():

@@ -74,7 +74,7 @@ def examples() -> list[str]:
     groups = [command for command in group.commands.values() if hasattr(command, "commands")]
     commands = [
         *group.commands.values(),
-        *(command for one in groups for command in one.commands.values()),
+        *(command for command_group in groups for command in command_group.commands.values()),
     ]
     lines = [
         line for command in commands for line in command.epilog.replace("\\[", "[").splitlines()
@@ -101,8 +101,10 @@ def test_examples_name_recipes_and_settings_that_there_are(
     example: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(ROOT)
-    name, given = understood(example)
-    chosen = given_config(given.get("config"), given.get("overrides"), given.get("config_file"))
+    name, arguments = understood(example)
+    chosen = given_config(
+        arguments.get("config"), arguments.get("overrides"), arguments.get("config_file")
+    )
     if name == "tool-server":
         tool_classes(load_tree(ToolServerSettings, chosen.file, chosen.overrides))
         return
@@ -132,17 +134,19 @@ def test_examples_work_on_what_the_quickstart_leaves(example: str):
         *range(trainer.checkpoint_every, trainer.steps + 1, trainer.checkpoint_every),
         trainer.steps,
     }
-    name, given = understood(example)
-    run = given.get("run")
+    name, arguments = understood(example)
+    run = arguments.get("run")
     if not isinstance(run, Path) or name == "engines":  # which is about a run that is not over
         return
-    assert run == Path(load("quickstart").run_dir) or given.get("adapter"), "there is no such run"
+    assert run == Path(load("quickstart").run_dir) or arguments.get("adapter"), (
+        "there is no such run"
+    )
     if name == "view":
-        assert (given["step"] or trainer.steps) in {0, trainer.steps} and (
-            given["min_step"] or 0
+        assert (arguments["step"] or trainer.steps) in {0, trainer.steps} and (
+            arguments["min_step"] or 0
         ) <= trainer.steps
     else:
-        assert {given.get("step"), given.get("version")} <= {None, *checkpoints}
+        assert {arguments.get("step"), arguments.get("version")} <= {None, *checkpoints}
 
 
 def test_help_loads_nothing_that_commands_need():
@@ -183,7 +187,7 @@ def test_every_key_of_the_configuration_completes():
 
 
 @pytest.mark.parametrize(
-    "begun",
+    "words",
     [
         "train c.yaml",
         "eval",
@@ -198,12 +202,12 @@ def test_every_key_of_the_configuration_completes():
         "config show c.yaml",
     ],
 )
-def test_keys_and_values_complete_wherever_they_may_stand(begun: str):
+def test_keys_and_values_complete_wherever_they_may_stand(words: str):
     for complete in (in_bash, in_fish):
-        assert complete(f"{begun} rollout.back") == ["rollout.backend="]
-    assert in_fish(f"{begun} rollout.backend=v") == ["rollout.backend=vllm"]
-    assert in_bash(f"{begun} rollout.backend=v") == ["vllm"]
-    assert in_bash(f"{begun} seed=1 rollout.backend=") == ["jetstream", "vllm", "remote"]
+        assert complete(f"{words} rollout.back") == ["rollout.backend="]
+    assert in_fish(f"{words} rollout.backend=v") == ["rollout.backend=vllm"]
+    assert in_bash(f"{words} rollout.backend=v") == ["vllm"]
+    assert in_bash(f"{words} seed=1 rollout.backend=") == ["jetstream", "vllm", "remote"]
 
 
 @pytest.mark.parametrize(
@@ -226,8 +230,8 @@ def test_keys_and_values_complete_wherever_they_may_stand(begun: str):
     ],
 )
 def test_what_has_names_of_its_own_completes(line: str, words: list[str]):
-    found = in_bash(line)
-    assert [word for word in found if not word.startswith("learner.lora.")] == words
+    completions = in_bash(line)
+    assert [word for word in completions if not word.startswith("learner.lora.")] == words
 
 
 @pytest.mark.parametrize("line", ["eval ", "eval configs/qu", "doctor "])

@@ -32,11 +32,11 @@ def test_every_exception_lives_in_errors_and_stands_in_its_drawing():
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if module.name.rpartition(".")[2] not in PROGRAMS:
                 importlib.import_module(module.name)
-    own = [
+    classes = [
         cls
         for cls in descendants(errors.JaxAgentRLError)
         if cls.__module__.startswith(jax_agent_rl.__name__)
     ]
-    assert [cls.__qualname__ for cls in own if cls.__module__ != errors.__name__] == []
+    assert [cls.__qualname__ for cls in classes if cls.__module__ != errors.__name__] == []
     drawn = errors.__doc__.split("Two questions")[0].split()
-    assert [cls.__name__ for cls in own if cls.__name__ not in drawn] == []
+    assert [cls.__name__ for cls in classes if cls.__name__ not in drawn] == []

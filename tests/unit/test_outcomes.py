@@ -45,9 +45,10 @@ def members(
     rows = zip(scores, lengths, parts, strict=True)
     return group_of(
         replace(
-            trajectory([3], list(range(20, 20 + length)), reward=score, index=i), reward_parts=own
+            trajectory([3], list(range(20, 20 + length)), reward=score, index=i),
+            reward_parts=reward_parts,
         )
-        for i, (score, length, own) in enumerate(rows)
+        for i, (score, length, reward_parts) in enumerate(rows)
     )
 
 
@@ -80,9 +81,9 @@ def test_penalties_are_taken_off_once_however_often():
     ],
 )
 def test_accuracy_is_what_the_reward_function_says_or_its_score(parts: dict, expected: float):
-    (made,) = members(0.25, parts=[parts]).trajectories
-    assert accuracy(made) == expected
-    (penalized,) = shaped(group_of([made])).trajectories
+    (member,) = members(0.25, parts=[parts]).trajectories
+    assert accuracy(member) == expected
+    (penalized,) = shaped(group_of([member])).trajectories
     assert accuracy(penalized) == expected
 
 
@@ -92,8 +93,8 @@ def test_the_record_survives_files_and_other_processes():
     restored = [
         restore_trajectory(trajectory_record(t, step=1, split="train")) for t in group.trajectories
     ]
-    for found in (read.trajectories, restored):
-        assert [(t.score, t.reward) for t in found] == [
+    for trajectories in (read.trajectories, restored):
+        assert [(t.score, t.reward) for t in trajectories] == [
             (t.score, t.reward) for t in group.trajectories
         ]
 
@@ -133,11 +134,13 @@ def test_a_group_that_a_default_filter_leaves_out_has_no_advantages(estimator: s
     )
     for values in ((1.0, 1.0, 1.0), (1.0, 0.0, 1.0)):
         group = members(*values, lengths=[2, 2, 2], parts=[{"style": 0.5}] * 3)
-        made = compute_advantages(
+        advantages = compute_advantages(
             scored_batch([group], turn_reward=config.turn_reward), config
         ).advantages
         is_left_out = not select([group], config).groups
-        assert not is_left_out or all(np.allclose(per_token, 0, atol=1e-3) for per_token in made)
+        assert not is_left_out or all(
+            np.allclose(per_token, 0, atol=1e-3) for per_token in advantages
+        )
 
 
 def turns(estimator: str) -> str:
@@ -216,17 +219,17 @@ def test_totals_are_those_of_the_estimators(turn_reward: str):
     )
     first = replace(group.trajectories[0], turns=(called,))
     group = replace(group, trajectories=(first, *group.trajectories[1:]))
-    found = [total_reward(t, turn_reward) for t in group.trajectories]
-    assert found == pytest.approx(list(scored_batch([group], turn_reward=turn_reward).totals))
+    totals = [total_reward(t, turn_reward) for t in group.trajectories]
+    assert totals == pytest.approx(list(scored_batch([group], turn_reward=turn_reward).totals))
     penalties = [t.reward - t.score for t in group.trajectories]
     unshaped = [unshaped_total(t, turn_reward) for t in group.trajectories]
-    assert [a - b for a, b in zip(found, unshaped, strict=True)] == pytest.approx(penalties)
+    assert [a - b for a, b in zip(totals, unshaped, strict=True)] == pytest.approx(penalties)
 
 
 # --- metrics --------------------------------------------------------------------------------------
 
 
-def line_of(*groups: Group, **more: Any) -> dict[str, Any]:
+def line_of(*groups: Group, **fields: Any) -> dict[str, Any]:
     return step_record(
         1,
         groups,
@@ -238,7 +241,7 @@ def line_of(*groups: Group, **more: Any) -> dict[str, Any]:
         step_seconds=1.0,
         recompilations=0,
         pipeline={},
-        **more,
+        **fields,
     )
 
 
@@ -286,16 +289,16 @@ class LongAndShort:
         )
 
 
-async def all_right(made: Trajectory) -> Trajectory:
-    return replace(made, reward=1.0)
+async def all_right(original: Trajectory) -> Trajectory:
+    return replace(original, reward=1.0)
 
 
-async def second_is_right(made: Trajectory) -> Trajectory:
-    return replace(made, reward=float(made.trajectory_id.endswith("-1")))
+async def second_is_right(original: Trajectory) -> Trajectory:
+    return replace(original, reward=float(original.trajectory_id.endswith("-1")))
 
 
 def penalizing_trainer(
-    tmp_path: Path, mode: str, *, algorithm: dict | None = None, **more: Any
+    tmp_path: Path, mode: str, *, algorithm: dict | None = None, **sections: Any
 ) -> Trainer:
     """A trainer whose rewards fall from the seventh to the tenth token."""
     script = LongAndShort()
@@ -307,7 +310,7 @@ def penalizing_trainer(
         script=script,
         learner=Versions(),
         agent={"max_response_length": 10},
-        **more,
+        **sections,
     )
     script.codec = training.runtime.codec
     return training

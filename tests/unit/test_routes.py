@@ -140,12 +140,12 @@ async def membership(folder: Path) -> AsyncIterator[tuple[HttpServer, dict[str, 
         raise KeyError(name)
 
     pool = SimpleNamespace(servers=[engine], policy_version=1, leave=leave)
-    async with AsyncExitStack() as places:
+    async with AsyncExitStack() as reservations:
         server = MembershipServer(
             pool,  # type: ignore[arg-type]
             folder,
             open_engine=open_engine,
-            reservations=places,
+            reservations=reservations,
         )
         await server.start()
         token = json.loads((folder / ADDRESS_FILE).read_text())["token"]
@@ -187,7 +187,7 @@ class Errors(logging.Handler):
 def running(tmp_path_factory) -> Iterator[dict[str, Served]]:
     """All servers, in the event loop of another thread."""
     servers: dict[str, Served] = {}
-    ready = threading.Event()
+    started = threading.Event()
     stop = threading.Event()
     problems: list[BaseException] = []
     errors = Errors()
@@ -198,7 +198,7 @@ def running(tmp_path_factory) -> Iterator[dict[str, Served]]:
             for name, make in SERVERS.items():
                 http, headers = await stack.enter_async_context(make(tmp_path_factory.mktemp(name)))
                 servers[name] = Served(http, headers, errors.seen)
-            ready.set()
+            started.set()
             await asyncio.to_thread(stop.wait)
 
     def run() -> None:
@@ -207,11 +207,11 @@ def running(tmp_path_factory) -> Iterator[dict[str, Served]]:
         except BaseException as problem:
             problems.append(problem)
         finally:
-            ready.set()
+            started.set()
 
     thread = threading.Thread(target=run)
     thread.start()
-    ready.wait()
+    started.wait()
     try:
         assert problems == []
         yield servers
@@ -415,17 +415,17 @@ PLACES = {
 
 
 def routes(served: Served) -> list[tuple[str, str]]:
-    found = []
+    paths = []
     for route in served.http.app.router.routes():
         assert route.resource is not None
         if route.method != "HEAD":
-            found.append((route.method, route.resource.canonical))
-    return found
+            paths.append((route.method, route.resource.canonical))
+    return paths
 
 
-def filled(path: str, **given: str) -> str:
+def filled(path: str, **values: str) -> str:
     for name, value in PLACES.items():
-        path = path.replace(name, given.get(name[1:-1], value))
+        path = path.replace(name, values.get(name[1:-1], value))
     assert "{" not in path
     return path
 
@@ -689,7 +689,9 @@ def test_a_sequence_number_is_a_number(running, field, bad):
             assert answer.status_code == 422 and field in answer.text
 
 
-@pytest.mark.parametrize("bad", [one for one in BAD_IDS if one and "/" not in one and one != ".."])
+@pytest.mark.parametrize(
+    "bad", [bad_id for bad_id in BAD_IDS if bad_id and "/" not in bad_id and bad_id != ".."]
+)
 def test_a_session_that_a_client_opens_has_a_safe_name(running, bad):
     name = httpx.QueryParams({"a": bad}).__str__()[2:].replace("+", "%20")
     answer = running["endpoint"].send("POST", f"/sessions/{name}/v1/chat/completions", json=CHAT)

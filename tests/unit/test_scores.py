@@ -336,11 +336,11 @@ async def test_a_tool_server_cannot_send_a_bad_reward(value: Any):
         )
         client = ToolServerClient(service)
         try:
-            (found,) = await client.get_observation([ServerAction(trajectory_id="t", text="a")])
+            (outcome,) = await client.get_observation([ServerAction(trajectory_id="t", text="a")])
         except ToolServerError as error:  # not even JSON
-            found = error
+            outcome = error
         await client.close()
-    assert isinstance(found, ToolServerError)
+    assert isinstance(outcome, ToolServerError)
 
 
 @pytest.mark.parametrize("value", BAD, ids=name)
@@ -370,22 +370,22 @@ async def test_what_adds_up_to_more_than_float32_holds_is_an_error(
     of_calls, of_turns, score: float
 ):
     rewards.register_reward("mine")(lambda *_: score)
-    made = scored_row()
+    row = scored_row()
     calls = tuple(replace(call(), reward=reward) for reward in of_calls)
-    turns = [replace(made.turns[0], tool_calls=calls)]
-    turns += [replace(made.turns[0], score=turn_score) for turn_score in of_turns]
-    whole = Trajectory.from_turns(
+    turns = [replace(row.turns[0], tool_calls=calls)]
+    turns += [replace(row.turns[0], score=turn_score) for turn_score in of_turns]
+    sequence = Trajectory.from_turns(
         prompt_ids=[1],
         turns=turns,
         trajectory_id="t",
         group_id="g",
         agent_name="a",
         finish_reason=FinishReason.ANSWER,
-        row=made.row,
-        messages=made.messages,
+        row=row.row,
+        messages=row.messages,
     )
     with pytest.raises(RewardError, match="float32"):
-        await rewards.score(whole)
+        await rewards.score(sequence)
 
 
 # --- a table of trajectories ----------------------------------------------------------------------

@@ -148,7 +148,7 @@ def trainer(service: tinker.ServiceClient, seed: int = 0) -> tinker.TrainingClie
 
 def data(count: int = 3, seed: int = 0) -> list[tinker.Datum]:
     rng = np.random.default_rng(seed)
-    made = []
+    batch = []
     for _ in range(count):
         ids = rng.integers(3, CONFIG.vocab_size, rng.integers(6, 20))
         size = len(ids) - 1
@@ -158,18 +158,18 @@ def data(count: int = 3, seed: int = 0) -> list[tinker.Datum]:
             "advantages": rng.normal(size=size).astype(np.float32),
             "sequence_ratio_mask": np.float32(np.arange(size) > 1),
         }
-        made.append(datum_of(ids.tolist(), **inputs))
-    return made
+        batch.append(datum_of(ids.tolist(), **inputs))
+    return batch
 
 
 def datum_of(ids: list[int], **inputs: Any) -> tinker.Datum:
     """A datum of all ids but the last, whose targets are all but the first."""
-    given: Any = {"target_tokens": ids[1:]} | inputs  # arrays and lists, which Datum converts
-    return tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=given)
+    tensors: Any = {"target_tokens": ids[1:]} | inputs  # arrays and lists, which Datum converts
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=tensors)
 
 
 def logprobs_of(output) -> list[np.ndarray]:
-    return [np.array(one["logprobs"].tolist()) for one in output.loss_fn_outputs]
+    return [np.array(loss_output["logprobs"].tolist()) for loss_output in output.loss_fn_outputs]
 
 
 def peer_tables(model_folder: Path, batch: list[tinker.Datum]) -> list[np.ndarray]:
@@ -188,8 +188,8 @@ def peer_logprobs(model_folder: Path, batch: list[tinker.Datum]) -> list[np.ndar
     targets = (np.array(datum.loss_fn_inputs["target_tokens"].tolist()) for datum in batch)
     tables = peer_tables(model_folder, batch)
     return [
-        np.take_along_axis(table, ids[:, None], 1)[:, 0]
-        for table, ids in zip(tables, targets, strict=True)
+        np.take_along_axis(log_probs, ids[:, None], 1)[:, 0]
+        for log_probs, ids in zip(tables, targets, strict=True)
     ]
 
 
@@ -225,7 +225,7 @@ def test_losses_and_log_probs_are_those_of_pytorch(service, model_folder, loss):
             logprobs, *(np.array(datum.loss_fn_inputs[name].tolist()) for name in names)
         ).sum()
 
-    sums = [total(*both) for both in zip(batch, expected, strict=True)]
+    sums = [total(*parts) for parts in zip(batch, expected, strict=True)]
     assert output.metrics["loss:sum"] == pytest.approx(sum(sums), rel=1e-4)
 
 
@@ -240,16 +240,16 @@ def test_a_client_learns_samples_and_goes_on_from_what_it_saved(service, service
     assert losses[-1] < 0.95 * losses[0]
     path = client.save_state("five").result().path
     again = service.create_training_client_from_state_with_optimizer(path).result()
-    for one in (client, again):
-        one.forward_backward(batch, "cross_entropy").result()
-        one.optim_step(ADAM).result()
+    for trained in (client, again):
+        trained.forward_backward(batch, "cross_entropy").result()
+        trained.optim_step(ADAM).result()
     mine, its = (
-        logprobs_of(one.forward(batch, "cross_entropy").result()) for one in (client, again)
+        logprobs_of(trained.forward(batch, "cross_entropy").result()) for trained in (client, again)
     )
     assert all(map(np.array_equal, mine, its))
     assert [
-        one.tinker_path
-        for one in (
+        trained.tinker_path
+        for trained in (
             tinker.RestClient(base_url=service_url, api_key="tml-test")
             .list_checkpoints(path.split("/")[2])
             .result()
@@ -276,16 +276,17 @@ def test_targets_may_be_any_ids_and_several_per_token(service, model_folder):
     sparse = [
         tinker.TensorData.from_torch_sparse(torch.tensor(x["sparse"])) for x in (targets, weights)
     ]
-    assert all(one.sparse_crow_indices is not None for one in sparse)
+    assert all(tensor.sparse_crow_indices is not None for tensor in sparse)
     batch.append(datum_of(ids, target_tokens=sparse[0], weights=sparse[1]))
     batch.append(datum_of(ids))
     client = trainer(service)
     output = client.forward_backward(batch, "cross_entropy").result()
-    (table,) = peer_tables(model_folder, batch[:1])
+    (log_probs,) = peer_tables(model_folder, batch[:1])
     expected = [
-        np.take_along_axis(table, t.reshape(4, -1), 1).reshape(t.shape) for t in targets.values()
+        np.take_along_axis(log_probs, t.reshape(4, -1), 1).reshape(t.shape)
+        for t in targets.values()
     ]
-    expected.append(np.take_along_axis(table, np.array(ids[1:])[:, None], 1)[:, 0])
+    expected.append(np.take_along_axis(log_probs, np.array(ids[1:])[:, None], 1)[:, 0])
     for ours, theirs in zip(logprobs_of(output), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
     total = -sum((w * e).sum() for w, e in zip([*weights.values(), 1.0], expected, strict=True))
@@ -298,12 +299,12 @@ def test_custom_losses_run_at_the_client(service, model_folder):
     plain = trainer(service)
 
     def squared(batch: list[tinker.Datum], logprobs: list[torch.Tensor]):
-        return sum((one**2).sum() for one in logprobs), {}
+        return sum((values**2).sum() for values in logprobs), {}
 
     client.forward_backward_custom(batch, squared).result()
     expected = peer_logprobs(model_folder, batch)
     slopes = [
-        np.float32(-2 * one) for one in expected
+        np.float32(-2 * each) for each in expected
     ]  # cross-entropy with minus the derivative as weights
     weighted = [
         datum_of(
@@ -313,10 +314,10 @@ def test_custom_losses_run_at_the_client(service, model_folder):
         for datum, slope in zip(batch, slopes, strict=True)
     ]
     plain.forward_backward(weighted, "cross_entropy").result()
-    for one in (client, plain):
-        one.optim_step(ADAM).result()
+    for each in (client, plain):
+        each.optim_step(ADAM).result()
     mine, its = (
-        logprobs_of(one.forward(batch, "cross_entropy").result()) for one in (client, plain)
+        logprobs_of(each.forward(batch, "cross_entropy").result()) for each in (client, plain)
     )
     for a, b in zip(mine, its, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-3)
@@ -331,7 +332,7 @@ def test_samples_of_adapters_and_base_have_the_log_probs_of_their_weights(servic
     samplers.append(service.create_sampling_client(base_model="tiny"))
     prompt = tinker.ModelInput.from_ints([5, 9, 17])
     asked = tinker.SamplingParams(max_tokens=8, temperature=1.0, seed=7, stop=[])
-    futures = [one.sample(prompt, num_samples=2, sampling_params=asked) for one in samplers]
+    futures = [sampler.sample(prompt, num_samples=2, sampling_params=asked) for sampler in samplers]
     answers = [future.result().sequences for future in futures]
     for client, sequences in zip(
         [*clients, clients[0]], answers, strict=True
@@ -355,8 +356,10 @@ def test_more_checkpoints_than_the_engine_holds_are_sampled_from_in_turn(model_f
         samplers = [client.save_weights_and_get_sampling_client() for client in clients]
         greedy = tinker.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
         prompt = tinker.ModelInput.from_ints([5, 9, 17])
-        rounds = [[one.sample(prompt, 1, greedy) for one in samplers] for _ in range(2)]
-        first, second = [[future.result().sequences[0].tokens for future in one] for one in rounds]
+        rounds = [[each.sample(prompt, 1, greedy) for each in samplers] for _ in range(2)]
+        first, second = [
+            [future.result().sequences[0].tokens for future in each] for each in rounds
+        ]
         assert first == second and len(set(map(tuple, first))) > 1
 
 
@@ -365,7 +368,7 @@ def test_prompt_log_probs_are_those_of_the_model(service, model_folder):
     ids = [*datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist()[-1]]
     sampler = service.create_sampling_client(base_model="tiny")
     prompt = tinker.ModelInput.from_ints(ids)
-    first, *rest = sampler.compute_logprobs(prompt).result()
+    first, *scored = sampler.compute_logprobs(prompt).result()
     (expected,) = peer_logprobs(model_folder, [datum])
     assert first is None
     last = sampler.sample(
@@ -375,8 +378,8 @@ def test_prompt_log_probs_are_those_of_the_model(service, model_folder):
         include_prompt_logprobs=True,
         prompt_logprobs_last_n=2,
     ).result()
-    assert last.prompt_logprobs == [*[None] * (len(ids) - 2), *rest[-2:]]
-    np.testing.assert_allclose(rest, expected, atol=1e-4)
+    assert last.prompt_logprobs == [*[None] * (len(ids) - 2), *scored[-2:]]
+    np.testing.assert_allclose(scored, expected, atol=1e-4)
 
 
 def test_the_likeliest_ids_of_prompt_and_sample_are_those_of_the_model(service, model_folder):
@@ -402,17 +405,17 @@ def test_the_likeliest_ids_of_prompt_and_sample_are_those_of_the_model(service, 
     for sequence in answer.sequences:
         ids = [*prompt, *sequence.tokens]
         every = np.tile(np.arange(CONFIG.vocab_size), (len(ids) - 1, 1))
-        (table,) = logprobs_of(
+        (log_probs,) = logprobs_of(
             client.forward([datum_of(ids, target_tokens=every)], "cross_entropy").result()
         )
-        best = np.argsort(-table, axis=1)
+        best = np.argsort(-log_probs, axis=1)
         assert sequence.topk_logprobs is not None and len(sequence.topk_logprobs) == 3
-        found = [*answer.topk_prompt_logprobs[1:], *sequence.topk_logprobs]
-        for place, (row, order) in enumerate(zip(found, best, strict=True)):
+        likeliest = [*answer.topk_prompt_logprobs[1:], *sequence.topk_logprobs]
+        for place, (row, order) in enumerate(zip(likeliest, best, strict=True)):
             assert row is not None
             assert [token for token, _ in row] == order[: 2 if place < 3 else 3].tolist()
             np.testing.assert_allclose(
-                [logprob for _, logprob in row], table[place][order[: len(row)]], atol=1e-4
+                [logprob for _, logprob in row], log_probs[place][order[: len(row)]], atol=1e-4
             )
     assert answer.topk_prompt_logprobs[0] is None
 
@@ -431,10 +434,10 @@ def test_chosen_ids_are_scored_at_each_token_of_a_prompt(service, model_folder):
     chosen[0] = rng.integers(0, CONFIG.vocab_size, 4)
     chosen[3, [0, 2]] = 7, 0
     every = np.tile(np.arange(CONFIG.vocab_size), (5, 1))
-    (table,) = logprobs_of(
+    (log_probs,) = logprobs_of(
         client.forward([datum_of(ids, target_tokens=every)], "cross_entropy").result()
     )
-    expected = np.where(chosen < 0, 0.0, np.take_along_axis(table, np.maximum(chosen, 0), 1))
+    expected = np.where(chosen < 0, 0.0, np.take_along_axis(log_probs, np.maximum(chosen, 0), 1))
     tensors = (
         tinker.TensorData.from_numpy(chosen),
         tinker.TensorData.from_torch_sparse(torch.tensor(chosen), -1),
@@ -504,10 +507,10 @@ def test_log_probs_of_many_prompts_are_computed_together(model_folder, tmp_path,
         sampler = service.create_sampling_client(base_model="tiny").result()
         busy = client.forward_backward(data(40), "cross_entropy")
         futures = [sampler.compute_logprobs(datum.model_input) for datum in batch]
-        found = [future.result() for future in futures]
+        results = [future.result() for future in futures]
         busy.result()
     expected = peer_logprobs(model_folder, batch)
-    for (first, *ours), theirs in zip(found, expected, strict=True):
+    for (first, *ours), theirs in zip(results, expected, strict=True):
         assert first is None
         np.testing.assert_allclose(np.array(ours), theirs[:-1], atol=1e-4)
     assert sum(passes) == 12 and len(passes) < 12
@@ -541,7 +544,7 @@ def test_weights_of_one_name_are_told_apart_while_the_clock_stands_still(
     now = time.time()
     monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now)
     prompt = tinker.ModelInput.from_ints([5, 9, 17])
-    found = []
+    seen_ids = []
     with serving(model_folder, tmp_path) as url:
         service = connect(url)
         client = trainer(service)
@@ -552,7 +555,7 @@ def test_weights_of_one_name_are_told_apart_while_the_clock_stands_still(
             answer = sampler.sample(
                 prompt, 1, tinker.SamplingParams(max_tokens=2, seed=1, stop=[])
             ).result()
-            found.append(
+            seen_ids.append(
                 (answer.sequences[0].logprobs, sampler.compute_logprobs(prompt).result()[1:])
             )
             if turn == 0:
@@ -560,7 +563,7 @@ def test_weights_of_one_name_are_told_apart_while_the_clock_stands_still(
                 client.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
             else:
                 client.load_state(start).result()
-    (sampled, scored), (sampled_then, scored_then), (sampled_again, scored_again) = found
+    (sampled, scored), (sampled_then, scored_then), (sampled_again, scored_again) = seen_ids
     assert not np.allclose(sampled, sampled_then, atol=1e-3) and not np.allclose(
         scored, scored_then, atol=1e-3
     )
@@ -574,22 +577,25 @@ def test_checkpoints_are_listed_until_they_are_deleted_or_expire(
     with serving(model_folder, tmp_path) as url:
         service = connect(url)
         client = trainer(service)
-        rest = service.create_rest_client()
+        rest_client = service.create_rest_client()
         paths = [
             client.save_state(name, ttl_seconds=ttl).result().path
             for name, ttl in (("a", None), ("b", 3600))
         ]
 
         def listed() -> dict[str, bool]:
-            found = rest.list_user_checkpoints().result().checkpoints
-            return {one.tinker_path: one.expires_at is not None for one in found}
+            checkpoints = rest_client.list_user_checkpoints().result().checkpoints
+            return {
+                checkpoint.tinker_path: checkpoint.expires_at is not None
+                for checkpoint in checkpoints
+            }
 
         assert listed() == {paths[0]: False, paths[1]: True}
-        rest.set_checkpoint_ttl_from_tinker_path(paths[0], 7200).result()
-        rest.set_checkpoint_ttl_from_tinker_path(paths[1], None).result()
+        rest_client.set_checkpoint_ttl_from_tinker_path(paths[0], 7200).result()
+        rest_client.set_checkpoint_ttl_from_tinker_path(paths[1], None).result()
         assert listed() == {paths[0]: True, paths[1]: False}
         with raises(tinker.BadRequestError, key="ttl_seconds", value=60, fix=3600):
-            rest.set_checkpoint_ttl_from_tinker_path(paths[0], 60).result()
+            rest_client.set_checkpoint_ttl_from_tinker_path(paths[0], 60).result()
         now = time.time()
         monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + 7300)
         assert listed() == {paths[1]: False}
@@ -601,7 +607,7 @@ def test_checkpoints_are_listed_until_they_are_deleted_or_expire(
             "b",
             "c",
         ]
-        rest.delete_checkpoint_from_tinker_path(third).result()
+        rest_client.delete_checkpoint_from_tinker_path(third).result()
         assert listed() == {paths[1]: False}
         assert [file.stem for file in tmp_path.glob("checkpoints/*/weights/*.npz")] == ["b"]
 
@@ -612,14 +618,18 @@ def test_a_model_of_a_finished_session_is_restored_when_it_is_asked_for(service,
     for _ in range(3):
         client.forward_backward(batch, "cross_entropy").result()
         client.optim_step(ADAM).result()
-    before = logprobs_of(client.forward(batch, "cross_entropy").result())
+    old_logprobs = logprobs_of(client.forward(batch, "cross_entropy").result())
     post = httpx.Client(base_url=service_url).post
     post(
         f"/api/v1/sessions/{service.holder.get_session_id()}/finish",
         json={"reason": {"type": "success"}},
     )
     assert all(
-        map(np.array_equal, before, logprobs_of(client.forward(batch, "cross_entropy").result()))
+        map(
+            np.array_equal,
+            old_logprobs,
+            logprobs_of(client.forward(batch, "cross_entropy").result()),
+        )
     )
 
 
@@ -652,8 +662,8 @@ def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
                 client.forward_backward(batch, "cross_entropy").result()
             if not numbers:
                 step(client, 9)
-                found = logprobs_of(client.forward(batch, "cross_entropy").result())
-    assert all(map(np.array_equal, found, expected))
+                log_probs = logprobs_of(client.forward(batch, "cross_entropy").result())
+    assert all(map(np.array_equal, log_probs, expected))
 
 
 def test_a_model_whose_snapshot_is_lost_does_not_go_on_from_initial_weights(model_folder, tmp_path):
@@ -713,8 +723,8 @@ def test_a_server_that_is_killed_while_it_finishes_an_update_repeats_it_once(
         assert reached.wait(120)
     with serving(model_folder, tmp_path / "killed", snapshot_every=1, port=port):
         update.result()
-        found = logprobs_of(client.forward(batch, "cross_entropy").result())
-    assert all(map(np.array_equal, found, expected))
+        log_probs = logprobs_of(client.forward(batch, "cross_entropy").result())
+    assert all(map(np.array_equal, log_probs, expected))
 
 
 def test_states_of_another_model_or_of_other_adapters_are_not_continued(model_folder, tmp_path):
@@ -810,9 +820,13 @@ def test_old_results_are_dropped(tmp_path, monkeypatch):
         request = store.add_request(f"s:{number}", "s", "sample", b"{}")
         assert request is not None
         store.finish(request, b"result")
-    found = [store.request(f"s:{number}") for number in range(1, 7)]
-    assert [one and one.result for one in found] == [None, None, *[b"result"] * 4]
-    assert not any(one and one.body for one in found)
+    stored = [store.request(f"s:{number}") for number in range(1, 7)]
+    assert [stored_request and stored_request.result for stored_request in stored] == [
+        None,
+        None,
+        *[b"result"] * 4,
+    ]
+    assert not any(stored_request and stored_request.body for stored_request in stored)
 
 
 def files_of(state_dir: Path, kind: str) -> list[Path]:
@@ -883,8 +897,8 @@ def test_the_life_that_a_client_sets_is_not_changed_by_use(tmp_path, monkeypatch
     store.add_checkpoint(path, "s:train:0", "sampler", 1, {"expires": now + 10, "idle_seconds": 10})
     store.set_expiry(path, now + 50)
     store.add_sampler("s:sampler:0", path)
-    found = store.checkpoint(path)
-    assert found is not None and found["expires"] == pytest.approx(now + 50)
+    checkpoint = store.checkpoint(path)
+    assert checkpoint is not None and checkpoint["expires"] == pytest.approx(now + 50)
 
 
 def test_a_silent_session_ends_with_its_training_states_and_leaves_named_ones(
@@ -906,7 +920,7 @@ def test_a_silent_session_ends_with_its_training_states_and_leaves_named_ones(
     monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + week)
     with serving(model_folder, tmp_path, port=port):
         assert len(list(tmp_path.glob("models/*/*.npz"))) == 1
-        before = logprobs_of(client.forward(batch, "cross_entropy").result())
+        old_logprobs = logprobs_of(client.forward(batch, "cross_entropy").result())
     monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + week + month)
     with serving(model_folder, tmp_path, port=port) as url:
         assert not list(tmp_path.glob("models/*/*.npz"))
@@ -914,19 +928,23 @@ def test_a_silent_session_ends_with_its_training_states_and_leaves_named_ones(
             client.forward(batch, "cross_entropy").result()
         again = connect(url).create_training_client_from_state(path).result()
         assert all(
-            map(np.allclose, before, logprobs_of(again.forward(batch, "cross_entropy").result()))
+            map(
+                np.allclose,
+                old_logprobs,
+                logprobs_of(again.forward(batch, "cross_entropy").result()),
+            )
         )
 
 
 def test_files_that_a_killed_server_left_without_a_record_are_removed(model_folder, tmp_path):
     with serving(model_folder, tmp_path) as url:
         trainer(connect(url)).save_state("kept").result()
-    (kept,) = files_of(tmp_path, "weights")
-    left = [kept.with_name("000009.npz"), kept.with_name("000010.tmp")]
-    for file in left:
+    (recorded_file,) = files_of(tmp_path, "weights")
+    orphaned_files = [recorded_file.with_name("000009.npz"), recorded_file.with_name("000010.tmp")]
+    for file in orphaned_files:
         file.write_bytes(b"cut off")
     with serving(model_folder, tmp_path):
-        assert kept.exists() and not any(file.exists() for file in left)
+        assert recorded_file.exists() and not any(file.exists() for file in orphaned_files)
 
 
 def test_a_database_of_a_server_that_kept_sessions_for_ever_is_read(tmp_path):
@@ -963,11 +981,11 @@ def test_a_model_does_not_need_the_checkpoint_that_it_was_loaded_from(model_fold
         first.optim_step(ADAM).result()
         path = first.save_state("one").result().path
         client = service.create_training_client_from_state_with_optimizer(path).result()
-        before = logprobs_of(client.forward(batch, "cross_entropy").result())
+        old_logprobs = logprobs_of(client.forward(batch, "cross_entropy").result())
         service.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
     with serving(model_folder, tmp_path, port=port):
-        after = logprobs_of(client.forward(batch, "cross_entropy").result())
-    assert all(map(np.array_equal, before, after))
+        new_logprobs = logprobs_of(client.forward(batch, "cross_entropy").result())
+    assert all(map(np.array_equal, old_logprobs, new_logprobs))
 
 
 def test_whole_models_are_trained_and_sampled_from_one_at_a_time(model_folder, tmp_path):
@@ -987,10 +1005,11 @@ def test_whole_models_are_trained_and_sampled_from_one_at_a_time(model_folder, t
             post("/api/v1/get_info", json={"model_id": model}).json()
         )
         client = tinker.TrainingClient(service.holder, model_seq_id=9, model_id=model, info=info)
-        before = client.forward_backward(data(), "cross_entropy").result().metrics["loss:sum"]
+        first_loss = client.forward_backward(data(), "cross_entropy").result().metrics["loss:sum"]
         client.optim_step(tinker.AdamParams(learning_rate=0.003)).result()
         assert (
-            client.forward_backward(data(), "cross_entropy").result().metrics["loss:sum"] < before
+            client.forward_backward(data(), "cross_entropy").result().metrics["loss:sum"]
+            < first_loss
         )
         sampler = client.save_weights_and_get_sampling_client()
         sampler.sample(

@@ -21,10 +21,10 @@ class Ticks:
         return self.now
 
 
-def tracer(most: int = 8, step: int = 10) -> tuple[Tracer, list[Trace]]:
+def tracer(max_traces: int = 8, step: int = 10) -> tuple[Tracer, list[Trace]]:
     traces: list[Trace] = []
     return Tracer(
-        traces.append, max_per_step=most, clock=Ticks(step), wall=lambda: 5_000_000_000
+        traces.append, max_per_step=max_traces, clock=Ticks(step), wall=lambda: 5_000_000_000
     ), traces
 
 
@@ -60,20 +60,20 @@ def test_off_allocates_nothing():
     tracemalloc.start()
     try:
         work()
-        before = tracemalloc.get_traced_memory()[0]
+        old_bytes = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
         work()
-        after, peak = tracemalloc.get_traced_memory()
+        new_bytes, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after <= before and peak - before < 1000, (
+    assert new_bytes <= old_bytes and peak - old_bytes < 1000, (
         "less than a byte a span: nothing is made for one"
     )
 
 
 def test_spans_stand_within_those_around_them():
-    made, traces = tracer()
-    with made.trajectory(**FACTS) as run:
+    recorder, traces = tracer()
+    with recorder.trajectory(**FACTS) as run:
         run.set(reward=1.0)
         with span("generate") as generated:
             with span("tool", "inner"):
@@ -102,14 +102,14 @@ def test_spans_stand_within_those_around_them():
 
 
 async def test_tasks_of_two_trajectories_never_mix():
-    made, traces = tracer()
+    recorder, traces = tracer()
 
     async def tool(name):
         with span("tool", name):
             await asyncio.sleep(0)
 
     async def play(name):
-        with made.trajectory(**FACTS | {"trajectory_id": name}):
+        with recorder.trajectory(**FACTS | {"trajectory_id": name}):
             async with asyncio.TaskGroup() as group:
                 for number in range(3):
                     group.create_task(tool(f"{name}-{number}"))
@@ -123,19 +123,19 @@ async def test_tasks_of_two_trajectories_never_mix():
 
 
 async def test_a_thread_belongs_to_who_asked_it():
-    made, traces = tracer()
+    recorder, traces = tracer()
 
     def reward():
         with span("tool", "in a thread"):
             pass
 
-    with made.trajectory(**FACTS):
+    with recorder.trajectory(**FACTS):
         await asyncio.to_thread(reward)
     assert named(traces[0])[1] == ("tool", "in a thread", 0)
 
 
 async def test_work_in_a_foreign_task_can_be_put_under_a_trajectory():
-    made, traces = tracer()
+    recorder, traces = tracer()
     asked = asyncio.Queue()
 
     async def server():
@@ -145,22 +145,22 @@ async def test_work_in_a_foreign_task_can_be_put_under_a_trajectory():
         assert current() is None
 
     serving = asyncio.create_task(server())
-    with made.trajectory(**FACTS):
+    with recorder.trajectory(**FACTS):
         asked.put_nowait(current())
         await serving
     assert named(traces[0])[1] == ("generate", "", 0)
 
 
 def test_a_failure_is_recorded_and_raised():
-    made, traces = tracer()
-    with pytest.raises(KeyError), made.trajectory(**FACTS):
+    recorder, traces = tracer()
+    with pytest.raises(KeyError), recorder.trajectory(**FACTS):
         with span("tool", "broken"):
             raise KeyError("no such thing")
     assert [s.error for s in traces[0].spans] == ["KeyError: 'no such thing'"] * 2
 
 
 async def test_what_ends_after_its_trajectory_is_left_out_and_its_children_are_the_runs():
-    made, traces = tracer()
+    recorder, traces = tracer()
     ended = asyncio.Event()
     go_on = asyncio.Event()
 
@@ -171,7 +171,7 @@ async def test_what_ends_after_its_trajectory_is_left_out_and_its_children_are_t
             ended.set()
             await go_on.wait()
 
-    with made.trajectory(**FACTS):
+    with recorder.trajectory(**FACTS):
         task = asyncio.create_task(given_up())
         await ended.wait()
     go_on.set()
@@ -180,10 +180,10 @@ async def test_what_ends_after_its_trajectory_is_left_out_and_its_children_are_t
 
 
 def test_each_step_and_each_evaluation_has_its_own_cap():
-    made, traces = tracer(most=2)
+    recorder, traces = tracer(max_traces=2)
     for step, validate, rollout in itertools.product((1, 2), (False, True), range(4)):
         facts = FACTS | {"step": step, "validate": validate, "rollout": rollout}
-        with made.trajectory(**facts) as run:
+        with recorder.trajectory(**facts) as run:
             assert bool(run) == (rollout < 2)
             assert bool(span("generate")) == (rollout < 2)
     assert [(t.step, t.validate, t.rollout) for t in traces] == list(
@@ -192,28 +192,29 @@ def test_each_step_and_each_evaluation_has_its_own_cap():
 
 
 @pytest.mark.parametrize(
-    ("most", "group_size", "kept"), [(8, 3, [3, 3, 0]), (8, 4, [4, 4, 0]), (4, 16, [4, 0, 0])]
+    ("max_traces", "group_size", "num_traced"),
+    [(8, 3, [3, 3, 0]), (8, 4, [4, 4, 0]), (4, 16, [4, 0, 0])],
 )
-def test_groups_are_traced_whole_as_far_as_the_cap_holds_any(most, group_size, kept):
-    made, traces = tracer(most=most)
+def test_groups_are_traced_whole_as_far_as_the_cap_holds_any(max_traces, group_size, num_traced):
+    recorder, traces = tracer(max_traces=max_traces)
     for rollout, group in itertools.product(range(group_size), "abc"):  # they run side by side
-        with made.trajectory(
+        with recorder.trajectory(
             **FACTS | {"group_id": group, "group_size": group_size, "rollout": rollout}
         ):
             pass
-    assert [sum(trace.group_id == group for trace in traces) for group in "abc"] == kept
+    assert [sum(trace.group_id == group for trace in traces) for group in "abc"] == num_traced
 
 
-@pytest.mark.parametrize(("step", "kept"), [(10, False), (MIN_WAIT_NS, True)])
-def test_a_wait_that_took_no_time_is_left_out(step, kept):
-    made, traces = tracer(step=step)
-    with made.trajectory(**FACTS), span("wait", "slot"):
+@pytest.mark.parametrize(("step", "is_recorded"), [(10, False), (MIN_WAIT_NS, True)])
+def test_a_wait_that_took_no_time_is_left_out(step, is_recorded):
+    recorder, traces = tracer(step=step)
+    with recorder.trajectory(**FACTS), span("wait", "slot"):
         pass
-    assert (("wait", "slot", 0) in named(traces[0])) == kept
+    assert (("wait", "slot", 0) in named(traces[0])) == is_recorded
 
 
 def test_times_are_of_the_wall_clock():
-    made, traces = tracer()
-    with made.trajectory(**FACTS):
+    recorder, traces = tracer()
+    with recorder.trajectory(**FACTS):
         pass
     assert 5_000_000_000 <= traces[0].spans[0].start_ns < 5_000_001_000

@@ -52,8 +52,8 @@ def test_another_tool_result_makes_another_branch():
 
 def test_segments_are_part_of_their_trajectorys_path():
     segment = trajectory([3], [10, 11], index=0)
-    whole = replace(trajectory([3, 4], [20], index=1), segments=(segment,))
-    graph = TrajectoryGraph.of([whole, trajectory([3], [10, 11], index=2)])
+    in_segments = replace(trajectory([3, 4], [20], index=1), segments=(segment,))
+    graph = TrajectoryGraph.of([in_segments, trajectory([3], [10, 11], index=2)])
     assert graph.paths == ((0, 1), (0,)) and graph.ends == ((2, 3), (2,))
     assert [node.parent for node in graph.nodes] == [None, None]
 
@@ -64,18 +64,18 @@ def test_a_group_of_nobody_has_an_empty_graph():
 
 
 def test_a_sessions_turns_are_in_order_of_their_calls_and_at_their_sequences_places():
-    made = session()
-    assert [turn.output.token_ids for _, turn in timeline(made)] == [
+    recorded = session()
+    assert [turn.output.token_ids for _, turn in timeline(recorded)] == [
         (4, 2),
         (8, 2),
         (20,),
         (21,),
         (5,),
     ]
-    laid_out = [i for sequence in made.sequences for i in sequence.response_ids]
+    laid_out = [i for sequence in recorded.sequences for i in sequence.response_ids]
     assert all(
         laid_out[at : at + len(turn.output.token_ids)] == [*turn.output.token_ids]
-        for at, turn in timeline(made)
+        for at, turn in timeline(recorded)
     )
 
 
@@ -101,12 +101,12 @@ def test_a_segment_that_goes_on_after_a_turn_is_its_child():
 def trees(draw) -> list[Trajectory]:
     """Trajectories, each from the prompt or branched off an earlier one at a random place."""
     ids = st.integers(10, 12)
-    made: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     for number in range(draw(st.integers(1, 6))):
         turns = []
         at = None
-        if made and draw(st.booleans()):
-            parent = draw(st.sampled_from(made))
+        if trajectories and draw(st.booleans()):
+            parent = draw(st.sampled_from(trajectories))
             keep = draw(st.integers(0, parent.num_turns - 1))
             cut = parent.turns[keep].output.token_ids
             tokens = draw(st.integers(0, len(cut) - 1))
@@ -120,8 +120,8 @@ def trees(draw) -> list[Trajectory]:
         )
         response = [i for turn in turns for i in (*turn, 7)][:-1]
         mask = [m for turn in turns for m in (*(1 for _ in turn), 0)][:-1]
-        made.append(replace(trajectory([3], response, mask=mask, index=number), fork=at))
-    return made
+        trajectories.append(replace(trajectory([3], response, mask=mask, index=number), fork=at))
+    return trajectories
 
 
 @given(trees())

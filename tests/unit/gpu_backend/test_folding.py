@@ -40,11 +40,11 @@ def test_folding_undoes_writing_out_and_leaves_what_follows_alone(items, text, t
 
 
 def test_a_video_is_its_frames_and_their_times():
-    given = vllm_media(request([8], video=([IMAGE] * 4,), image=(IMAGE,)))
-    ((frames, times),) = given["video"]
+    media = vllm_media(request([8], video=([IMAGE] * 4,), image=(IMAGE,)))
+    ((frames, times),) = media["video"]
     assert frames.shape == (4, 2, 4, 3) and (times["fps"], times["duration"]) == (2.0, 2.0)
     assert times["frames_indices"] == [0, 1, 2, 3] and not times["do_sample_frames"]
-    assert given["image"][0].size == (4, 2)
+    assert media["image"][0].size == (4, 2)
 
 
 def test_what_is_no_picture_is_refused_with_the_request():

@@ -302,7 +302,7 @@ def test_what_is_missing_is_known_before_anything_is_loaded(monkeypatch, tmp_pat
 def test_engine_args_that_the_backend_sets_are_refused_with_the_key_that_decides(tmp_path):
     adapters = {"a": write_rank(tmp_path / "a", 8)}
     (tmp_path / "tokenizer.json").write_text("{}")
-    many = replace(
+    settings = replace(
         SETTINGS,
         model=str(tmp_path),
         adapters=adapters,
@@ -310,7 +310,9 @@ def test_engine_args_that_the_backend_sets_are_refused_with_the_key_that_decides
         pixels=(4, 8),
         kv_cache_gib=1.0,
     )
-    set_here = {name for platform in ("cpu", "cuda") for name in many.engine_arguments(platform)}
+    set_here = {
+        name for platform in ("cpu", "cuda") for name in settings.engine_arguments(platform)
+    }
     assert set_here - {"block_size"} == set(VLLM_ARGUMENTS_SET)
     keys = valid_keys(Config)
     assert all(not key or key in keys for key in VLLM_ARGUMENTS_SET.values())
@@ -327,8 +329,8 @@ def test_engine_args_go_to_vllm_as_they_are(monkeypatch):
             "rollout.vllm.engine_args={block_size: 64, max_num_batched_tokens: 9}",
         ],
     )
-    made = VllmSettings(model="m", max_model_len=128, **config.rollout.vllm.model_dump())
-    arguments = made.engine_arguments("cpu")
+    settings = VllmSettings(model="m", max_model_len=128, **config.rollout.vllm.model_dump())
+    arguments = settings.engine_arguments("cpu")
     assert (arguments["block_size"], arguments["max_num_batched_tokens"]) == (64, 9)
 
 
@@ -375,11 +377,11 @@ def test_importing_the_backend_imports_neither_vllm_nor_torch():
 def test_usage_counts_busy_time_once():
     now = [0.0]
     usage = Usage(clock=lambda: now[0])
-    one = running("one")
-    other = running("other")
-    usage.begin(one)
+    first = running("one")
+    second = running("other")
+    usage.begin(first)
     now[0] = 2.0
-    usage.begin(other)
+    usage.begin(second)
     now[0] = 3.0
     assert usage.metrics().busy_seconds == 3.0
 

@@ -177,10 +177,10 @@ def test_seeds_are_left_out_and_log_probs_asked_for_in_a_way_the_plugin_answers(
     sampling = SamplingParams(max_tokens=4, temperature=0.7, seed=3)
     request = GenerateRequest(request_id="r", prompt_ids=(3,), sampling=sampling)
     run = RunningRequest(request, max_tokens=4, eos_ids=frozenset(), seed=0, decode_text=None)
-    here = vllm_sampling(run)
-    there = vllm_sampling(run, tpu=True)
-    assert (here["seed"], here["logprobs"]) == (3, 0)
-    assert (there["seed"], there["logprobs"]) == (None, 1)
+    on_gpu = vllm_sampling(run)
+    on_tpu = vllm_sampling(run, tpu=True)
+    assert (on_gpu["seed"], on_gpu["logprobs"]) == (3, 0)
+    assert (on_tpu["seed"], on_tpu["logprobs"]) == (None, 1)
 
 
 @pytest.mark.parametrize(

@@ -68,25 +68,25 @@ def test_a_head_of_its_own_is_part_of_an_update_whatever_the_configuration_says(
         (-tensors["model.embed_tokens.weight"], set()),
         (None, {"lm_head.weight"}),
     ):
-        own = tensors["model.embed_tokens.weight"].copy() if head is None else head
-        save_file(tensors | {"lm_head.weight": own}, copy / "model.safetensors")
+        head_weights = tensors["model.embed_tokens.weight"].copy() if head is None else head
+        save_file(tensors | {"lm_head.weight": head_weights}, copy / "model.safetensors")
         assert Checkpoint.read(copy).optional == optional
 
 
 def test_fused_parts_stand_below_each_other(checkpoint: Checkpoint):
-    places = checkpoint.placements()
+    placements = checkpoint.placements()
     layer = "model.layers.1.self_attn"
-    assert places[f"{layer}.q_proj.weight"] == (f"{layer}.qkv_proj.weight", 0, 32, False, None)
-    assert places[f"{layer}.k_proj.weight"] == (f"{layer}.qkv_proj.weight", 32, 16, False, None)
-    assert places[f"{layer}.v_proj.weight"] == (f"{layer}.qkv_proj.weight", 48, 16, False, None)
-    assert places["model.layers.0.mlp.up_proj.weight"] == (
+    assert placements[f"{layer}.q_proj.weight"] == (f"{layer}.qkv_proj.weight", 0, 32, False, None)
+    assert placements[f"{layer}.k_proj.weight"] == (f"{layer}.qkv_proj.weight", 32, 16, False, None)
+    assert placements[f"{layer}.v_proj.weight"] == (f"{layer}.qkv_proj.weight", 48, 16, False, None)
+    assert placements["model.layers.0.mlp.up_proj.weight"] == (
         "model.layers.0.mlp.gate_up_proj.weight",
         48,
         48,
         False,
         None,
     )
-    assert places["model.norm.weight"] == ("model.norm.weight", 0, 32, False, None)
+    assert placements["model.norm.weight"] == ("model.norm.weight", 0, 32, False, None)
 
 
 def model_folder(path: Path, shapes: dict, **config) -> Path:
@@ -101,37 +101,37 @@ def test_gpt2_stores_its_matrices_transposed(tmp_path: Path):
         "h.0.attn.c_attn.bias": (24,),
         "wte.weight": (50, 8),
     }
-    places = Checkpoint.read(
+    placements = Checkpoint.read(
         model_folder(tmp_path, shapes, architectures=["GPT2LMHeadModel"])
     ).placements()
-    assert places["h.0.attn.c_attn.weight"] == (
+    assert placements["h.0.attn.c_attn.weight"] == (
         "transformer.h.0.attn.c_attn.weight",
         0,
         24,
         True,
         None,
     )
-    assert places["h.0.attn.c_attn.bias"] == (
+    assert placements["h.0.attn.c_attn.bias"] == (
         "transformer.h.0.attn.c_attn.bias",
         0,
         24,
         False,
         None,
     )
-    assert places["wte.weight"] == ("transformer.wte.weight", 0, 50, False, None)
+    assert placements["wte.weight"] == ("transformer.wte.weight", 0, 50, False, None)
 
 
 def test_experts_stand_in_one_stack_gate_above_up(tmp_path: Path):
     experts = "model.layers.0.mlp.experts"
     shapes = {f"{experts}.{e}.{m}_proj.weight": (6, 8) for e in (0, 1) for m in ("gate", "up")}
     shapes |= {f"{experts}.{e}.down_proj.weight": (8, 6) for e in (0, 1)}
-    places = Checkpoint.read(
+    placements = Checkpoint.read(
         model_folder(tmp_path, shapes, architectures=["Qwen3MoeForCausalLM"])
     ).placements()
     stack = f"{experts}.routed_experts"
-    assert places[f"{experts}.1.gate_proj.weight"] == (f"{stack}.w13_weight", 0, 6, False, 1)
-    assert places[f"{experts}.1.up_proj.weight"] == (f"{stack}.w13_weight", 6, 6, False, 1)
-    assert places[f"{experts}.0.down_proj.weight"] == (f"{stack}.w2_weight", 0, 8, False, 0)
+    assert placements[f"{experts}.1.gate_proj.weight"] == (f"{stack}.w13_weight", 0, 6, False, 1)
+    assert placements[f"{experts}.1.up_proj.weight"] == (f"{stack}.w13_weight", 6, 6, False, 1)
+    assert placements[f"{experts}.0.down_proj.weight"] == (f"{stack}.w2_weight", 0, 8, False, 0)
 
 
 @pytest.mark.parametrize("language", ["model", "model.language_model"])
@@ -153,8 +153,8 @@ def test_updates_have_published_names_whatever_the_served_folder_has(
     )
     checkpoint = Checkpoint.read(folder)
     assert checkpoint.placeholders == {"image": 7, "video": 8} and checkpoint.eos_token_ids == {2}
-    places = checkpoint.placements()
-    assert {name: place[:3] for name, place in places.items()} == {
+    placements = checkpoint.placements()
+    assert {name: place[:3] for name, place in placements.items()} == {
         "model.layers.0.self_attn.q_proj.bias": (
             "language_model.model.layers.0.self_attn.qkv_proj.bias",
             0,
@@ -218,8 +218,8 @@ def test_a_tied_output_matrix_may_come_along_or_not(checkpoint: Checkpoint):
 def test_a_damaged_file_is_named(tmp_path: Path):
     path = tmp_path / "weights.safetensors"
     write(path, {"a": (64,)})
-    whole = path.read_bytes()
-    for damaged in (b"", b"\xff" * 20, whole[:-4], whole[:30]):
+    content = path.read_bytes()
+    for damaged in (b"", b"\xff" * 20, content[:-4], content[:30]):
         path.write_bytes(damaged)
         with raises(WeightUpdateError, key="weights.safetensors"):
             read_shapes(path)
@@ -256,20 +256,20 @@ def test_differences_are_of_all_ids_and_nan_is_infinite():
 def test_refusals_come_before_anything_is_touched(
     updater: WeightUpdater, folder: Path, tmp_path: Path
 ):
-    whole = str(folder / "model.safetensors")
+    path = str(folder / "model.safetensors")
     for update, message in [
         (
             WeightUpdate(version=3, kind="arrays", payload={}),
             r"kind \['broadcast', 'safetensors'\], got kind='arrays'",
         ),
-        (WeightUpdate(version=2, kind="safetensors", payload=[whole]), "not newer than 2"),
-        (WeightUpdate(version=3, kind="safetensors", payload=[whole]), "no log-prob probe"),
-        (WeightUpdate(version=3, kind="safetensors", payload=whole), "list of file paths"),
+        (WeightUpdate(version=2, kind="safetensors", payload=[path]), "not newer than 2"),
+        (WeightUpdate(version=3, kind="safetensors", payload=[path]), "no log-prob probe"),
+        (WeightUpdate(version=3, kind="safetensors", payload=path), "list of file paths"),
         (
             WeightUpdate(
                 version=3,
                 kind="safetensors",
-                payload=[whole],
+                payload=[path],
                 digests={"model.safetensors": "xxh3_128:0"},
             ),
             "model.safetensors is not what the learner wrote",

@@ -77,8 +77,8 @@ def test_greedy_requests_are_not_truncated():
     words = vllm_sampling(
         admission().admit(request(temperature=0.7, top_p=0.5, top_k=3, min_p=0.1, seed=11), ())
     )
-    found = (words["temperature"], words["top_p"], words["top_k"], words["min_p"], words["seed"])
-    assert found == (0.7, 0.5, 3, 0.1, 11)
+    values = (words["temperature"], words["top_p"], words["top_k"], words["min_p"], words["seed"])
+    assert values == (0.7, 0.5, 3, 0.1, 11)
 
 
 def test_the_context_limit_caps_max_tokens():
@@ -212,13 +212,13 @@ async def test_a_grammar_that_takes_too_long_to_compile_never_reaches_vllm():
 
 def test_experts_begin_where_they_were_asked_for_and_end_with_the_ids_that_are_kept():
     asked = replace(request((5, 6, 7), stop=("d",)), routed_experts_prompt_start=2)
-    made = LiveRequest(admission().admit(asked, ()))
-    assert vllm_sampling(made.run)["routed_experts_prompt_start"] == 2
-    assert made.take(output([1, 5]), [(0, 0)]).final is None
+    live = LiveRequest(admission().admit(asked, ()))
+    assert vllm_sampling(live.run)["routed_experts_prompt_start"] == 2
+    assert live.take(output([1, 5]), [(0, 0)]).final is None
     rows = np.arange(12, dtype=np.uint8).reshape(
         6, 1, 2
     )  # of positions 2 to 7: vLLM sampled 9 ids, and fed 8
-    chunk = made.take(output([3, 4, 5, 6], finished="length", routed=rows), [(0, 0)])
+    chunk = live.take(output([3, 4, 5, 6], finished="length", routed=rows), [(0, 0)])
     assert chunk.final.token_ids == (1, 5, 3)  # the stop string is complete
     assert chunk.final.routed_experts == RoutedExperts.of(2, rows[:3])
 

@@ -27,7 +27,7 @@ def weighted(batch, advantages: list[float]):
     """The batch with one advantage per trajectory and weight 1."""
     ones = [np.ones(len(targets)) for targets in batch.gather_terms(batch.term_target)]
     return batch.with_terms(
-        advantage=[a * weights for a, weights in zip(advantages, ones, strict=True)], weight=ones
+        advantage=[a * ones_of for a, ones_of in zip(advantages, ones, strict=True)], weight=ones
     )
 
 

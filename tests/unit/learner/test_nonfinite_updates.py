@@ -48,9 +48,9 @@ def poisoned(group: Group) -> Group:
 
 
 def groups_with_poison(seed: int = 1, *, groups: int = 2, at: int = 1) -> list[Group]:
-    groups_ = random_groups(seed, groups=groups, members=3)
-    groups_[at] = poisoned(groups_[at])
-    return groups_
+    sampled = random_groups(seed, groups=groups, members=3)
+    sampled[at] = poisoned(sampled[at])
+    return sampled
 
 
 def ids(groups: list[Group]) -> set[str]:

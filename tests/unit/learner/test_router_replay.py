@@ -143,8 +143,8 @@ def test_given_experts_are_weighted_by_the_own_scores_in_float64_numpy():
     scores = x @ router.T
     wanted = np.where(experts < 0, np.argsort(-scores, axis=1)[:, :2], experts)
     np.testing.assert_array_equal(chosen, wanted)
-    weights_ = np.exp(np.take_along_axis(scores, wanted, axis=1))
-    np.testing.assert_allclose(got, weights_ / weights_.sum(axis=1, keepdims=True), rtol=1e-5)
+    gates = np.exp(np.take_along_axis(scores, wanted, axis=1))
+    np.testing.assert_allclose(got, gates / gates.sum(axis=1, keepdims=True), rtol=1e-5)
 
 
 def gradient(groups: list[Group], **changes) -> dict[str, np.ndarray]:

@@ -22,8 +22,8 @@ from jax_agent_rl.types import Group, Trajectory
 from tests.trajectories import call, numbered, trajectory
 
 
-def with_parts(trajectory_: Trajectory, reward: float) -> Trajectory:
-    return replace(trajectory_, reward=reward, reward_parts={"style": reward / 2 + 0.1})
+def with_parts(original: Trajectory, reward: float) -> Trajectory:
+    return replace(original, reward=reward, reward_parts={"style": reward / 2 + 0.1})
 
 
 CALLS = [[call(reward=0.5)], [call(error="timeout")]]

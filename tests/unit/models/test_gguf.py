@@ -58,7 +58,7 @@ def write(
     freq_base: float = 10000.0,
     metadata: dict[str, Any] | None = None,
 ) -> Path:
-    """A file with these tensors; ``more`` are further keys, and tensors whose names end in
+    """A file with these tensors; ``metadata`` holds further keys, and tensors whose names end in
     ``.weight``.
     """
     from gguf import GGUFWriter

@@ -33,11 +33,11 @@ def test_a_line_without_an_object_is_left_out_and_counted(tmp_path: Path, line: 
         (read_trajectories, run_dir.trajectories),
         (read_traces, run_dir.traces),
     ):
-        whole = list(read(file))
+        objects = list(read(file))
         put(file, line, at=1)
         records = read(file)
-        assert list(records) == whole and (records.damaged, records.invalid) == (1, 0)
-        assert list(records) == whole and records.damaged == 1, "a second reading counts again"
+        assert list(records) == objects and (records.damaged, records.invalid) == (1, 0)
+        assert list(records) == objects and records.damaged == 1, "a second reading counts again"
         assert records.notes == [f"lines left out of {file.name}: 1 (cut off or damaged)"]
 
 

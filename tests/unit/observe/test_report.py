@@ -536,7 +536,7 @@ def test_the_timeline_has_the_newest_of_many_traces_in_order_of_their_start(tmp_
                 json.dumps(trace | {"trajectory_id": f"t{seconds}", "spans": [span]}) + "\n"
             )
     index, _ = page_of(run)
-    assert [one["id"] for one in index["timeline"]["traces"]] == [
+    assert [lane["id"] for lane in index["timeline"]["traces"]] == [
         f"t{seconds}" for seconds in sorted(began)[-MAX_TRACES:]
     ]
 
@@ -558,15 +558,15 @@ def a_fact(
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(1, 60))
-def test_no_more_are_chosen_than_were_asked_for(sizes, most):
+def test_no_more_are_chosen_than_were_asked_for(sizes, limit):
     facts = [
         a_fact(step, split=("train", "heldout")[step % 2])
         for step, size in enumerate(sizes)
         for _ in range(size)
     ]
-    chosen, is_full = choose(facts, most)
-    assert 1 <= len(chosen) <= most and not is_full
-    assert len(chosen) == min(most, len(facts)) or len(chosen) > most // 4
+    chosen, is_full = choose(facts, limit)
+    assert 1 <= len(chosen) <= limit and not is_full
+    assert len(chosen) == min(limit, len(facts)) or len(chosen) > limit // 4
 
 
 def test_all_are_chosen_where_nothing_was_asked_for_or_there_are_no_more():

@@ -60,7 +60,7 @@ def facts(run_dir: Path, step: int = 0) -> RunFacts:
 
 
 @pytest.fixture
-def kept(monkeypatch) -> Kept:
+def fake_sink(monkeypatch) -> Kept:
     """Stands in for the library behind the name ``wandb``."""
     sink = Kept()
     monkeypatch.setitem(metrics.SINKS, "wandb", lambda: sink)
@@ -88,17 +88,21 @@ def test_names_are_those_of_the_run_folder_and_nested_counts_have_a_slash():
     assert scalars(EVALUATION) == {"evaluation/accuracy": 0.25}
 
 
-def test_a_sink_gets_every_record_in_order_and_is_closed(kept: Kept, tmp_path: Path):
+def test_a_sink_gets_every_record_in_order_and_is_closed(fake_sink: Kept, tmp_path: Path):
     lost, said = feed(tmp_path, EVALUATION, STEP)
-    assert kept.got == [(3, scalars(EVALUATION)), (3, scalars(STEP))] and kept.closed == 1
+    assert fake_sink.got == [(3, scalars(EVALUATION)), (3, scalars(STEP))] and fake_sink.closed == 1
     assert lost == {} and said == []
 
 
-def test_a_run_that_resumes_tells_the_sink_which_run_it_was(kept: Kept, tmp_path: Path):
+def test_a_run_that_resumes_tells_the_sink_which_run_it_was(fake_sink: Kept, tmp_path: Path):
     feed(tmp_path, STEP)
     assert json.loads((tmp_path / "loggers.json").read_text()) == {"wandb": {"id": "first"}}
     feed(tmp_path, step=3)
-    assert kept.facts and kept.facts.identity == {"id": "first"} and kept.facts.step == 3
+    assert (
+        fake_sink.facts
+        and fake_sink.facts.identity == {"id": "first"}
+        and fake_sink.facts.step == 3
+    )
 
 
 def test_sinks_that_open_at_the_same_time_record_their_runs_one_after_the_other(
@@ -128,18 +132,24 @@ def test_sinks_that_open_at_the_same_time_record_their_runs_one_after_the_other(
 # --- failures -------------------------------------------------------------------------------------
 
 
-def test_a_sink_that_fails_is_said_once_counted_and_goes_on(kept: Kept, tmp_path: Path):
+def test_a_sink_that_fails_is_said_once_counted_and_goes_on(fake_sink: Kept, tmp_path: Path):
     bad = {"kind": "step", "step": 4, "bad": 1.0}
     lost, said = feed(tmp_path, bad, bad, STEP)
-    assert lost == {"wandb": 2} and [step for step, _ in kept.got] == [3] and kept.closed == 1
+    assert (
+        lost == {"wandb": 2}
+        and [step for step, _ in fake_sink.got] == [3]
+        and fake_sink.closed == 1
+    )
     (line,) = said
     assert "wandb failed (ValueError: odd value); the run continues" in line
 
 
-def test_a_sink_that_cannot_begin_loses_its_records_and_nothing_else(kept: Kept, tmp_path: Path):
-    kept.broken = True
+def test_a_sink_that_cannot_begin_loses_its_records_and_nothing_else(
+    fake_sink: Kept, tmp_path: Path
+):
+    fake_sink.broken = True
     lost, said = feed(tmp_path, STEP, STEP)
-    assert lost == {"wandb": 2} and kept.got == []
+    assert lost == {"wandb": 2} and fake_sink.got == []
     assert len(said) == 1 and "cannot start (OSError: no [route] to host)" in said[0]
     assert not (tmp_path / "loggers.json").exists()
 

@@ -227,7 +227,7 @@ def test_the_best_and_the_worst_are_found_without_holding_others():
         [record for step in range(100) for record in records_of(STEM, BRANCH, step=step)]
     )
     extremes = best_and_worst(record for record in records if record["split"] == "train")
-    assert {name: (one["step"], one["reward"]) for name, one in extremes.items()} == {
+    assert {name: (extreme["step"], extreme["reward"]) for name, extreme in extremes.items()} == {
         "best": (99, 1.0),
         "worst": (99, 0.0),
     }

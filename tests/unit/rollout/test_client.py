@@ -292,16 +292,16 @@ async def interrupted(fleet, *, num_tokens, stop, **fields):
 
 
 @pytest.mark.parametrize(
-    ("stop", "expected_ids"),
+    ("stop", "num_ids"),
     [("two three", 3), ("o t", 3), ("one two three four", 4), ("three", 3), ("one three", 8)],
 )
-async def test_a_stop_string_across_an_interruption_is_seen(stop, expected_ids):
+async def test_a_stop_string_across_an_interruption_is_seen(stop, num_ids):
     fleet = reading_fleet()
     output = await interrupted(fleet, num_tokens=2, stop=("never", stop))
-    assert output.token_ids == fleet.whole[:expected_ids]
-    assert len(output.log_probs) == len(output.policy_versions) == expected_ids
+    assert output.token_ids == fleet.whole[:num_ids]
+    assert len(output.log_probs) == len(output.policy_versions) == num_ids
     assert output.context_digest == digest_ids([*PROMPT, *output.token_ids])
-    ended = (StopReason.STOP, stop) if expected_ids < 8 else (StopReason.EOS, None)
+    ended = (StopReason.STOP, stop) if num_ids < 8 else (StopReason.EOS, None)
     assert (output.stop_reason, output.stop_match) == ended
 
 

@@ -65,7 +65,7 @@ async def test_an_engine_gets_what_was_fetched_while_it_loads_it():
 
     engine = Loading()
     await fetching(engine, BROADCAST, transport.fetch).update_weights(update(BROADCAST, 1))
-    assert [update_.payload for update_ in engine.updates] == [OTHER]
+    assert [received.payload for received in engine.updates] == [OTHER]
     assert engine.policy_version == 1 and not transport.lends
 
 

@@ -30,10 +30,10 @@ MODEL = replace(
 ALGORITHM = {"adv_estimator": "gae", "entropy_coeff": 0.01, "kl": {"where": "loss", "coef": 0.1}}
 
 
-def lead(made: Learner, job: dict) -> None:
+def lead(local_learner: Learner, job: dict) -> None:
     """Restores, trains, saves, and writes down what came out."""
     with leading() as channel:
-        learner = made if channel is None else LeadingLearner(made, channel)
+        learner = local_learner if channel is None else LeadingLearner(local_learner, channel)
         folder = Path(job["checkpoints"])
         checkpointer = open_checkpointer(folder, keep=5, channel=channel)
         begin = 0
@@ -48,7 +48,9 @@ def lead(made: Learner, job: dict) -> None:
             metrics = result.metrics
             checkpointer.save(step + 1, learner.state, {"step": step + 1})
         checkpointer.close()
-        Path(job["out"]).with_suffix(".share").write_text(str(share_read_back(learner, made, job)))
+        Path(job["out"]).with_suffix(".share").write_text(
+            str(share_read_back(learner, local_learner, job))
+        )
         params = [
             np.asarray(x) for x in jax.tree.leaves((learner.params, learner.averaged().params))
         ]

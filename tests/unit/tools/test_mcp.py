@@ -96,9 +96,9 @@ async def test_a_call_that_hangs_is_left_and_others_go_on(kind):
         hung, fine = await asyncio.gather(
             session.call("hang", {}), session.call("add", {"a": 1, "b": 2})
         )
-        after = await session.call("add", {"a": 2, "b": 2})
+        next_result = await session.call("add", {"a": 2, "b": 2})
     assert hung.error == "timeout" and "did not answer within 1 seconds" in hung.observation
-    assert (fine.observation, after.observation) == ("3", "4")
+    assert (fine.observation, next_result.observation) == ("3", "4")
 
 
 async def test_calls_that_wait_for_their_turn_say_so_when_they_are_late():
@@ -121,12 +121,12 @@ async def test_the_servers_own_timeout_is_an_observation_too():
 
 async def test_a_server_that_dies_is_an_observation_and_is_restarted():
     async with connection("stdio") as opened, await session_of(opened) as session:
-        before = [(await session.call("count", {})).observation for _ in range(2)]
+        counts = [(await session.call("count", {})).observation for _ in range(2)]
         dead = await session.call("die", {})
-        after = await session.call("count", {})
-    assert before == ["1", "2"]
+        restarted = await session.call("count", {})
+    assert counts == ["1", "2"]
     assert dead.error == "raised" and "the server tests" in dead.observation
-    assert (after.error, after.observation) == (None, "1"), "a new process"
+    assert (restarted.error, restarted.observation) == (None, "1"), "a new process"
 
 
 async def test_an_http_server_that_is_gone_is_an_observation_until_it_is_back():
@@ -297,10 +297,10 @@ def test_a_token_becomes_a_bearer_header():
 # --- what a result says ---------------------------------------------------------------------------
 
 
-def result_of(*content, **more):
+def result_of(*content, **fields):
     from mcp.types import CallToolResult
 
-    return CallToolResult(content=list(content), **more)
+    return CallToolResult(content=list(content), **fields)
 
 
 def contents():

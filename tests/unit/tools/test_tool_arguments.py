@@ -12,8 +12,8 @@ from jax_agent_rl.tools import function_tool
 from jax_agent_rl.tools.schema import check_arguments, convert_arguments
 
 
-def one(kind, **more):
-    return {"type": "object", "properties": {"x": {"type": kind, **more}}, "required": ["x"]}
+def one(kind, **fields):
+    return {"type": "object", "properties": {"x": {"type": kind, **fields}}, "required": ["x"]}
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,11 @@ def test_unions_references_and_enums_are_converted_as_they_are_validated(schema,
 
 @pytest.mark.parametrize("key", ["$ref", "allOf", "anyOf"])
 def test_a_schema_that_is_a_reference_itself_names_its_arguments(key):
-    own = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    schema = {"$defs": {"A": own}, key: "#/$defs/A" if key == "$ref" else [{"$ref": "#/$defs/A"}]}
+    definition = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    schema = {
+        "$defs": {"A": definition},
+        key: "#/$defs/A" if key == "$ref" else [{"$ref": "#/$defs/A"}],
+    }
     assert check_arguments(schema, {"n": "3"}) == {"n": 3}
     with pytest.raises(ToolArgumentError, match="'m' was unexpected"):
         check_arguments(schema, {"n": "3", "m": 1})
@@ -217,13 +220,13 @@ def as_bare_text(value):
 @given(schemas, values)
 def test_what_a_schema_takes_is_left_as_it_is_and_its_text_means_it(schema, value):
     """The judge is jsonschema."""
-    whole = part(schema)
-    if not jsonschema.Draft202012Validator(whole).is_valid({"x": value}):
+    parameters = part(schema)
+    if not jsonschema.Draft202012Validator(parameters).is_valid({"x": value}):
         return
-    converted = convert_arguments(whole, {"x": value})["x"]
+    converted = convert_arguments(parameters, {"x": value})["x"]
     assert converted == value, "only 3.0 becomes 3"
-    read = convert_arguments(whole, {"x": as_bare_text(value)})["x"]
-    assert jsonschema.Draft202012Validator(whole).is_valid({"x": read})
+    read = convert_arguments(parameters, {"x": as_bare_text(value)})["x"]
+    assert jsonschema.Draft202012Validator(parameters).is_valid({"x": read})
 
 
 @given(schemas, values)

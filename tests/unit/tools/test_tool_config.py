@@ -59,10 +59,10 @@ def classes(tmp_path):
     return str(path)
 
 
-def config_of(folder, *entries, **more):
+def config_of(folder, *entries, **fields):
     path = folder / "tools.yaml"
     path.write_text(yaml.safe_dump({"tools": list(entries)}))
-    return ToolsConfig(tool_config_path=str(path), **more)
+    return ToolsConfig(tool_config_path=str(path), **fields)
 
 
 async def names_of(config):
@@ -172,5 +172,5 @@ def test_modules_beside_a_users_file_and_in_the_working_directory_are_found(
         "from neighbour_of_tools import FACTOR\n"
     )
     (tmp_path / "module_in_cwd.py").write_text("FACTOR = 4\n")
-    found = load_user_module("beside/tools_with_neighbour.py", key="tools.function_tool_path")
-    assert found.FACTOR == 3 and load_user_module("module_in_cwd", key="agent.module").FACTOR == 4
+    module = load_user_module("beside/tools_with_neighbour.py", key="tools.function_tool_path")
+    assert module.FACTOR == 3 and load_user_module("module_in_cwd", key="agent.module").FACTOR == 4

@@ -34,8 +34,8 @@ def test_no_path_means_no_tools():
 
 
 def test_imported_tools_count_and_the_same_tool_twice_is_fine(tmp_path):
-    both = "from jax_agent_rl.tools.calculator import calculator" + ADD
-    registry = ToolRegistry.from_path(write(tmp_path, both))
+    source = "from jax_agent_rl.tools.calculator import calculator" + ADD
+    registry = ToolRegistry.from_path(write(tmp_path, source))
     registry.load("jax_agent_rl.tools.calculator")
     assert list(registry) == ["calculator", "add"]
 

@@ -136,15 +136,15 @@ async def test_a_failing_release_does_not_keep_the_others():
 
 
 @pytest.mark.parametrize(
-    ("score", "kept"), [(np.float32(0.5), 0.5), (True, 1.0), (None, None), ("1", None)]
+    ("score", "expected"), [(np.float32(0.5), 0.5), (True, 1.0), (None, None), ("1", None)]
 )
-async def test_a_tools_score_of_the_trajectory_is_any_number(score, kept):
+async def test_a_tools_score_of_the_trajectory_is_any_number(score, expected):
     class Scorer(Recorder):
         async def calc_reward(self, instance_id):
             return score
 
     async with session(Scorer()) as opened:
-        assert await opened.calc_rewards() == ({} if kept is None else {"recorder": kept})
+        assert await opened.calc_rewards() == ({} if expected is None else {"recorder": expected})
     assert opened.metrics == ({"tool/recorder/calc_reward_errors": 1} if score == "1" else {})
 
 

@@ -16,9 +16,9 @@ FAR = Comparison(tokens=8, mean=0.2, largest=1.5)
 class Compares(IdleLearner):
     """Finds what it is told to, step by step; it learns in every step but those named."""
 
-    def __init__(self, *found: Comparison, idle: tuple[int, ...] = ()):
+    def __init__(self, *comparisons: Comparison, idle: tuple[int, ...] = ()):
         super().__init__()
-        self.found = found
+        self.found = comparisons
         self.idle = idle
         self.since = []
         self.finished = 0
@@ -46,9 +46,9 @@ async def test_a_breach_stops_the_run_before_it_is_learnt_from_and_leaves_its_ev
         caught.value
     )
     assert learner.finished == 1 and [step["step"] for step in steps_of(tmp_path)] == [1]
-    left = evidence(tmp_path)
-    assert left["step"] == 2 and left["version"] == 1 and left["diagnosis"] is None
-    assert left["contexts"] and left["contexts"][0]["rollout"]
+    report = evidence(tmp_path)
+    assert report["step"] == 2 and report["version"] == 1 and report["diagnosis"] is None
+    assert report["contexts"] and report["contexts"][0]["rollout"]
 
 
 async def test_with_warn_the_run_goes_on_and_every_step_says_what_was_compared(tmp_path: Path):

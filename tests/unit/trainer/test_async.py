@@ -92,15 +92,17 @@ async def test_weights_change_under_running_generations_and_each_token_keeps_its
         r.request_id.startswith("async-0-1") and engine.policy_version < sampled // 4
     )
     await finish(training)
-    found = [
+    trajectories = [
         t
         for groups in learner.steps
         for g in groups
         for t in g.trajectories
         if g.group_id == "async-0-1"
     ]
-    assert [t.response_ids for t in found] == [tuple(training.runtime.codec.reply_ids(LONG))] * 2
-    assert [t.policy_versions for t in found] == [
+    assert [t.response_ids for t in trajectories] == [
+        tuple(training.runtime.codec.reply_ids(LONG))
+    ] * 2
+    assert [t.policy_versions for t in trajectories] == [
         (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4)
     ] * 2
     last = steps_of(tmp_path)[-1]
@@ -145,7 +147,7 @@ async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Pat
     assert {t.rollout_logprobs for t in members} == {tuple(-0.01 * (i % 7 + 1) for i in ids)}
     assert all(ages <= {0, 1, 2} for ages in learner.ages)
     held = [set(versions([t])) for t in members if t.group_id.endswith("-1")]
-    assert len(held) >= 4 and all(len(found) >= 2 for found in held)
+    assert len(held) >= 4 and all(len(held_versions) >= 2 for held_versions in held)
     prompt = min(len(r.prompt_ids) for r in engine.requests)
     resumed = [r for r in engine.requests if len(r.prompt_ids) > prompt]
     assert bool(resumed) == (how == "recompute")

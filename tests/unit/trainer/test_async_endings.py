@@ -32,12 +32,12 @@ LONG = (
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
 async def test_a_run_without_an_engine_stops_and_leaves_no_task(tmp_path: Path, mode: str):
     training = make_trainer(tmp_path, steps=50, trainer={"mode": mode}, script=[LONG])
-    before = tasks()
+    earlier_tasks = tasks()
     await training.train_step()
     training.runtime.client.pool.servers[0].backend.die()
     with pytest.raises(EngineDiedError, match="no rollout engine"):
         await finish(training)
-    assert tasks() == before and training.record.step == 1
+    assert tasks() == earlier_tasks and training.record.step == 1
     books(training)
 
 
@@ -50,28 +50,28 @@ async def test_an_error_of_the_learner_ends_the_run_and_leaves_no_task(tmp_path:
     training = make_trainer(
         tmp_path, steps=5, trainer={"mode": mode}, learner=Fails(), script=[LONG]
     )
-    before = tasks()
+    earlier_tasks = tasks()
     with pytest.raises(RuntimeError, match="out of memory"):
         await finish(training)
-    assert tasks() == before
+    assert tasks() == earlier_tasks
 
 
 async def test_an_error_of_a_group_ends_the_run_and_leaves_no_task(tmp_path: Path):
     training = make_trainer(
         tmp_path, steps=5, trainer={"mode": "fully_async", "max_staleness": 3}, prompts_per_step=2
     )
-    before = tasks()
+    earlier_tasks = tasks()
     draw = training.runtime.collector.collect_one
 
-    async def fails(row, *, step, **rest):
+    async def fails(row, *, step, **fields):
         if step == 2:
             raise KeyError("a bug")
-        return await draw(row, step=step, **rest)
+        return await draw(row, step=step, **fields)
 
     training.runtime.collector.collect_one = fails
     with pytest.raises(KeyError, match="a bug"):
         await finish(training)
-    assert tasks() == before
+    assert tasks() == earlier_tasks
     books(training)
 
 
@@ -99,7 +99,7 @@ async def test_an_interruption_in_the_only_update_finishes_the_step_without_roll
     engine_of(training).hold = lambda r, sampled: (
         r.request_id.startswith("async-") and "async-0-0" not in r.request_id
     )
-    before = tasks()
+    earlier_tasks = tasks()
     task = asyncio.create_task(training.run())
     async with asyncio.timeout(60):
         await updating.wait()
@@ -107,7 +107,7 @@ async def test_an_interruption_in_the_only_update_finishes_the_step_without_roll
         await asyncio.sleep(0)
         interrupted.set()
         await asyncio.gather(task, return_exceptions=True)
-    assert task.cancelled() and tasks() == before
+    assert task.cancelled() and tasks() == earlier_tasks
     assert list(notes.saved) == [1] and engine_of(training).policy_version == 0
     assert (notes.saved[1]["accounting"]["trained"], books(training).trained) == (2, 2)
     assert notes.saved[1]["buffer"]["open"] == notes.saved[1]["cursor"]["again"] == [1]
@@ -166,7 +166,7 @@ async def test_an_interrupted_run_goes_on_and_trains_on_every_row_once(
     going on.
     """
 
-    def make(name: str, **more):
+    def make(name: str, **fields):
         return make_trainer(
             tmp_path / name,
             steps=8,
@@ -176,18 +176,18 @@ async def test_an_interrupted_run_goes_on_and_trains_on_every_row_once(
             script=[LONG],
             prompts_per_step=2,
             rows=7,
-            **more,
+            **fields,
         )
 
     first = make("first")
-    before = tasks()
+    earlier_tasks = tasks()
     task = asyncio.create_task(first.run())
     for _ in range(turns):
         await asyncio.sleep(0)
     task.cancel()
     async with asyncio.timeout(60):
         await asyncio.gather(task, return_exceptions=True)
-    assert tasks() == before
+    assert tasks() == earlier_tasks
     books(first)
     step = first.record.step
     saved = first.checkpointer.saved.get(step)
@@ -197,9 +197,9 @@ async def test_an_interrupted_run_goes_on_and_trains_on_every_row_once(
     second = make("second", record=record, version=step)
     assert second.buffer.room == second.buffer.capacity and second.buffer.version == step
     await finish(second)
-    done = trained_numbers(first.runtime.learner, step, 2) + trained_numbers(
+    row_numbers = trained_numbers(first.runtime.learner, step, 2) + trained_numbers(
         second.runtime.learner, 8 - step, 2
     )
-    assert sorted(done) == list(range(16))
+    assert sorted(row_numbers) == list(range(16))
     accounting = books(second)
     assert accounting.trained == 32 and accounting.started == 32 + accounting.dropped.total()

@@ -87,11 +87,11 @@ def test_it_is_told_of_real_compilations(clock: Time):
     assert noted["compilation"] > 0
 
 
-@pytest.mark.parametrize("given", ["", "soon", "-4"])
+@pytest.mark.parametrize("reported", ["", "soon", "-4"])
 def test_an_environment_time_that_is_no_time_counts_as_none(
-    given: str, clock: Time, monkeypatch: pytest.MonkeyPatch
+    reported: str, clock: Time, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(ENVIRONMENT_SECONDS, given)
+    monkeypatch.setenv(ENVIRONMENT_SECONDS, reported)
     assert Breakdown(clock, clock).stages([])["environment"] == 0.0
 
 

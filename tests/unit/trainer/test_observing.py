@@ -54,21 +54,21 @@ async def observed(trainer: Trainer) -> dict:
         step=trainer.record.step,
         rows=runtime.training_rows,
         progress=trainer.progress,
-    ) as found:
-        trainer.reporter.observers = found.each
+    ) as watchers:
+        trainer.reporter.observers = watchers.each
         await trainer.run()
-    return found.summary()
+    return watchers.summary()
 
 
 async def test_a_warning_of_the_run_is_in_its_summary_with_what_to_do(tmp_path: Path):
     trainer = training(tmp_path, 5)
-    shown = []
-    trainer.progress.warn = shown.append
+    printed = []
+    trainer.progress.warn = printed.append
     summary = await observed(trainer)
     (warned,) = [w for w in summary["warnings"] if w["name"] == "zero_variance"]
     assert (warned["first_step"], warned["last_step"], warned["active"]) == (3, 5, True)
     assert "algorithm.max_resample_rounds=3" in warned["advice"]
-    assert "zero_variance" not in shown[2] and "zero_variance" in shown[-1]
+    assert "zero_variance" not in printed[2] and "zero_variance" in printed[-1]
     text = format_warnings(summary["warnings"])
     assert (
         "zero_variance (step 3 to the end, 3 steps): 100% of the groups" in text
@@ -83,8 +83,8 @@ async def test_a_resumed_run_does_not_repeat_its_warnings(tmp_path: Path):
     trainer.progress.print_line = lines.append
     with observers(
         trainer.runtime.config, trainer.folder, step=4, rows=[], progress=trainer.progress
-    ) as found:
-        assert [w["name"] for w in found.summary()["warnings"]][:2] == [
+    ) as watchers:
+        assert [w["name"] for w in watchers.summary()["warnings"]][:2] == [
             "no_reward",
             "zero_variance",
         ] and lines == []
@@ -99,8 +99,10 @@ async def test_rows_without_an_agent_are_in_the_summary_from_the_start(tmp_path:
             )
         }
     )
-    with observers(config, trainer.folder, step=0, rows=[{}], progress=trainer.progress) as found:
-        (warned,) = found.summary()["warnings"]
+    with observers(
+        config, trainer.folder, step=0, rows=[{}], progress=trainer.progress
+    ) as watchers:
+        (warned,) = watchers.summary()["warnings"]
     assert warned["name"] == "agent_name_missing" and "(from the start)" in format_warnings(
         [warned]
     )

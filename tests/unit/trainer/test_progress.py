@@ -67,15 +67,15 @@ def test_without_a_limit_one_trajectory_that_never_ends_wedges_the_run(mode: str
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
 @pytest.mark.parametrize(
-    ("limits", "reason", "most"),
+    ("limits", "reason", "max_seconds"),
     [(DEADLINE, DropReason.TRAJECTORY_TIMEOUT, 3 * 700.0), (CUT, DropReason.STRAGGLER, 3 * 160.0)],
     ids=["deadline", "min_group_size"],
 )
 def test_a_trajectory_that_never_ends_is_dropped_by_name_and_every_step_ends(
-    mode: str, limits: TimeLimits, reason: DropReason, most: float
+    mode: str, limits: TimeLimits, reason: DropReason, max_seconds: float
 ):
     training, seconds, record = run(mode=mode, limits=limits, hangs=last_of(1))
-    assert record["step"] == 3 and seconds < most
+    assert record["step"] == 3 and seconds < max_seconds
     dropped = Counter(record["accounting"]["dropped"])
     assert (dropped, record["accounting"]["trained"]) == ({reason: 3}, 3 * 16 - 3)
     assert str(reason) in training.runtime.collector.latest_losses

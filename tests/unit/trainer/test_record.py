@@ -45,9 +45,9 @@ def line_of(*trajectories) -> dict:
 
 def test_a_session_is_counted_with_all_its_segments():
     counts = {"segments": 2.0, "unmatched_calls": 1.0, "spliced_calls": 0.0}
-    first, *others = session().turns
+    first, *later_turns = session().turns
     called = replace(
-        session(), turns=(replace(first, tool_calls=(call(), call(error="timeout"))), *others)
+        session(), turns=(replace(first, tool_calls=(call(), call(error="timeout"))), *later_turns)
     )
     line = line_of(
         replace(called, metrics=counts),

@@ -100,14 +100,15 @@ async def test_evaluations_sample_from_the_average_and_training_from_the_weights
 
 
 @pytest.mark.parametrize(
-    ("every", "after"), [(0, [0, 4]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])]
+    ("every", "evaluated_steps"),
+    [(0, [0, 4]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])],
 )
 async def test_each_step_is_evaluated_once_and_the_last_one_always(
-    tmp_path: Path, every: int, after: list[int]
+    tmp_path: Path, every: int, evaluated_steps: list[int]
 ):
     await make_trainer(tmp_path, steps=4, trainer={"eval_every": every}).run()
     records = read_records(tmp_path / "metrics.jsonl")
-    assert [r["step"] for r in records if r["kind"] == "evaluation"] == after
+    assert [r["step"] for r in records if r["kind"] == "evaluation"] == evaluated_steps
 
 
 def dropped(training: Trainer) -> dict[str, int]:
@@ -288,8 +289,8 @@ async def test_a_step_that_cannot_be_written_is_not_finished(tmp_path: Path):
         raise StorageError("no space left")
 
     training.folder.add_metrics = full
-    shown = []
-    training.progress.step = lambda line, *, seconds_left: shown.append(line)
+    printed = []
+    training.progress.step = lambda line, *, seconds_left: printed.append(line)
     with pytest.raises(StorageError):
         await training.train_step()
-    assert training.record.step == 1 and not shown, "a resumed run makes this step again"
+    assert training.record.step == 1 and not printed, "a resumed run makes this step again"

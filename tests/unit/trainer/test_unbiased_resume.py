@@ -42,7 +42,7 @@ def live(
     async def main() -> tuple[list[list[Group]], str]:
         training = make_virtual(rows=ROWS, steps=STEPS, mode=mode, goes_on=Coin(seed), saved=saved)
         notes = cast(JsonNotes, training.checkpointer)
-        before = training.record.step
+        first_step = training.record.step
         running = asyncio.ensure_future(training.run())
         await asyncio.wait({running}, timeout=seconds)
         if running.done():
@@ -52,7 +52,7 @@ def live(
             await asyncio.gather(running, return_exceptions=True)
         newest = notes.saved or saved
         finished = json.loads(newest)["step"] if newest else 0
-        return cast(Steps, training.runtime.learner).steps[: finished - before], newest
+        return cast(Steps, training.runtime.learner).steps[: finished - first_step], newest
 
     return in_virtual_time(main)
 
@@ -88,9 +88,9 @@ def lengths(groups: list[Group]) -> list[int]:
     return [trajectory.num_sampled for group in groups for trajectory in group.trajectories]
 
 
-def likelihood_of_same_lengths(one: list[Group], other: list[Group]) -> float:
+def likelihood_of_same_lengths(groups: list[Group], later_groups: list[Group]) -> float:
     """Return the p-value of the Kolmogorov-Smirnov test."""
-    return cast(Any, ks_2samp(lengths(one), lengths(other))).pvalue
+    return cast(Any, ks_2samp(lengths(groups), lengths(later_groups))).pvalue
 
 
 def assert_every_row_once(groups: list[Group], record: dict) -> None:

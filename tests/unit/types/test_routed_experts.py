@@ -21,8 +21,8 @@ from tests.trajectories import random_groups, with_routed_experts
 WHOLE = np.random.default_rng(0).integers(0, 256, (12, 3, 2)).astype(np.uint8)
 
 
-def span(start: int, end: int, whole: np.ndarray = WHOLE) -> RoutedExperts:
-    return RoutedExperts.of(start, whole[start:end])
+def span(start: int, end: int, experts: np.ndarray = WHOLE) -> RoutedExperts:
+    return RoutedExperts.of(start, experts[start:end])
 
 
 def array(routed: RoutedExperts | None) -> np.ndarray:
@@ -48,17 +48,17 @@ def test_joined_parts_are_the_whole_and_positions_never_move(cuts: tuple[int, in
     back = cuts[2]
     end = sorted(cuts)[3]
     first = span(begin, max(begin, seam))
-    rest = span(min(back, max(begin, seam)), end)
-    joined = join_routed(first, rest)
-    assert joined == span(begin, max(first.end, end) if rest.start <= first.end else first.end)
+    second = span(min(back, max(begin, seam)), end)
+    joined = join_routed(first, second)
+    assert joined == span(begin, max(first.end, end) if second.start <= first.end else first.end)
     assert joined is not None and joined.until(seam).end == min(max(seam, begin), joined.end)
     np.testing.assert_array_equal(array(joined), WHOLE[joined.start : joined.end])
 
 
 def test_what_both_parts_have_is_the_first_ones_and_nothing_is_joined_across_a_gap():
-    other = np.zeros_like(WHOLE)
+    zeros = np.zeros_like(WHOLE)
     np.testing.assert_array_equal(
-        array(join_routed(span(0, 5), span(3, 7, other))), np.concatenate([WHOLE[:5], other[5:7]])
+        array(join_routed(span(0, 5), span(3, 7, zeros))), np.concatenate([WHOLE[:5], zeros[5:7]])
     )
     assert join_routed(span(0, 5), span(6, 9)) == span(0, 5)
     assert join_routed(None, span(6, 9)) == span(6, 9)
@@ -69,12 +69,12 @@ def test_an_interrupted_output_asks_for_what_is_missing_and_ends_up_whole():
         request_id="r", prompt_ids=(3, 4, 5, 6), sampling=SamplingParams(max_tokens=6)
     )
     so_far = output(3, span(0, 6))
-    rest = remaining_request(request, so_far)
-    assert rest.routed_experts_prompt_start == 6  # the last of the seven ids was not fed
+    remaining = remaining_request(request, so_far)
+    assert remaining.routed_experts_prompt_start == 6  # the last of the seven ids was not fed
     assert so_far.then(output(3, span(6, 9))).routed_experts == span(0, 9)
     lost = output(3, None)  # its server died before it could say
-    rest = remaining_request(replace(request, routed_experts_prompt_start=2), lost)
-    assert rest.routed_experts_prompt_start == 2
+    remaining = remaining_request(replace(request, routed_experts_prompt_start=2), lost)
+    assert remaining.routed_experts_prompt_start == 2
     assert lost.then(output(3, span(2, 9))).routed_experts == span(2, 9)
 
 

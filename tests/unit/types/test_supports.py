@@ -15,18 +15,18 @@ from jax_agent_rl.types.supports import decode_supports, encode_supports, mask_w
 from tests.messages import raises
 
 
-def masks_of(kept: np.ndarray) -> np.ndarray:
+def masks_of(support: np.ndarray) -> np.ndarray:
     """Bits of bool [S, V]."""
-    padded = np.pad(kept, ((0, 0), (0, -kept.shape[1] % 32)))
+    padded = np.pad(support, ((0, 0), (0, -support.shape[1] % 32)))
     return np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
 
 
 @given(vocab_size=st.integers(1, 3000), share=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
 def test_a_support_survives_encoding_and_json(vocab_size: int, share: float, seed: int):
     rng = np.random.default_rng(seed)
-    kept = rng.random((3, vocab_size)) < share
-    kept[np.arange(3), rng.integers(vocab_size, size=3)] = True  # nothing is drawn from nothing
-    masks = masks_of(kept)
+    support = rng.random((3, vocab_size)) < share
+    support[np.arange(3), rng.integers(vocab_size, size=3)] = True  # nothing is drawn from nothing
+    masks = masks_of(support)
     supports = json.loads(json.dumps(encode_supports(masks)))
     np.testing.assert_array_equal(decode_supports(supports, vocab_size), masks)
 
@@ -37,14 +37,14 @@ def test_a_draw_from_all_ids_has_all_bits_set():
 
 @pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
 def test_a_support_takes_no_more_than_a_sixth_of_a_character_an_id(share: float):
-    kept = np.random.default_rng(0).random((8, 50_000)) < share
-    assert max(map(len, encode_supports(masks_of(kept)))) <= 50_000 / 6 + 32
+    support = np.random.default_rng(0).random((8, 50_000)) < share
+    assert max(map(len, encode_supports(masks_of(support)))) <= 50_000 / 6 + 32
 
 
 def test_a_nucleus_of_ten_ids_takes_a_few_characters():
-    kept = np.zeros((1, 150_000), bool)
-    kept[0, np.random.default_rng(0).integers(150_000, size=10)] = True
-    assert len(encode_supports(masks_of(kept))[0]) <= 60
+    support = np.zeros((1, 150_000), bool)
+    support[0, np.random.default_rng(0).integers(150_000, size=10)] = True
+    assert len(encode_supports(masks_of(support))[0]) <= 60
 
 
 @pytest.mark.parametrize(

@@ -263,11 +263,11 @@ async def test_a_server_that_never_answers_is_left_and_the_error_says_after_how_
     monkeypatch.setattr(membership, "COMMAND_SECONDS", 0.25)
     async with answering(b"", silent=True) as (url, _):
         try:
-            found = await outcome(client, url, tmp_path)
+            error = await outcome(client, url, tmp_path)
         except TimeoutError as late:  # of JsonService itself, whose callers decide what it means
-            found = late
+            error = late
     text = (
-        found.text if isinstance(found, ServerObservation) else str(found)
+        error.text if isinstance(error, ServerObservation) else str(error)
     )  # a tool's is for the model
     assert "0.25 s" in text
 
@@ -295,9 +295,11 @@ async def test_an_error_is_not_read_beyond_its_beginning(client, status, tmp_pat
 @given(st.lists(st.binary(max_size=8).map(lambda part: part.replace(b"\r", b"\n")), max_size=20))
 def test_lines_are_those_of_the_whole(parts):
     lines = LineBuffer(1000)
-    found = [line for part in parts for line in lines.add(part)]
-    *whole, rest = b"".join(parts).split(b"\n")
-    assert found == [line for line in whole if line] and lines.unfinished == bool(rest)
+    read_lines = [line for part in parts for line in lines.add(part)]
+    *complete, unfinished = b"".join(parts).split(b"\n")
+    assert read_lines == [line for line in complete if line] and lines.unfinished == bool(
+        unfinished
+    )
 
 
 def test_a_line_without_an_end_is_left():

@@ -20,9 +20,9 @@ class Told:
         self.lines = []
         self.log = FailureLog(interval=interval, clock=lambda: self.now, emit=self.lines.append)
 
-    def report(self, kind, message="m", *, at=None, **more):
+    def report(self, kind, message="m", *, at=None, **fields):
         self.now = self.now if at is None else at
-        self.log.report(kind, message, **more)
+        self.log.report(kind, message, **fields)
 
 
 def test_the_first_of_a_kind_is_told_in_full_and_the_others_as_one_line_of_counts():
@@ -100,8 +100,10 @@ def test_the_place_of_an_error_is_the_users_innermost_line(tmp_path, monkeypatch
     assert describe_error(error).startswith("JSONDecodeError: ") and describe_error(error).endswith(
         "(mine.py:5)"
     )
-    made = user_code_error(RewardError, "the reward", error)
-    assert made.failed_at == "mine.py:5" and "the reward raised JSONDecodeError" in str(made)
+    explained = user_code_error(RewardError, "the reward", error)
+    assert explained.failed_at == "mine.py:5" and "the reward raised JSONDecodeError" in str(
+        explained
+    )
 
 
 def test_an_error_in_libraries_has_their_line_and_an_unraised_one_has_none():

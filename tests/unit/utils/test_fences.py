@@ -33,8 +33,10 @@ def test_blocks_are_those_of_commonmark(text):
             words = token.info.split()
             language = words[0].lower().partition("`")[0] if words else ""
             expected.append((language, token.markup, token.content.rstrip()))
-    found = [(language, fence, content.rstrip()) for language, fence, content in contents(text)]
-    assert found == expected
+    found_blocks = [
+        (language, fence, content.rstrip()) for language, fence, content in contents(text)
+    ]
+    assert found_blocks == expected
 
 
 @pytest.mark.parametrize(
@@ -75,15 +77,13 @@ def test_text_without_fences_has_no_block(text):
 
 
 @given(st.lists(_LINES, max_size=6).map("\n".join), st.lists(_LINES, max_size=6).map("\n".join))
-def test_what_follows_a_block_begins_at_its_end(before, after):
-    text = f"{before}\n{fenced('x')}\n{after}"
+def test_what_follows_a_block_begins_at_its_end(head, tail):
+    text = f"{head}\n{fenced('x')}\n{tail}"
     blocks = list(fenced_blocks(text))
     for block in blocks:
         if block.is_closed:
-            later = [other for other in blocks if other.end > block.end]
-            assert [other.content for other in later] == [
-                other.content for other in fenced_blocks(text[block.end :])
-            ]
+            later = [b.content for b in blocks if b.end > block.end]
+            assert later == [b.content for b in fenced_blocks(text[block.end :])]
 
 
 @given(st.text(alphabet="`~ \nab"), st.sampled_from(["", "python"]))

@@ -34,9 +34,9 @@ def canonical(value: object) -> str:
 
 
 @given(JSON, JSON)
-def test_values_have_equal_fingerprints_if_they_are_equal(one: object, other: object):
-    assert (fingerprint(one) == fingerprint(other)) == (canonical(one) == canonical(other))
-    assert fingerprint(json.loads(json.dumps(one))) == fingerprint(one)
+def test_values_have_equal_fingerprints_if_they_are_equal(first: object, second: object):
+    assert (fingerprint(first) == fingerprint(second)) == (canonical(first) == canonical(second))
+    assert fingerprint(json.loads(json.dumps(first))) == fingerprint(first)
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=5))
@@ -45,7 +45,7 @@ def test_the_order_of_keys_does_not_matter(value: dict):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "second"),
     [
         (["ab", "c"], ["a", "bc"]),
         ([[1], 2], [[1, 2]]),
@@ -59,8 +59,8 @@ def test_the_order_of_keys_does_not_matter(value: dict):
         (np.zeros((1, 4)), np.zeros((2, 2))),
     ],
 )
-def test_what_looks_alike_is_told_apart(one: object, other: object):
-    assert fingerprint(one) != fingerprint(other)
+def test_what_looks_alike_is_told_apart(first: object, second: object):
+    assert fingerprint(first) != fingerprint(second)
 
 
 class Kind(enum.StrEnum):
@@ -74,8 +74,8 @@ class Thing:
 
 
 def test_arrays_and_dataclasses_are_known_by_their_content():
-    first, same, other = (Thing(np.arange(n) / 3, Kind.ONE) for n in (4, 4, 5))
-    assert fingerprint(first) == fingerprint(same) != fingerprint(other)
+    first, same, larger = (Thing(np.arange(n) / 3, Kind.ONE) for n in (4, 4, 5))
+    assert fingerprint(first) == fingerprint(same) != fingerprint(larger)
     assert fingerprint({3, 1}) == fingerprint({1, 3}) and fingerprint((1, 2)) == fingerprint([1, 2])
     with pytest.raises(TypeError, match="no fingerprint"):
         fingerprint(object())
@@ -109,10 +109,10 @@ def test_a_folder_is_known_by_the_names_and_contents_of_its_files(tmp_path: Path
     for name in ("one", "moved"):
         (tmp_path / name / "inner").mkdir(parents=True)
         (tmp_path / name / "inner" / "a").write_text("a")
-    before = folder_fingerprint(tmp_path / "one")
-    assert before == folder_fingerprint(tmp_path / "moved")
+    fingerprint = folder_fingerprint(tmp_path / "one")
+    assert fingerprint == folder_fingerprint(tmp_path / "moved")
     (tmp_path / "one" / "inner" / "a").rename(tmp_path / "one" / "inner" / "b")
-    assert folder_fingerprint(tmp_path / "one") != before
+    assert folder_fingerprint(tmp_path / "one") != fingerprint
 
 
 def test_code_is_known_by_its_file_and_a_module_by_where_it_lies(
@@ -152,14 +152,14 @@ def test_a_folder_of_code_or_a_package_is_all_its_files_but_not_what_python_writ
     (package / "__init__.py").write_text("from somebodys_tools.inner import f\n")
     (package / "inner.py").write_text("f = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    before = code_fingerprint(str(package))
-    assert code_fingerprint("somebodys_tools") == before
+    fingerprint = code_fingerprint(str(package))
+    assert code_fingerprint("somebodys_tools") == fingerprint
 
     (package / "__pycache__").mkdir()
     (package / "__pycache__" / "inner.cpython-311.pyc").write_bytes(b"compiled")
-    assert code_fingerprint(str(package)) == code_fingerprint("somebodys_tools") == before
+    assert code_fingerprint(str(package)) == code_fingerprint("somebodys_tools") == fingerprint
     (package / "inner.py").write_text("f = 2\n")
-    assert code_fingerprint(str(package)) == code_fingerprint("somebodys_tools") != before
+    assert code_fingerprint(str(package)) == code_fingerprint("somebodys_tools") != fingerprint
 
 
 def of_rows(*rows: dict) -> str:

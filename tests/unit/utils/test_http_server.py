@@ -76,13 +76,13 @@ SERVICES = [rollout, endpoint, tools, metrics]
 
 def routes(server: HttpServer) -> list[tuple[str, str]]:
     """Every route it has, and paths that it does not have."""
-    found = []
+    paths = []
     for route in server.app.router.routes():
         assert route.resource is not None
         path = route.resource.canonical.replace("{session_id}", "s").replace("{upload}", "0" * 16)
-        found.append((route.method, path.replace("{name}", "w.safetensors")))
-    assert not any("{" in path for _, path in found)
-    return [*found, ("GET", "/nothing"), ("POST", "/"), ("DELETE", "/metrics")]
+        paths.append((route.method, path.replace("{name}", "w.safetensors")))
+    assert not any("{" in path for _, path in paths)
+    return [*paths, ("GET", "/nothing"), ("POST", "/"), ("DELETE", "/metrics")]
 
 
 @contextlib.asynccontextmanager
@@ -134,10 +134,10 @@ async def test_with_a_token_no_route_is_for_strangers(service: Callable):
             for method, path in routes(server):
                 if path in server.open_paths:
                     continue
-                for given in ({}, {"Authorization": "Bearer other"}, {"Authorization": "s3cret"}):
-                    sent = {**TYPES.get(method, {}), **PROTOCOL, **given}
+                for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "s3cret"}):
+                    sent = {**TYPES.get(method, {}), **PROTOCOL, **headers}
                     async with client.request(method, path, headers=sent) as answer:
-                        assert answer.status == 401, (method, path, given)
+                        assert answer.status == 401, (method, path, headers)
             sent = {
                 **TOKEN,
                 "Host": "rollout-0.example:80",
@@ -313,7 +313,7 @@ def test_an_address_others_can_reach_needs_a_token():
 
 def test_no_module_listens_by_other_means():
     """A server that is added has to come through here, or be named with its reason."""
-    others = {
+    exceptions = {
         "gpu_backend/broadcast.py": (
             "torch.distributed's store, in the cluster's own network, for one transfer"
         ),
@@ -331,12 +331,13 @@ def test_no_module_listens_by_other_means():
         "HTTPServer(",
         "run_app(",
     )
-    found = {
+    listening = {
         str(file.relative_to(root))
         for folder in ("jax_agent_rl", "gpu_backend")
         for file in (root / folder).rglob("*.py")
         if any(word in file.read_text() for word in words)
     }
-    assert found - {"jax_agent_rl/utils/http_server.py", "jax_agent_rl/utils/network.py"} == set(
-        others
-    )
+    assert listening - {
+        "jax_agent_rl/utils/http_server.py",
+        "jax_agent_rl/utils/network.py",
+    } == set(exceptions)

@@ -123,14 +123,14 @@ def hub(tmp_path) -> Iterator[Hub]:
 
 
 def load(
-    hub: Hub, cache: Path, name: str, *arguments: str, script: str = LOAD, **more: str
+    hub: Hub, cache: Path, name: str, *arguments: str, script: str = LOAD, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """What a process says that reads the model; where the Hub is, it takes from its environment."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     environment |= {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
         "HF_HOME": str(cache),
-        **more,
+        **variables,
     }
     command = [sys.executable, "-c", script, name, *arguments]
     return subprocess.run(
@@ -144,15 +144,15 @@ def test_a_model_of_the_hub_is_downloaded_once_and_its_weights_when_needed(hub, 
     assert described.returncode == 0, described.stderr
     assert described.stdout == "2 True\n"
     assert "config.json" in hub.sent and "model.safetensors" not in hub.sent
-    whole = load(hub, cache, "some/model@main", "weights")
-    assert whole.returncode == 0, whole.stderr
-    assert whole.stdout.startswith(described.stdout)
+    with_weights = load(hub, cache, "some/model@main", "weights")
+    assert with_weights.returncode == 0, with_weights.stderr
+    assert with_weights.stdout.startswith(described.stdout)
     assert sorted(hub.sent) == sorted(set(hub.sent)), "nothing came twice"
     assert "model.safetensors" in hub.sent and "pytorch_model.bin" not in hub.sent
     alone = load(
         hub, cache, "some/model", "weights", HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9"
     )
-    assert alone.stdout == whole.stdout
+    assert alone.stdout == with_weights.stdout
 
 
 @pytest.mark.parametrize(
@@ -170,18 +170,18 @@ def test_a_model_of_the_hub_is_downloaded_once_and_its_weights_when_needed(hub, 
     ],
 )
 def test_what_the_hub_refuses_is_said_with_the_fix(hub, tmp_path, name, says):
-    done = load(hub, tmp_path / "cache", name)
-    assert done.returncode == 1
-    assert says in done.stderr and "Traceback" not in done.stderr
+    process = load(hub, tmp_path / "cache", name)
+    assert process.returncode == 1
+    assert says in process.stderr and "Traceback" not in process.stderr
 
 
 def test_without_the_hub_a_folder_is_asked_for(hub, tmp_path):
-    done = load(hub, tmp_path / "cache", "some/model", HF_HUB_OFFLINE="1")
+    process = load(hub, tmp_path / "cache", "some/model", HF_HUB_OFFLINE="1")
     assert (
-        "'some/model' could not be downloaded from the Hub" in done.stderr
-        and "set model.path to a folder" in done.stderr
+        "'some/model' could not be downloaded from the Hub" in process.stderr
+        and "set model.path to a folder" in process.stderr
     )
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for_and_what_is_cached_is_used(hub, tmp_path):
@@ -190,11 +190,11 @@ def test_a_hub_that_does_not_answer_is_not_waited_for_and_what_is_cached_is_used
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         cached = load(hub, cache, "some/model", HF_ENDPOINT=endpoint)
-        other = load(hub, cache, "some/other", HF_ENDPOINT=endpoint)
+        uncached = load(hub, cache, "some/other", HF_ENDPOINT=endpoint)
     assert cached.stdout == "2 True\n", cached.stderr
     assert (
         f"'some/other' could not be downloaded from the Hub ({endpoint} did not answer: timed out)"
-        in other.stderr
+        in uncached.stderr
     )
 
 
@@ -264,14 +264,16 @@ def published(tmp_path) -> Path:
     return folder
 
 
-def rows_of(folder: Path, cache: Path, *sources: dict, **more: str) -> tuple[list[str], list[str]]:
+def rows_of(
+    folder: Path, cache: Path, *sources: dict, **variables: str
+) -> tuple[list[str], list[str]]:
     """What is said of each source, and which files were sent."""
     with Hub(folder) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        done = load(server, cache, *map(json.dumps, sources), script=LOAD_ROWS, **more)
+        process = load(server, cache, *map(json.dumps, sources), script=LOAD_ROWS, **variables)
         server.shutdown()
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines(), server.sent
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines(), server.sent
 
 
 def test_a_data_set_of_the_hub_is_read_by_name_split_and_glob_alone(published, tmp_path):

@@ -108,8 +108,8 @@ def test_a_run_uses_every_kind_of_plugin_of_an_installed_package(plugins, tmp_pa
         )
     versions = {version for r in records for version in r["policy_versions"]}
     assert versions - {-1} == {0, 1}, "the backend took the learner's weights"
-    table = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
-    assert [float(value) for _, name, value in table if name == "loss"] == [
+    rows = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
+    assert [float(value) for _, name, value in rows if name == "loss"] == [
         step["loss"] for step in steps
     ]
     traced = {line.split()[0] for line in (run / "titles.txt").read_text().splitlines()}

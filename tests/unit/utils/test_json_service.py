@@ -34,7 +34,7 @@ class Script:
         )
 
 
-def service(url, *, timeout=10.0, retries=0, sleeps=None, **more):
+def service(url, *, timeout=10.0, retries=0, sleeps=None, **options):
     async def sleep(seconds):
         (sleeps if sleeps is not None else []).append(seconds)
 
@@ -47,7 +47,7 @@ def service(url, *, timeout=10.0, retries=0, sleeps=None, **more):
         retry_delay=0.7,
         error=ToolServerError,
         sleep=sleep,
-        **more,
+        **options,
     )
 
 

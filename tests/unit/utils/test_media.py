@@ -115,7 +115,7 @@ def test_bytes_and_text_of_a_file_are_the_same_image():
 
 
 @pytest.mark.parametrize(
-    ("part", "found"),
+    ("part", "expected"),
     [
         ({"type": "image", "image": "a.png"}, ("image", "a.png")),
         (
@@ -136,16 +136,16 @@ def test_bytes_and_text_of_a_file_are_the_same_image():
         ({}, None),
     ],
 )
-def test_a_part_in_each_notation_names_its_source(part: dict, found: tuple | None):
-    assert media_source(part) == found
+def test_a_part_in_each_notation_names_its_source(part: dict, expected: tuple | None):
+    assert media_source(part) == expected
 
 
 def test_small_files_with_many_pixels_are_refused_before_any_is_unpacked(monkeypatch):
-    one = encode_image(Image.new("1", (4000, 4000)), "PNG")
-    assert len(one) < 10_000
+    large_image = encode_image(Image.new("1", (4000, 4000)), "PNG")
+    assert len(large_image) < 10_000
     monkeypatch.setattr(ImageFile.ImageFile, "load", None)
     with raises(ValueError, value=("48000000 pixels", 32000000)):
-        read_images([one] * 3)
+        read_images([large_image] * 3)
     with raises(ValueError, value=("9000 x 2000 pixels", 16000000)):
         read_images([encode_image(Image.new("1", (9000, 2000)), "PNG")])
     with raises(ValueError, value=("65 images", 64)):
@@ -159,9 +159,9 @@ def test_what_is_no_image_file_is_one_error(text: str):
 
 
 def test_an_image_file_cut_short_is_one_error():
-    whole = base64.b64decode(encode_image(Image.effect_noise((64, 64), 90), "PNG"))
+    file_bytes = base64.b64decode(encode_image(Image.effect_noise((64, 64), 90), "PNG"))
     with pytest.raises(ValueError, match="image cannot be"):
-        read_images([base64.b64encode(whole[: len(whole) // 2]).decode()])
+        read_images([base64.b64encode(file_bytes[: len(file_bytes) // 2]).decode()])
 
 
 def test_a_playlist_in_place_of_a_video_is_not_followed():

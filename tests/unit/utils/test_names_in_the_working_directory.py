@@ -81,10 +81,10 @@ def test_a_process_of_ours_does_not_import_the_users_files_for_pythons_own(cwd: 
     (cwd / f"{module}.py").write_text("raise RuntimeError('the wrong one')\n")
     program = f"import {module}, jax_agent_rl; print({module}.__file__)"
     environment = {k: v for k, v in own_environment().items() if k != "PYTHONSAFEPATH"}
-    done = subprocess.run(
+    process = subprocess.run(
         own_python("-c", program), env=environment, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0 and str(cwd) not in done.stdout, done.stderr
+    assert process.returncode == 0 and str(cwd) not in process.stdout, process.stderr
 
 
 def test_every_python_that_this_package_starts_is_started_so():

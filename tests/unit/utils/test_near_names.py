@@ -21,20 +21,20 @@ NAMES = st.text("abcdeilmnorst_", min_size=1, max_size=14)
 
 
 @cache
-def edits(one: str, two: str) -> int:
+def edits(first: str, second: str) -> int:
     """Insertions, deletions, replacements and swaps of neighbours, by the definition (optimal
     string alignment).
     """
-    if not one or not two:
-        return len(one) + len(two)
-    found = [
-        edits(one[1:], two) + 1,
-        edits(one, two[1:]) + 1,
-        edits(one[1:], two[1:]) + (one[0] != two[0]),
+    if not first or not second:
+        return len(first) + len(second)
+    distances = [
+        edits(first[1:], second) + 1,
+        edits(first, second[1:]) + 1,
+        edits(first[1:], second[1:]) + (first[0] != second[0]),
     ]
-    if len(one) > 1 and len(two) > 1 and one[0] == two[1] and one[1] == two[0]:
-        found.append(edits(one[2:], two[2:]) + 1)
-    return min(found)
+    if len(first) > 1 and len(second) > 1 and first[0] == second[1] and first[1] == second[0]:
+        distances.append(edits(first[2:], second[2:]) + 1)
+    return min(distances)
 
 
 @st.composite

@@ -21,13 +21,13 @@ async def test_no_second_has_more_starts_than_the_limit_and_a_first_burst(waits,
     limit = RateLimit(per_second, burst=burst, clock=lambda: now, sleep=sleep)
     for wait in waits:
         now += wait
-        before = len(starts)
+        earlier = len(starts)
         await limit.wait()
-        if len(starts) == before:
+        if len(starts) == earlier:
             starts.append(now)
     assert starts == sorted(starts), "first come, first served"
-    most = burst or max(1.0, per_second)
+    max_starts = burst or max(1.0, per_second)
     for first in range(len(starts)):
         for last in range(first, len(starts)):
             count = last - first + 1
-            assert count <= most + (starts[last] - starts[first]) * per_second + 1e-6
+            assert count <= max_starts + (starts[last] - starts[first]) * per_second + 1e-6

@@ -81,16 +81,16 @@ async def test_what_comes_too_late_is_ended(call):
 
 
 async def test_what_nobody_waits_for_any_more_is_ended():
-    begun = threading.Event()
+    starting = threading.Event()
     go = threading.Event()
     ended = threading.Event()
 
     def start():
-        begun.set()
+        starting.set()
         go.wait()
 
     task = asyncio.create_task(start_service(start, undo=lambda value: ended.set(), **SOON))
-    while not begun.is_set():
+    while not starting.is_set():
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -108,13 +108,13 @@ async def test_processes_that_end_with_their_starting_thread_live_as_long_as_the
         sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
         return subprocess.Popen(sleep, preexec_fn=lambda: libc.prctl(1, signal.SIGKILL))
 
-    before = set(threading.enumerate())
+    threads = set(threading.enumerate())
     process = await call(start, ended=ended, **SOON)
     try:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.5)
         (thread,) = (
-            t for t in set(threading.enumerate()) - before if t.name.startswith("start of")
+            t for t in set(threading.enumerate()) - threads if t.name.startswith("start of")
         )
         ended.set()
         thread.join(60)

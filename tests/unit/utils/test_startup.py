@@ -42,8 +42,8 @@ def test_jax_is_kept_from_tpus_only_where_there_are_none(
     if device:
         (tmp_path / device).parent.mkdir(exist_ok=True)
         (tmp_path / device).touch()
-    found = ModuleSpec("libtpu", None, origin="libtpu/__init__.py") if installed else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    spec = ModuleSpec("libtpu", None, origin="libtpu/__init__.py") if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setenv(
         "JAX_PLATFORMS", already or ""
     )  # set, so that the test's end puts back what was there
@@ -63,15 +63,15 @@ class Stream(io.StringIO):
 def test_a_warning_is_printed_above_a_live_display_unless_standard_error_is_a_file(
     monkeypatch, terminal
 ):
-    shown = Stream(True)
+    live = Stream(True)
     errors = Stream(terminal)
     monkeypatch.setattr(sys, "stderr", errors)
     monkeypatch.setattr(logging.root, "handlers", [])  # as a process begins
     quiet_logging()
-    with Progress(Console(file=shown, force_terminal=True, width=200), total_steps=3):
+    with Progress(Console(file=live, force_terminal=True, width=200), total_steps=3):
         logging.getLogger("jax_agent_rl.x").warning("meanwhile [bold]")
     logging.getLogger("jax_agent_rl.x").warning("after")
-    assert ("WARNING jax_agent_rl.x: meanwhile [bold]" in shown.getvalue()) is terminal
+    assert ("WARNING jax_agent_rl.x: meanwhile [bold]" in live.getvalue()) is terminal
     expected = ["after"] if terminal else ["meanwhile [bold]", "after"]
     assert errors.getvalue().splitlines() == [
         f"WARNING jax_agent_rl.x: {text}" for text in expected

@@ -43,13 +43,13 @@ def test_a_process_that_leaves_in_haste_takes_its_folders_with_it(tmp_path: Path
 
 def test_the_next_process_removes_what_a_killed_one_left_and_not_a_living_ones(tmp_path: Path):
     (tmp_path / "other-kind").mkdir()
-    killed, left = owner(tmp_path)
-    living, kept = owner(tmp_path)
+    killed, orphaned_folder = owner(tmp_path)
+    living, living_folder = owner(tmp_path)
     killed.kill()
-    assert killed.wait() == -signal.SIGKILL and left.is_dir()
+    assert killed.wait() == -signal.SIGKILL and orphaned_folder.is_dir()
     mine = make_temp_folder("kept-", tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {"other-kind", kept.name, mine.name}
-    assert (kept / "file").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"other-kind", living_folder.name, mine.name}
+    assert (living_folder / "file").exists()
     remove_temp_folder(mine)
     remove_temp_folder(mine)
     assert not mine.exists()

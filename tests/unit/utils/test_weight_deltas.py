@@ -79,25 +79,25 @@ def test_the_result_is_the_new_file_byte_for_byte(
 def test_any_words_may_change(tmp_path: Path, old: bytes, edits: dict[int, int]):
     for file in tmp_path.iterdir():
         file.unlink()
-    before = np.frombuffer(old, np.uint16)
-    after = before.copy()
+    old_words = np.frombuffer(old, np.uint16)
+    new_words = old_words.copy()
     for place, word in edits.items():
-        after[place] = word
+        new_words[place] = word
     files = [tmp_path / f"v{i}.safetensors" for i in (1, 2)]
-    for file, words in zip(files, (before, after), strict=True):
+    for file, words in zip(files, (old_words, new_words), strict=True):
         write(file, words)
     if (delta := write_delta(files[0], "d", files[1])) is not None:
         apply_delta(files[0], delta, tmp_path / "result")
-        np.testing.assert_array_equal(load_file(tmp_path / "result")["b"], after[16:])
+        np.testing.assert_array_equal(load_file(tmp_path / "result")["b"], new_words[16:])
 
 
 def test_where_most_numbers_changed_or_the_sizes_differ_there_is_no_delta(
     tmp_path: Path, numbers: np.ndarray
 ):
     old = write(tmp_path / "v1.safetensors", numbers)
-    other = write(tmp_path / "v2.safetensors", stepped(numbers, 0.9))
+    changed_file = write(tmp_path / "v2.safetensors", stepped(numbers, 0.9))
     longer = write(tmp_path / "v3.safetensors", np.concatenate([numbers, numbers[:8]]))
-    assert write_delta(old, "d", other) is None and write_delta(old, "d", longer) is None
+    assert write_delta(old, "d", changed_file) is None and write_delta(old, "d", longer) is None
     assert not list(tmp_path.glob("*.delta.*"))
 
 
@@ -141,9 +141,9 @@ def test_a_damaged_delta_is_refused_and_never_expanded_beyond_its_numbers(
     tmp_path: Path, numbers: np.ndarray, spoil, named: dict
 ):
     old = write(tmp_path / "v1.safetensors", numbers)
-    after = numbers.copy()
-    after[[3, 5, 7]] = 1.5
-    delta = write_delta(old, "d", write(tmp_path / "v2.safetensors", after))
+    changed = numbers.copy()
+    changed[[3, 5, 7]] = 1.5
+    delta = write_delta(old, "d", write(tmp_path / "v2.safetensors", changed))
     assert delta is not None
     spoil(delta)
     with raises(WeightUpdateError, **named):

@@ -50,8 +50,8 @@ def test_what_is_beyond_a_bound_is_an_error_of_yaml(kind):
 
 def test_aliases_merges_numbers_and_dates_are_read():
     text = "a: &a {b: 1e-5, c: 2020-01-02}\nd: {<<: *a, b: 2}\ne: [*a, *a]"
-    one = {"b": 1e-5, "c": datetime.date(2020, 1, 2)}
-    assert load_yaml(text) == {"a": one, "d": one | {"b": 2}, "e": [one, one]}
+    expected = {"b": 1e-5, "c": datetime.date(2020, 1, 2)}
+    assert load_yaml(text) == {"a": expected, "d": expected | {"b": 2}, "e": [expected, expected]}
 
 
 KEYS = st.text("abc", min_size=1, max_size=3)
@@ -133,5 +133,5 @@ def test_a_quote_that_is_never_closed_is_found_at_once(tmp_path):
 
 
 def test_arithmetic_that_python_cannot_parse_stays_as_it_is(tmp_path):
-    found = read_overrides(write(tmp_path / "run.sh", f"x.y=$(({'9*' * 20_000}9))"))
-    assert found["x.y"].unresolved
+    overrides = read_overrides(write(tmp_path / "run.sh", f"x.y=$(({'9*' * 20_000}9))"))
+    assert overrides["x.y"].unresolved

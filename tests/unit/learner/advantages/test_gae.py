@@ -52,7 +52,7 @@ tokens = st.lists(
 
 @given(tokens, st.floats(0, 1), st.floats(0, 1), st.floats(-2, 2))
 def test_a_response_with_tool_results_is_worth_what_it_is_without_them(
-    rows, gamma: float, lam: float, after: float
+    rows, gamma: float, lam: float, value_after: float
 ):
     """The reference: drop the inserted tokens, hand their rewards to the token before, run the
     textbook recursion.
@@ -62,12 +62,12 @@ def test_a_response_with_tool_results_is_worth_what_it_is_without_them(
     merged = np.add.reduceat(rewards, positions)
     expected = []
     running = 0.0
-    following = after
+    following = value_after
     for r, v in zip(merged[::-1], values[positions][::-1], strict=True):
         running = r + gamma * following - v + gamma * lam * running
         following = v
         expected.append(running)
-    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam, value_after=after)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam, value_after=value_after)
     np.testing.assert_allclose(advantages[positions], expected[::-1], atol=1e-9)
     np.testing.assert_allclose(
         returns[positions], advantages[positions] + values[positions], atol=1e-12

@@ -55,10 +55,10 @@ class RawLogprobs(ToyBackend):
 class UntruncatedLogprobs(ToyBackend):
     def sample(self, run):
         token, _ = super().sample(run)
-        whole = replace(
+        untruncated = replace(
             run.request, sampling=replace(run.request.sampling, top_p=1.0, top_k=0, min_p=0.0)
         )
-        return token, float(self.distribution(replace(run, request=whole))[token])
+        return token, float(self.distribution(replace(run, request=untruncated))[token])
 
 
 class ZeroGreedyLogprobs(ToyBackend):
@@ -235,12 +235,12 @@ class CrossesAnswers(ToyBackend):
     """Every sixth step of a full batch reads the context of its neighbour."""
 
     def sample(self, run):
-        others = list(self.running.values())
+        neighbours = list(self.running.values())
         if (
-            len(others) == self.capabilities.max_concurrent
+            len(neighbours) == self.capabilities.max_concurrent
             and self._metrics.generated_tokens % 6 == 0
         ):
-            return super().sample(others[others.index(run) - 1])
+            return super().sample(neighbours[neighbours.index(run) - 1])
         return super().sample(run)
 
 
@@ -299,8 +299,8 @@ class IgnoresMinP(ToyBackend):
 class KeepsOneMore(ToyBackend):
     def distribution(self, run):
         sampling = run.request.sampling
-        more = replace(sampling, top_k=sampling.top_k + 1) if sampling.top_k else sampling
-        return super().distribution(replace(run, request=replace(run.request, sampling=more)))
+        wider = replace(sampling, top_k=sampling.top_k + 1) if sampling.top_k else sampling
+        return super().distribution(replace(run, request=replace(run.request, sampling=wider)))
 
 
 class ReportsNoSupports(ToyBackend):
@@ -315,8 +315,8 @@ class ReportsAllIds(ToyBackend):
 
 class ReportsSupportsOfThePreviousId(ToyBackend):
     def kept(self, run):
-        before = replace(run, ids=run.ids[:-1]) if run.ids else run
-        return super().kept(before)
+        previous = replace(run, ids=run.ids[:-1]) if run.ids else run
+        return super().kept(previous)
 
 
 class ReportsBitsBackwards(ToyBackend):
@@ -348,13 +348,13 @@ class Constrained(ToyBackend):
             raise BackendError("not a grammar")
 
     def bounds(self, request):
-        found = re.fullmatch(r"start: /\[a-z\]\{(\d+),(\d+)\}/", request.sampling.grammar)
-        return found and (int(found[1]), int(found[2]))
+        match = re.fullmatch(r"start: /\[a-z\]\{(\d+),(\d+)\}/", request.sampling.grammar)
+        return match and (int(match[1]), int(match[2]))
 
     def allowed(self, run):
-        least, most = self.bounds(run.request)
+        min_length, max_length = self.bounds(run.request)
         ids = np.arange(VOCAB)
-        return np.where(ids == EOS, len(run.ids) >= least, len(run.ids) < most)
+        return np.where(ids == EOS, len(run.ids) >= min_length, len(run.ids) < max_length)
 
     def distribution(self, run):
         free = super().distribution(run)
@@ -468,10 +468,15 @@ class CountsExpertsFromTheResumption(Routing):
 
 class RoutesAsItsNeighbour(Routing):
     def routed(self, run):
-        other = next(
-            (other for other in self.running.values() if len(other.context) > len(run.context)), run
+        neighbour = next(
+            (
+                neighbour
+                for neighbour in self.running.values()
+                if len(neighbour.context) > len(run.context)
+            ),
+            run,
         )
-        return super().routed(other)[: len(run.context) - 1]
+        return super().routed(neighbour)[: len(run.context) - 1]
 
 
 class AdaptsNobody(Adapting):
@@ -482,7 +487,7 @@ class AdaptsNobody(Adapting):
 class AdaptsItsNeighbours(Adapting):
     def weights(self, run):
         return super().weights(
-            next((other for other in self.running.values() if other.request.lora), run)
+            next((neighbour for neighbour in self.running.values() if neighbour.request.lora), run)
         )
 
 

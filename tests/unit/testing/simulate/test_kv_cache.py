@@ -72,10 +72,10 @@ def turns(session: str, *, evicted_by: int):
 
 def test_evicted_kv_is_computed_again_and_offloaded_kv_is_copied_back():
     costs = {"tokens": 128, "prefill_seconds": 0.1, "restore_seconds": 0.01}
-    kept = small(turns("s", evicted_by=0), **costs)
+    report = small(turns("s", evicted_by=0), **costs)
     evicted = small(turns("s", evicted_by=1), **costs)
     restored = small(turns("s", evicted_by=1), offloading_tokens=128, **costs)
-    assert kept == (pytest.approx(5 + 2 * 0.1, abs=1e-3), 64)
+    assert report == (pytest.approx(5 + 2 * 0.1, abs=1e-3), 64)
     assert evicted == (pytest.approx(5 + 66 * 0.1, abs=1e-3), 0)
     assert restored == (pytest.approx(5 + 2 * 0.1 + 2 * 32 * 0.01, abs=1e-3), 64), "two pages"
 
@@ -137,8 +137,8 @@ def throughput(
 
 def test_at_equal_memory_agents_with_tools_get_more_turns_than_with_lru():
     lru = throughput("lru")
-    own = throughput("expected_return")
-    assert own > 1.2 * lru
+    expected_return = throughput("expected_return")
+    assert expected_return > 1.2 * lru
     assert throughput("expected_return", offloading_tokens=1 << 19) > 1.8 * lru
 
 

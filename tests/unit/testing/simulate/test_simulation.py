@@ -99,8 +99,8 @@ def test_the_command_prints_every_policy_and_ends_with_json(tmp_path, capsys):
     screen = Console(file=io.StringIO(), width=80)
     overrides = ["rollout.group_size=2", "assume.steps=2", "assume.engines.count=1"]
     run_command(recipe, overrides, assume, as_json=True, console=screen)
-    shown = screen.file.getvalue()
-    assert all(policy in shown for policy in POLICIES) and "2 x 2 trajectories" in shown
+    printed = screen.file.getvalue()
+    assert all(policy in printed for policy in POLICIES) and "2 x 2 trajectories" in printed
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["assumptions"]["agent"]["turns"] == 1 and len(report["outcomes"]) == len(POLICIES)
 

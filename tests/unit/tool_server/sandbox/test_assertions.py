@@ -560,19 +560,19 @@ async def test_a_program_that_answers_too_much_ends_itself(local):
 
 
 async def test_both_processes_are_gone_afterwards(local):
-    before = set(os.listdir("/proc/self/fd"))
+    open_files = set(os.listdir("/proc/self/fd"))
     result = await local.run_tests(
         "def f(x):\n    print(__import__('os').getpid())\n    return 4", "assert f(2) == 4"
     )
     assert result.ok, result.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(result.stdout), 0)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) == open_files
 
 
 @needs_bwrap
 async def test_tests_that_are_cancelled_leave_nothing_behind(sandbox):
-    before = set(process_tree(os.getpid()))
+    processes = set(process_tree(os.getpid()))
     fds = set(os.listdir("/proc/self/fd"))
     for delay in range(0, 400, 50):
         running = asyncio.create_task(
@@ -582,7 +582,9 @@ async def test_tests_that_are_cancelled_leave_nothing_behind(sandbox):
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert set(process_tree(os.getpid())) <= before and set(os.listdir("/proc/self/fd")) <= fds
+        assert (
+            set(process_tree(os.getpid())) <= processes and set(os.listdir("/proc/self/fd")) <= fds
+        )
 
 
 # --- plain data -----------------------------------------------------------------------------------
@@ -623,8 +625,8 @@ def crossed(value):
 
 @given(plain)
 def test_plain_data_cross_unchanged(value):
-    found = crossed(value)
-    assert found == value and type(found) is type(value)
+    received = crossed(value)
+    assert received == value and type(received) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -641,8 +643,8 @@ def test_plain_data_cross_unchanged(value):
     ],
 )
 def test_a_subclass_crosses_as_its_base_class(value, plain_value):
-    found = crossed(value)
-    assert found == plain_value and type(found) is type(plain_value)
+    received = crossed(value)
+    assert received == plain_value and type(received) is type(plain_value)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ async def execute(request, monkeypatch):
             "jax_agent_rl.tool_server.sandbox.isolation.maps_every_user", lambda: False
         )
     sandbox = await open_sandbox(limits=LIMITS)
-    before = set(process_tree(os.getpid()))
+    earlier_processes = set(process_tree(os.getpid()))
     process = await sandbox.start(
         [sandbox.python, "reader.py"], files={"reader.py": READER.encode()}
     )
@@ -39,10 +39,12 @@ async def execute(request, monkeypatch):
         output, _, stopped = await sandbox.exchange(
             process, source.encode().hex().encode() + b"\n", b"MARK"
         )
-        left = {
-            pid: found for pid in set(process_tree(os.getpid())) - before if (found := states(pid))
+        survivors = {
+            pid: state
+            for pid in set(process_tree(os.getpid())) - earlier_processes
+            if (state := states(pid))
         }
-        return output.decode(), stopped, left
+        return output.decode(), stopped, survivors
 
     execute.process = process
     yield execute
@@ -61,11 +63,11 @@ def states(pid):
         return set()
 
 
-def at_rest(left):
+def at_rest(survivors):
     """Whether bubblewrap's two processes and the stopped program are all there is, but for the
     dead.
     """
-    alive = [states for _, states in sorted(left.items()) if states != {"Z"}]
+    alive = [states for _, states in sorted(survivors.items()) if states != {"Z"}]
     return len(alive) == 3 and alive[-1] == {"T"}
 
 
@@ -100,10 +102,10 @@ print("left")
     ids=["children", "sessions", "files", "chain", "continuing"],
 )
 async def test_processes_left_behind_end_with_the_answer(execute, source):
-    output, stopped, left = await execute("kept = 41\n" + source)
-    assert (output, stopped) == ("left\n", None) and at_rest(left), left
-    output, stopped, left = await execute("print(kept + 1)")
-    assert (output, stopped) == ("42\n", None) and at_rest(left)
+    output, stopped, survivors = await execute("kept = 41\n" + source)
+    assert (output, stopped) == ("left\n", None) and at_rest(survivors), survivors
+    output, stopped, survivors = await execute("print(kept + 1)")
+    assert (output, stopped) == ("42\n", None) and at_rest(survivors)
 
 
 async def test_threads_stand_still_and_go_on(execute):
@@ -119,12 +121,12 @@ def count():
 threading.Thread(target=count, daemon=True).start()
 more.wait()
 """
-    _, stopped, left = await execute(source)
-    assert stopped is None and at_rest(left), left
-    output, _, left = await execute(
+    _, stopped, survivors = await execute(source)
+    assert stopped is None and at_rest(survivors), survivors
+    output, _, survivors = await execute(
         "before = counted; more.clear(); more.wait(); print(counted > before)"
     )
-    assert output == "True\n" and at_rest(left)
+    assert output == "True\n" and at_rest(survivors)
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
@@ -135,8 +137,8 @@ async def test_a_limit_passed_just_before_the_answer_counts(execute, folder):
 
 async def test_what_cannot_be_held_is_ended(execute, monkeypatch):
     monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.process.MAX_CHECKS", 0)
-    _, stopped, left = await execute("print(1)")
-    assert stopped is StopCause.BACKGROUND and not execute.process.alive and not left
+    _, stopped, survivors = await execute("print(1)")
+    assert stopped is StopCause.BACKGROUND and not execute.process.alive and not survivors
     assert (
         stopped.describe(LIMITS)
         == "ended: the processes it left in the background kept starting others"
@@ -144,10 +146,10 @@ async def test_what_cannot_be_held_is_ended(execute, monkeypatch):
 
 
 async def test_a_program_that_ends_with_its_answer_is_simply_gone(execute):
-    output, stopped, left = await execute("import os\nprint('MARK', flush=True)\nos._exit(0)")
+    output, stopped, survivors = await execute("import os\nprint('MARK', flush=True)\nos._exit(0)")
     assert (output, stopped) == ("", None)
     await execute.process.close()
-    assert not set(left) & set(process_tree(os.getpid()))
+    assert not set(survivors) & set(process_tree(os.getpid()))
 
 
 async def test_the_line_of_the_mark_may_arrive_in_pieces():

@@ -22,35 +22,37 @@ LIMITS = SandboxLimits(memory_bytes=64 << 20, disk_bytes=1 << 20, processes=8)
 class FakeCgroups(Cgroups):
     """Its folders are ordinary ones, in which the kernel's files have to be made."""
 
-    made = ()
+    created = ()
 
     def make(self, limits):
         group = super().make(limits)
-        self.made += (group,)
+        self.created += (group,)
         return group
 
 
 @pytest.fixture
 def hierarchy(tmp_path):
     """What a service sees: its own cgroup passes no controllers on, the one above does."""
-    own = tmp_path / "mount" / "system.slice" / "own.service"
-    own.mkdir(parents=True)
+    service = tmp_path / "mount" / "system.slice" / "own.service"
+    service.mkdir(parents=True)
     (tmp_path / "cgroup").write_text("1:name=systemd:/\n0::/system.slice/own.service\n")
     (tmp_path / "mountinfo").write_text(
         f"24 1 0:2 / / rw - ext4 x rw\n30 24 0:26 / {tmp_path}/mount rw - cgroup2 c rw\n"
     )
     for folder, controllers in (
-        (own, ""),
-        (own.parent, "cpu memory pids"),
-        (own.parent.parent, "memory"),
+        (service, ""),
+        (service.parent, "cpu memory pids"),
+        (service.parent.parent, "memory"),
     ):
         (folder / "cgroup.subtree_control").write_text(controllers + "\n")
     return tmp_path
 
 
 def test_the_nearest_cgroup_whose_children_limit_memory_is_taken(hierarchy):
-    found = find_cgroups(hierarchy)
-    assert found is not None and found.make(LIMITS).parent == hierarchy / "mount" / "system.slice"
+    cgroups = find_cgroups(hierarchy)
+    assert (
+        cgroups is not None and cgroups.make(LIMITS).parent == hierarchy / "mount" / "system.slice"
+    )
 
 
 @pytest.mark.parametrize("controllers", ["", "cpu pids"])
@@ -103,17 +105,17 @@ async def test_a_program_runs_in_its_cgroup_and_ends_for_memory_when_that_says_s
         Bubblewrap(bwrap, Path(sys.executable), cgroups), SandboxLimits(), max_running=1
     )
     assert (await sandbox.run(["sh", "-c", "echo $PPID"])).stdout == "1\n"
-    assert int((cgroups.made[0] / "cgroup.procs").read_text()) > 1
+    assert int((cgroups.created[0] / "cgroup.procs").read_text()) > 1
     process = await sandbox.start(["cat"])
-    (cgroups.made[1] / "memory.events").write_text("oom_kill 1\n")
+    (cgroups.created[1] / "memory.events").write_text("oom_kill 1\n")
     assert (await process.exchange(b"MARK\n", b"MARK"))[2] is StopCause.MEMORY and not process.alive
 
 
 def test_a_command_enters_before_it_runs(tmp_path):
-    found = subprocess.run(
+    entered = subprocess.run(
         enter_cgroup(tmp_path, ["sh", "-c", "echo $$ $0", "a b"]), capture_output=True, text=True
     )
-    pid, argument = found.stdout.rstrip("\n").split(" ", 1)
+    pid, argument = entered.stdout.rstrip("\n").split(" ", 1)
     assert argument == "a b" and (tmp_path / "cgroup.procs").read_text().strip() == pid
 
 

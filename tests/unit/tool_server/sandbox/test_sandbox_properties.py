@@ -129,10 +129,10 @@ print(any(b"s3cret" in data or b"HOST_SECRET" in data for data in found))
 
 
 async def test_the_first_process_has_an_empty_environment_or_hides_it(sandbox):
-    (found,) = await out(
+    (printed,) = await out(
         sandbox, "try: print(open('/proc/1/environ', 'rb').read())\nexcept OSError: print('hidden')"
     )
-    assert found in ("b''", "hidden")
+    assert printed in ("b''", "hidden")
 
 
 async def test_other_processes_of_the_host_cannot_be_seen(sandbox):
@@ -224,9 +224,9 @@ if os.fork() == 0:
 os.read(read, 1)
 print("started")
 """
-    before = set(process_tree(os.getpid()))
+    processes = set(process_tree(os.getpid()))
     assert await out(sandbox, source) == ["started"]
-    assert set(process_tree(os.getpid())) <= before
+    assert set(process_tree(os.getpid())) <= processes
 
 
 async def test_a_killed_program_leaves_nothing_behind(sandbox):
@@ -237,21 +237,21 @@ async def test_a_killed_program_leaves_nothing_behind(sandbox):
         "        time.sleep(600)\n"
         "time.sleep(600)"
     )
-    before = set(process_tree(os.getpid()))
+    processes = set(process_tree(os.getpid()))
     assert (await run(sandbox, source, wall_seconds=1)).stopped is StopCause.WALL
-    assert set(process_tree(os.getpid())) <= before
+    assert set(process_tree(os.getpid())) <= processes
 
 
 async def test_a_run_cancelled_at_any_moment_leaves_nothing_behind(sandbox):
     """The run may still be set up: the kernel does not end it with its parent yet."""
-    before = set(process_tree(os.getpid()))
+    processes = set(process_tree(os.getpid()))
     for delay in range(0, 60, 4):
         running = asyncio.create_task(run(sandbox, "import time\ntime.sleep(600)"))
         await asyncio.sleep(delay / 1000)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert set(process_tree(os.getpid())) <= before
+        assert set(process_tree(os.getpid())) <= processes
 
 
 # --- memory and disk ------------------------------------------------------------------------------

@@ -41,12 +41,12 @@ async def test_no_path_of_the_host_is_shown(user_namespace, monkeypatch):
         Path(prefix).resolve()
         for prefix in (sys.prefix, sys.base_prefix, sys.executable, os.getcwd())
     }
-    shown = [
+    leaked = [
         folder
         for folder in map(str, folders)
         if not folder.startswith("/usr") and folder in result.stdout
     ]
-    assert not shown
+    assert not leaked
     boot = Path("/proc/cmdline").read_text().strip()
     assert not boot or boot not in result.stdout
 
@@ -64,12 +64,12 @@ def test_an_environment_keeps_only_its_settings_of_packages(tmp_path):
     import venv
 
     venv.create(tmp_path / "env", with_pip=False, system_site_packages=True, symlinks=True)
-    found = install(tmp_path / "env" / "bin" / "python")
-    (settings,) = found.contents.values()
+    environment = install(tmp_path / "env" / "bin" / "python")
+    (settings,) = environment.contents.values()
     assert (
         b"include-system-site-packages = true" in settings
         and str(tmp_path).encode() not in settings
     )
-    assert found.python == Path("/opt/environment/bin/python")
-    assert f"home = {found.interpreter.parent}".encode() in settings
-    assert str(tmp_path / "env" / "bin") not in " ".join(found.options)
+    assert environment.python == Path("/opt/environment/bin/python")
+    assert f"home = {environment.interpreter.parent}".encode() in settings
+    assert str(tmp_path / "env" / "bin") not in " ".join(environment.options)

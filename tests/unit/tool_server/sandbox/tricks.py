@@ -4,7 +4,7 @@ SQUARES = "assert f(2) == 4\nassert f(3) == 9"
 MUST_RAISE = "try:\n    f(2)\nexcept Exception:\n    pass\nelse:\n    assert False"
 
 
-def _liar(base, value, more=""):
+def _liar(base, value, body=""):
     return f"""
 class Liar({base}):
     def __eq__(self, other): return True
@@ -18,7 +18,7 @@ class Liar({base}):
     def __iter__(self): return iter([])
     def __getattr__(self, name): return lambda *args: True
 def f(x): return Liar({value})
-{more}"""
+{body}"""
 
 
 TRICKS = {
