@@ -125,7 +125,8 @@ def assert_token_exact(trajectory: Trajectory, requests: Any) -> None:
         assert first.prompt_ids == context
         while remaining and remaining[0].request_id == first.request_id:
             further = remaining.popleft().prompt_ids
-            assert len(context) < len(further) < len(said) and further == said[: len(further)]
+            assert len(context) < len(further) < len(said)
+            assert further == said[: len(further)]
         context = said + turn.appended_ids
     assert not remaining and context == trajectory.prompt_ids + trajectory.response_ids
 

@@ -56,9 +56,8 @@ def test_a_summary_that_cannot_be_written_leaves_the_old_one_and_no_temporary_fi
     folder.write_json(folder.summary, {"steps": 1})
     with largest_file(50), raises(StorageError, key="summary.json"):
         folder.write_json(folder.summary, {"steps": 2, "noise": "x" * 100})
-    assert [p.name for p in tmp_path.iterdir()] == [
-        "summary.json"
-    ] and '"steps": 1' in folder.summary.read_text()
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+    assert '"steps": 1' in folder.summary.read_text()
 
 
 def test_weights_that_find_no_room_are_said_with_where_and_the_key_to_set(tmp_path: Path):
@@ -112,10 +111,8 @@ def test_a_run_that_cannot_write_a_step_ends_with_a_message_and_can_resume(
     recipe = recipe_in(tmp_path)
     failed = train("-c", FILLS_UP, "train", str(recipe), file)
     assert failed.returncode == 2 and "Traceback" not in failed.stderr, failed.stderr[-3000:]
-    assert (
-        f"{file} could not be written" in failed.stderr.replace("\n", "")
-        and "--resume" in failed.stderr
-    )
+    assert f"{file} could not be written" in failed.stderr.replace("\n", "")
+    assert "--resume" in failed.stderr
     resumed = train("-m", "jax_agent_rl.cli", "train", str(recipe), "--resume")
     assert resumed.returncode == 0, resumed.stderr[-2000:]
     require_same(undisturbed, tmp_path / "run")

@@ -272,7 +272,8 @@ def test_whenever_the_writing_of_a_table_is_killed_the_same_command_writes_it(
     for _ in lives.each(folder, begin, scenario):
         _write(folder, name)
         target = Target.from_path(folder / name)
-        assert json.loads(target.summary.read_text()) == SUMMARY and not target.journal.exists()
+        assert json.loads(target.summary.read_text()) == SUMMARY
+        assert not target.journal.exists()
         names = sorted(
             file.name
             for file in (target.path if target.is_folder else folder).rglob("*")

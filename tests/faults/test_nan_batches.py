@@ -83,7 +83,8 @@ def test_nan_rewards_logprobs_and_gradients_cost_what_they_touch_and_the_run_goe
     assert result.returncode == 0, result.stderr[-3000:]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["dropped"] == {"reward_error": 3, "nan_logprobs": 1, "non_finite": 8}
-    assert (summary["started"], summary["trained"]) == (32, 32 - 12) and summary["steps"] == 4
+    assert (summary["started"], summary["trained"]) == (32, 32 - 12)
+    assert summary["steps"] == 4
     assert finite(tmp_path / "run")
     steps = [
         line for line in read_records(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "step"

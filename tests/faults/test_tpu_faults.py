@@ -49,10 +49,8 @@ def test_a_run_from_nothing_to_a_deleted_slice(cloud: Cloud):
         "trainer.steps=3" in run and "learner.multihost.coordinator=auto" in run
         for run in cloud.runs()
     )
-    assert (
-        "[host-0] arguments: train" in result.stdout
-        and "[host-1] arguments: train" in result.stdout
-    )
+    assert "[host-0] arguments: train" in result.stdout
+    assert "[host-1] arguments: train" in result.stdout
     assert cloud.node() is None and "the run is in gs://b/try" in result.stdout
     logs = sorted(
         file.name.partition("-2")[0] for file in (cloud.folder / "buckets/b/try/logs").iterdir()
@@ -76,17 +74,16 @@ def test_the_quickstart_brings_its_model_and_data_to_every_host(cloud: Cloud):
     cloud.write("venv/bin/jax-agent-rl", '#!/usr/bin/env bash\necho "called: $*"\n').chmod(0o755)
     result = cloud.launch("--bucket", "gs://b")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "called: fetch-model" in result.stdout and "called: prepare shop" in result.stdout
+    assert "called: fetch-model" in result.stdout
+    assert "called: prepare shop" in result.stdout
 
 
 def test_the_exit_status_is_the_runs_and_the_slice_is_given_back(cloud: Cloud):
     cloud.order("trainer", "ends 2")
     result = cloud.launch(*KEPT)
-    assert (
-        result.returncode == 2
-        and "ended with 2 on host-0" in result.stdout
-        and cloud.node() is None
-    )
+    assert result.returncode == 2
+    assert "ended with 2 on host-0" in result.stdout
+    assert cloud.node() is None
 
 
 def test_a_preempted_slice_ends_the_launch_and_resume_continues_on_a_new_one(cloud: Cloud):
@@ -118,7 +115,8 @@ def test_a_broken_connection_loses_neither_the_run_nor_a_line(cloud: Cloud):
     first_output += "".join(read_until(process, "the connection broke, connecting again"))
     last_output = "".join(ended_after(process, signal.SIGINT))
     assert process.returncode == 130 and "[host-0] saved a checkpoint" in last_output, last_output
-    assert (first_output + last_output).count("[host-0] training") == 1 and len(cloud.runs()) == 1
+    assert (first_output + last_output).count("[host-0] training") == 1
+    assert len(cloud.runs()) == 1
 
 
 def test_a_launcher_without_a_network_finds_its_run_again(cloud: Cloud):
@@ -165,9 +163,9 @@ def test_a_launcher_that_has_lost_sight_of_the_run_leaves_it_and_another_finds_i
     again = cloud.start(*KEPT)
     read_until(again, "[host-0] training")
     output = "".join(ended_after(again, signal.SIGINT))
-    assert (
-        again.returncode == 130 and len(cloud.runs()) == 1 and len(cloud.calls("tpu-vm scp")) == 1
-    )
+    assert again.returncode == 130
+    assert len(cloud.runs()) == 1
+    assert len(cloud.calls("tpu-vm scp")) == 1
 
 
 def test_a_failed_run_is_left_while_it_is_unknown_whether_its_slice_was_taken(cloud: Cloud):
@@ -187,9 +185,8 @@ def test_ctrl_c_lets_the_run_save_before_its_slice_is_deleted(cloud: Cloud):
     read_until(process, "[host-0] training")
     output = "".join(ended_after(process, signal.SIGINT))
     assert process.returncode == 130, output
-    assert (
-        output.index("saved a checkpoint") < output.index("deleting try") and cloud.node() is None
-    )
+    assert output.index("saved a checkpoint") < output.index("deleting try")
+    assert cloud.node() is None
 
 
 def test_a_killed_launcher_leaves_the_run_going_and_another_finds_it(cloud: Cloud):
@@ -202,7 +199,9 @@ def test_a_killed_launcher_leaves_the_run_going_and_another_finds_it(cloud: Clou
     lines = read_until(again, "[host-0] training")
     assert any("a run is under way there: following it" in line for line in lines)
     output = "".join(ended_after(again, signal.SIGINT))
-    assert again.returncode == 130 and "saved a checkpoint" in output and len(cloud.runs()) == 1
+    assert again.returncode == 130
+    assert "saved a checkpoint" in output
+    assert len(cloud.runs()) == 1
     assert len(cloud.calls("tpu-vm scp")) == 1
 
 
@@ -233,10 +232,8 @@ def test_variables_reach_what_prepares_and_what_runs_and_are_shown_nowhere(cloud
         "secret' of" in text or "b=c" in text for text in (*cloud.calls(), result.stdout)
     )
     result = cloud.launch(*KEPT, "--env", "NOWHERE")
-    assert (
-        result.returncode == 1
-        and "--env NOWHERE is not set here: export it, or give" in result.stderr
-    )
+    assert result.returncode == 1
+    assert "--env NOWHERE is not set here: export it, or give" in result.stderr
     assert cloud.launch("--delete", "--env", "NOWHERE").returncode == 0, (
         "the same command with --delete"
     )
@@ -295,7 +292,9 @@ def test_a_host_that_does_not_listen_yet_is_tried_again(cloud: Cloud):
 def test_what_google_refuses_is_said_with_the_fix(cloud: Cloud, order: str, message: str):
     cloud.order(order)
     result = cloud.launch(*KEPT)
-    assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
     assert cloud.node() is None and "stays" not in result.stdout
 
 
@@ -308,10 +307,8 @@ def test_a_slice_that_another_launcher_creates_is_left_to_it(cloud: Cloud):
     assert cloud.launch(*KEPT, "--keep").returncode == 0
     cloud.set_state("CREATING")
     result = cloud.launch(*KEPT)
-    assert (
-        result.returncode == 1
-        and "try is there already and CREATING: start again once it is READY" in result.stderr
-    )
+    assert result.returncode == 1
+    assert "try is there already and CREATING: start again once it is READY" in result.stderr
     assert cloud.node() is not None and len(cloud.runs()) == 1
 
 
@@ -343,10 +340,8 @@ def test_without_gcloud_its_installation_is_named(cloud: Cloud):
 def test_a_name_that_is_another_slices_is_left_alone(cloud: Cloud):
     assert cloud.launch(*KEPT, "--keep").returncode == 0
     result = cloud.launch(*KEPT, "--topology", "v5e:4x4")
-    assert (
-        result.returncode == 1
-        and "try is there already and is a v5litepod-4, not a v5litepod-16" in result.stderr
-    )
+    assert result.returncode == 1
+    assert "try is there already and is a v5litepod-4, not a v5litepod-16" in result.stderr
     assert cloud.node() is not None and len(cloud.runs()) == 1
 
 
@@ -354,7 +349,5 @@ def test_a_host_that_cannot_be_prepared_is_named(cloud: Cloud):
     result = cloud.launch(*KEPT, "--prepare", "cp /nowhere .")
     assert result.returncode == 1 and cloud.runs() == []
     assert "host-0:" in result.stderr and "failed, see above" in result.stderr
-    assert (
-        "the slice stays and costs: --delete deletes it" in result.stdout
-        and cloud.node() is not None
-    )
+    assert "the slice stays and costs: --delete deletes it" in result.stdout
+    assert cloud.node() is not None

@@ -75,9 +75,8 @@ async def test_requests_of_an_engine_that_dies_go_on_in_another(model_folder: Pa
             assert [server.name for server in client.pool.servers] == ["other"]
     reference = Reference(model_folder)
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert len(output.token_ids) == 150 and list(output.token_ids[:8]) == reference.greedy(
-            prompt, 8
-        )
+        assert len(output.token_ids) == 150
+        assert list(output.token_ids[:8]) == reference.greedy(prompt, 8)
 
 
 async def test_an_engine_that_dies_fails_its_requests_and_says_so(model_folder: Path):

@@ -95,9 +95,8 @@ async def test_a_healthy_engine_agrees_and_its_tensors_are_the_learners(engine: 
     samples = await engine.backend.tensor_samples()
     assert "model.layers.1.mlp.up_proj.weight" in samples
     sample = samples["model.layers.1.mlp.up_proj.weight"]
-    assert sample.shape == (96, 64) and sample.rms == pytest.approx(
-        float(jnp.sqrt(jnp.mean(UP[1] ** 2))), rel=1e-5
-    )
+    assert sample.shape == (96, 64)
+    assert sample.rms == pytest.approx(float(jnp.sqrt(jnp.mean(UP[1] ** 2))), rel=1e-5)
 
 
 @pytest.mark.parametrize(

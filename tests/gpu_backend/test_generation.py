@@ -138,9 +138,9 @@ async def test_chunks_put_together_are_the_output(engine: Engine):
         chunk async for chunk in engine.backend.stream(request("r", prompt_of(2, 6), max_tokens=30))
     ]
     final = chunks[-1].final
-    assert (
-        final is not None and all(chunk.final is None for chunk in chunks[:-1]) and len(chunks) > 1
-    )
+    assert final is not None
+    assert all(chunk.final is None for chunk in chunks[:-1])
+    assert len(chunks) > 1
     assert sum((chunk.token_ids for chunk in chunks), ()) == final.token_ids
     assert sum((chunk.log_probs for chunk in chunks), ()) == final.log_probs
     assert sum((chunk.policy_versions for chunk in chunks), ()) == final.policy_versions
@@ -256,11 +256,9 @@ async def test_freezing_and_going_on_changes_nothing(engine: Engine):
 
 async def test_capabilities_are_honest_about_the_platform(engine: Engine):
     capabilities = engine.backend.capabilities
-    assert (
-        capabilities.weight_payloads == {"safetensors"}
-        and not capabilities.sleep
-        and not capabilities.lora
-    )
+    assert capabilities.weight_payloads == {"safetensors"}
+    assert not capabilities.sleep
+    assert not capabilities.lora
     with pytest.raises(NotImplementedError):
         await engine.backend.sleep()
     with pytest.raises(BackendError, match="image"):
@@ -273,7 +271,5 @@ async def test_metrics_count_ids_and_requests(engine: Engine):
     new_metrics = await engine.backend.metrics()
     assert new_metrics.generated_tokens - old_metrics.generated_tokens == 6
     assert new_metrics.requests_finished - old_metrics.requests_finished == 1
-    assert (
-        new_metrics.prefill_tokens - old_metrics.prefill_tokens == 40
-        and new_metrics.busy_seconds > old_metrics.busy_seconds
-    )
+    assert new_metrics.prefill_tokens - old_metrics.prefill_tokens == 40
+    assert new_metrics.busy_seconds > old_metrics.busy_seconds

@@ -55,7 +55,6 @@ async def test_an_answer_is_one_of_its_schema_and_survives_an_abort(tmp_path: Pa
         outputs.append(await task)
     for output in outputs:
         assert json.loads(decode(output.token_ids[:-1])) in SCHEMA["enum"]
-        assert output.stop_reason is StopReason.EOS and output.constrained == (True,) * len(
-            output.token_ids
-        )
+        assert output.stop_reason is StopReason.EOS
+        assert output.constrained == (True,) * len(output.token_ids)
     assert in_batch.token_ids == alone.token_ids and in_batch.constrained == ()

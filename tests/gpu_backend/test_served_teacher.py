@@ -113,4 +113,5 @@ async def test_its_scores_are_those_of_the_same_teacher_elsewhere(
         ]
         for name in ("here", "there")
     )
-    assert local_losses[0] > 0.001 and served_losses == pytest.approx(local_losses, rel=1e-3)
+    assert local_losses[0] > 0.001
+    assert served_losses == pytest.approx(local_losses, rel=1e-3)

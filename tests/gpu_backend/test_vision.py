@@ -181,9 +181,8 @@ async def test_pictures_travel_over_http(seeing: Seeing):
     finally:
         await remote.close()
         await server.close()
-    assert (
-        over_http.token_ids == local.token_ids and over_http.context_digest == local.context_digest
-    )
+    assert over_http.token_ids == local.token_ids
+    assert over_http.context_digest == local.context_digest
     np.testing.assert_allclose(over_http.log_probs, local.log_probs, atol=1e-4)
 
 
@@ -242,7 +241,8 @@ async def test_a_tools_picture_is_part_of_the_trajectory_id_by_id(seeing: Seeing
     sampling = SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=tuple(range(256)))
     trajectory = await ToolAgent(context).play(episode_request(row, sampling))
     first, second = trajectory.turns
-    assert first.appended_ids.count(IMAGE) == 4 and trajectory.multi_modal.keys() == {"image"}
+    assert first.appended_ids.count(IMAGE) == 4
+    assert trajectory.multi_modal.keys() == {"image"}
     context_ids = [*trajectory.prompt_ids, *first.output.token_ids, *first.appended_ids]
     expected, values = references[0].greedy(context_ids, trajectory.multi_modal, 1)
     assert list(second.output.token_ids) == expected
@@ -322,9 +322,8 @@ async def test_pixels_are_one_setting_for_the_engine_and_the_count(folders):
         engine = Seeing(backend, folders[0], ChatCodec.from_pretrained(folders[0], pixels=pixels))
         prompt = engine.prompt(media)
         output = await backend.generate(request("r", prompt, multi_modal=media))
-        assert prompt.count(IMAGE) == 9 and output.context_digest == digest_ids(
-            [*prompt, *output.token_ids]
-        )
+        assert prompt.count(IMAGE) == 9
+        assert output.context_digest == digest_ids([*prompt, *output.token_ids])
         seeing = Seeing(backend, folders[0], ChatCodec.from_pretrained(folders[0]))
         with pytest.raises(TokenDriftError, match="16 image placeholders where vLLM has 9"):
             await backend.generate(request("s", seeing.prompt(media), multi_modal=media))

@@ -38,10 +38,8 @@ COMMANDS = sorted(typer.main.get_command(app).commands)
 def test_the_help_of_every_command_explains_it_and_ends_with_examples(name: str):
     result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
-    assert (
-        "Examples:" in result.output
-        and f"jax-agent-rl {name}" in result.output.partition("Examples:")[2]
-    )
+    assert "Examples:" in result.output
+    assert f"jax-agent-rl {name}" in result.output.partition("Examples:")[2]
     command = typer.main.get_command(app).commands[name]
     assert command.rich_help_panel in set(Panel), f"{name} is in no panel"
     assert all(p.help for p in command.params), [p.name for p in command.params if not p.help]
@@ -142,9 +140,8 @@ def test_examples_work_on_what_the_quickstart_leaves(example: str):
         "there is no such run"
     )
     if name == "view":
-        assert (arguments["step"] or trainer.steps) in {0, trainer.steps} and (
-            arguments["min_step"] or 0
-        ) <= trainer.steps
+        assert (arguments["step"] or trainer.steps) in {0, trainer.steps}
+        assert (arguments["min_step"] or 0) <= trainer.steps
     else:
         assert {arguments.get("step"), arguments.get("version")} <= {None, *checkpoints}
 

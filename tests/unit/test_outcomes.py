@@ -62,7 +62,8 @@ def shaped(group: Group) -> Group:
 def test_shaping_changes_the_reward_and_keeps_the_score():
     group = members(1.0, 1.0)
     first, second = shaped(group).trajectories
-    assert [t.score for t in (first, second)] == [1.0, 1.0] and second.reward < first.reward <= 1.0
+    assert [t.score for t in (first, second)] == [1.0, 1.0]
+    assert second.reward < first.reward <= 1.0
     assert second.reward == pytest.approx(1.0 + sum(second.reward_parts.values()))
 
 
@@ -326,7 +327,8 @@ async def test_no_trainer_learns_from_lengths_where_all_are_right(tmp_path: Path
         tmp_path, mode, score=all_right, algorithm={"max_resample_rounds": 1}
     )
     await finish(training)
-    assert not learned(training) and set(books(training).dropped) == {DropReason.ZERO_VARIANCE}
+    assert not learned(training)
+    assert set(books(training).dropped) == {DropReason.ZERO_VARIANCE}
     lines = steps_of(tmp_path)
     assert all(line["reward_min"] < line["reward_max"] == 1.0 for line in lines), (
         "penalties differed"
@@ -340,7 +342,8 @@ async def test_every_trainer_learns_from_penalties_beside_scores(tmp_path: Path,
     await finish(training)
     rewards = {(t.score, t.reward) for group in learned(training) for t in group.trajectories}
     assert {score for score, _ in rewards} == {0.0, 1.0}
-    assert all(reward < score for score, reward in rewards if score) and (0.0, 0.0) in rewards
+    assert all(reward < score for score, reward in rewards if score)
+    assert (0.0, 0.0) in rewards
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -354,8 +357,6 @@ async def test_the_greedy_baseline_is_shaped_as_what_it_is_subtracted_from(
     await finish(training)
     assert len(learned(training)) == 2
     for group in learned(training):
-        assert (
-            group.rewards == (1.0,)
-            and group.greedy_reward is not None
-            and group.greedy_reward < 1.0
-        )
+        assert group.rewards == (1.0,)
+        assert group.greedy_reward is not None
+        assert group.greedy_reward < 1.0

@@ -449,10 +449,12 @@ def test_chosen_ids_are_scored_at_each_token_of_a_prompt(service, model_folder):
     ]
     for tensor, future in zip(tensors, futures, strict=True):
         answer = future.result()
-        assert answer.prompt_logprobs is None and answer.target_prompt_logprobs is not None
+        assert answer.prompt_logprobs is None
+        assert answer.target_prompt_logprobs is not None
         assert answer.target_prompt_logprobs.sparse_crow_indices == tensor.sparse_crow_indices
         np.testing.assert_allclose(answer.target_prompt_logprobs.to_numpy(), expected, atol=1e-4)
-    assert tensors[0].sparse_crow_indices is None and tensors[1].sparse_crow_indices is not None
+    assert tensors[0].sparse_crow_indices is None
+    assert tensors[1].sparse_crow_indices is not None
 
 
 @pytest.mark.parametrize(
@@ -532,9 +534,8 @@ def test_a_checkpoint_that_gets_the_name_of_another_takes_its_place(service):
         client.forward_backward(data(), "cross_entropy").result()
         client.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
     (sampled, scored), (sampled_again, scored_again) = logprobs
-    assert not np.allclose(sampled, sampled_again, atol=1e-3) and not np.allclose(
-        scored, scored_again, atol=1e-3
-    )
+    assert not np.allclose(sampled, sampled_again, atol=1e-3)
+    assert not np.allclose(scored, scored_again, atol=1e-3)
 
 
 def test_weights_of_one_name_are_told_apart_while_the_clock_stands_still(
@@ -564,9 +565,8 @@ def test_weights_of_one_name_are_told_apart_while_the_clock_stands_still(
             else:
                 client.load_state(start).result()
     (sampled, scored), (sampled_then, scored_then), (sampled_again, scored_again) = seen_ids
-    assert not np.allclose(sampled, sampled_then, atol=1e-3) and not np.allclose(
-        scored, scored_then, atol=1e-3
-    )
+    assert not np.allclose(sampled, sampled_then, atol=1e-3)
+    assert not np.allclose(scored, scored_then, atol=1e-3)
     np.testing.assert_allclose(sampled_again, sampled, atol=1e-5)
     np.testing.assert_allclose(scored_again, scored, atol=1e-5)
 
@@ -802,7 +802,8 @@ def test_a_request_that_is_sent_again_is_not_repeated(tmp_path):
     store.add_session("s")
     store.add_model("m", "s", {})
     first = store.add_request("m:1", "m", "optim_step", b"{}")
-    assert first is not None and store.add_request("m:1", "m", "optim_step", b"{}") is None
+    assert first is not None
+    assert store.add_request("m:1", "m", "optim_step", b"{}") is None
     assert [request.id for request in store.queued()] == ["m:1"]
     store.finish(first, b"result")
     assert store.queued() == []
@@ -944,7 +945,8 @@ def test_files_that_a_killed_server_left_without_a_record_are_removed(model_fold
     for file in orphaned_files:
         file.write_bytes(b"cut off")
     with serving(model_folder, tmp_path):
-        assert recorded_file.exists() and not any(file.exists() for file in orphaned_files)
+        assert recorded_file.exists()
+        assert not any(file.exists() for file in orphaned_files)
 
 
 def test_a_database_of_a_server_that_kept_sessions_for_ever_is_read(tmp_path):

@@ -117,9 +117,8 @@ async def test_tasks_of_two_trajectories_never_mix():
     await asyncio.gather(play("a"), play("b"))
     for trace in traces:
         tools = {s.about for s in trace.spans[1:]}
-        assert tools == {f"{trace.trajectory_id}-{n}" for n in range(3)} and {
-            s.parent for s in trace.spans[1:]
-        } == {0}
+        assert tools == {f"{trace.trajectory_id}-{n}" for n in range(3)}
+        assert {s.parent for s in trace.spans[1:]} == {0}
 
 
 async def test_a_thread_belongs_to_who_asked_it():

@@ -42,7 +42,8 @@ def test_folding_undoes_writing_out_and_leaves_what_follows_alone(items, text, t
 def test_a_video_is_its_frames_and_their_times():
     media = vllm_media(request([8], video=([IMAGE] * 4,), image=(IMAGE,)))
     ((frames, times),) = media["video"]
-    assert frames.shape == (4, 2, 4, 3) and (times["fps"], times["duration"]) == (2.0, 2.0)
+    assert frames.shape == (4, 2, 4, 3)
+    assert (times["fps"], times["duration"]) == (2.0, 2.0)
     assert times["frames_indices"] == [0, 1, 2, 3] and not times["do_sample_frames"]
     assert media["image"][0].size == (4, 2)
 

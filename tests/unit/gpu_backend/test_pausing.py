@@ -81,7 +81,9 @@ async def cancelled(engine: Engine, call) -> None:
 
 
 async def assert_serves(backend: VllmBackend, engine: Engine) -> None:
-    assert not engine.paused and backend._delivery.is_set() and (await backend.health()).ok
+    assert not engine.paused
+    assert backend._delivery.is_set()
+    assert (await backend.health()).ok
 
 
 @pytest.mark.parametrize("call", ["pause", "update_weights"])

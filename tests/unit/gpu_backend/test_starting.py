@@ -45,11 +45,10 @@ RuntimeError: Engine core initialization failed. See root cause above.
 def test_log_probs_are_of_the_distribution_sampled_from_everywhere():
     for platform in ("cpu", "cuda", "tpu", "other"):
         arguments = SETTINGS.engine_arguments(platform)
-        assert (
-            arguments["logprobs_mode"] == "processed_logprobs"
-            and arguments["generation_config"] == "vllm"
-        )
-        assert arguments["scheduling_policy"] == "priority" and arguments["enable_prefix_caching"]
+        assert arguments["logprobs_mode"] == "processed_logprobs"
+        assert arguments["generation_config"] == "vllm"
+        assert arguments["scheduling_policy"] == "priority"
+        assert arguments["enable_prefix_caching"]
 
 
 def test_nothing_assumes_cuda():
@@ -60,11 +59,9 @@ def test_nothing_assumes_cuda():
         GIB,
     )
     tpu = SETTINGS.engine_arguments("tpu")
-    assert (
-        tpu["dtype"] == "auto"
-        and "weight_transfer_config" not in tpu
-        and "kv_cache_memory_bytes" not in tpu
-    )
+    assert tpu["dtype"] == "auto"
+    assert "weight_transfer_config" not in tpu
+    assert "kv_cache_memory_bytes" not in tpu
     assert "weight_transfer_config" in SETTINGS.engine_arguments("cuda")
 
 
@@ -100,10 +97,8 @@ def test_adapters_and_images_are_switched_on_by_naming_them(tmp_path):
     assert (arguments["max_loras"], cuda["max_loras"], cuda["max_cpu_loras"]) == (3, 2, 2)
     assert arguments["limit_mm_per_prompt"] == {"image": 2, "video": 0}
     assert arguments["mm_processor_kwargs"] == {"size": {"shortest_edge": 4, "longest_edge": 8}}
-    assert (
-        not arguments["skip_tokenizer_init"]
-        and SETTINGS.engine_arguments("cpu")["skip_tokenizer_init"]
-    )
+    assert not arguments["skip_tokenizer_init"]
+    assert SETTINGS.engine_arguments("cpu")["skip_tokenizer_init"]
 
 
 def test_a_model_with_a_tokenizer_follows_grammars_by_the_library_of_the_jax_engine(tmp_path):
@@ -122,7 +117,8 @@ def test_processes_are_spawned_and_processors_shared_between_ranks(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     two = VllmSettings(model="m", max_model_len=128, tensor_parallel_size=2)
     values = environment(two, cpus=[0, 1, 4, 5], log_config=None)
-    assert values["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|4,5" and values["OMP_NUM_THREADS"] == "2"
+    assert values["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|4,5"
+    assert values["OMP_NUM_THREADS"] == "2"
     assert values["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert environment(two, cpus=[0], log_config=None)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
@@ -223,9 +219,8 @@ def explained(tmp_path, cause: str) -> ConfigError | BackendError:
 def test_too_little_memory_is_a_config_error_with_the_keys(tmp_path, cause: str):
     error = explained(tmp_path, cause)
     assert isinstance(error, ConfigError)
-    assert cause.rpartition(".")[0][-20:] in str(error) and "gpu_memory_utilization=0.5" in str(
-        error
-    )
+    assert cause.rpartition(".")[0][-20:] in str(error)
+    assert "gpu_memory_utilization=0.5" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -259,18 +254,15 @@ def test_too_little_shared_memory_is_not_the_devices(tmp_path, cause: str):
 )
 def test_other_failures_keep_their_cause(tmp_path, cause: str):
     error = explain(SETTINGS, RuntimeError(cause), Log(tmp_path / "vllm.log"))
-    assert (
-        isinstance(error, BackendError)
-        and f"{cause} (its log: " in str(error)
-        and "vllm.log" in str(error)
-    )
+    assert isinstance(error, BackendError)
+    assert f"{cause} (its log: " in str(error)
+    assert "vllm.log" in str(error)
 
 
 def test_settings_that_vllm_refuses_are_a_config_error(tmp_path):
     error = explain(SETTINGS, ValueError("no such dtype"), Log(tmp_path / "vllm.log"))
-    assert isinstance(error, ConfigError) and "vLLM refused its settings: no such dtype" in str(
-        error
-    )
+    assert isinstance(error, ConfigError)
+    assert "vLLM refused its settings: no such dtype" in str(error)
 
 
 def test_the_log_goes_to_a_file(tmp_path):

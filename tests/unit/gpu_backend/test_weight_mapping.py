@@ -152,7 +152,8 @@ def test_updates_have_published_names_whatever_the_served_folder_has(
         tmp_path, shapes, architectures=["Qwen2_5_VLForConditionalGeneration"], **ids
     )
     checkpoint = Checkpoint.read(folder)
-    assert checkpoint.placeholders == {"image": 7, "video": 8} and checkpoint.eos_token_ids == {2}
+    assert checkpoint.placeholders == {"image": 7, "video": 8}
+    assert checkpoint.eos_token_ids == {2}
     placements = checkpoint.placements()
     assert {name: place[:3] for name, place in placements.items()} == {
         "model.layers.0.self_attn.q_proj.bias": (
@@ -281,7 +282,8 @@ def test_refusals_come_before_anything_is_touched(
 
 def test_tolerances_follow_the_dtype():
     settings = VllmSettings(model="m", max_model_len=60)
-    assert settings.tolerances("cpu") == (1e-3, 1e-4) and settings.tolerances("cuda") == (0.5, 0.05)
+    assert settings.tolerances("cpu") == (1e-3, 1e-4)
+    assert settings.tolerances("cuda") == (0.5, 0.05)
     assert (
         VllmSettings(model="m", max_model_len=60, max_logprob_difference=0.1).tolerances("cpu")[0]
         == 0.1

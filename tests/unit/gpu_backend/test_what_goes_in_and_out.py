@@ -60,7 +60,9 @@ def output(ids, *, finished=None, log_prob=-0.5, prompt=(5, 6, 7), cached=0, rou
 
 def test_every_stopping_id_becomes_a_plain_stop_id():
     words = vllm_sampling(admission().admit(request(stop_token_ids=(9,)), ()))
-    assert words["stop_token_ids"] == [2, 9] and words["ignore_eos"] and words["logprobs"] == 0
+    assert words["stop_token_ids"] == [2, 9]
+    assert words["ignore_eos"]
+    assert words["logprobs"] == 0
     assert vllm_sampling(admission().admit(request(ignore_eos=True), ()))["stop_token_ids"] == []
 
 
@@ -139,7 +141,9 @@ def test_an_end_without_a_new_id_still_is_an_end(vllm: str, ours: StopReason):
     state = live()
     state.take(output([30]), [(0, 0)])
     chunk = state.take(output([], finished=vllm), [(0, 0)])
-    assert chunk.token_ids == () and chunk.final.token_ids == (30,) and chunk.stop_reason is ours
+    assert chunk.token_ids == ()
+    assert chunk.final.token_ids == (30,)
+    assert chunk.stop_reason is ours
 
 
 def test_an_engine_side_error_is_an_error():
@@ -179,7 +183,8 @@ def test_under_a_grammar_ids_come_at_the_end_all_of_them_constrained():
     state = LiveRequest(checks.admit(asked, ()))
     assert state.take(output([30, 31]), [(4, 0)]) is None
     chunk = state.take(output([2], finished="stop"), [(4, 0), (5, 2)])
-    assert chunk.token_ids == chunk.final.token_ids == (30, 31, 2) and chunk.policy_versions == (
+    assert chunk.token_ids == chunk.final.token_ids == (30, 31, 2)
+    assert chunk.policy_versions == (
         4,
         4,
         5,

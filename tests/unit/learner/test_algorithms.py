@@ -150,7 +150,8 @@ def test_after_its_warm_up_ppo_raises_what_was_rewarded():
     assert int(learner.state.policy.updates) == 0
     for _ in range(4):
         learner.update(groups)
-    assert int(learner.state.policy.updates) == 3 * 2 and int(learner.state.critic.updates) == 4 * 2
+    assert int(learner.state.policy.updates) == 3 * 2
+    assert int(learner.state.critic.updates) == 4 * 2
     assert mean(good) - mean(bad) > initial_gap + 0.05
 
 
@@ -187,7 +188,8 @@ def test_the_adaptive_kl_coefficient_falls_and_survives_a_checkpoint():
     assert result.metrics["kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 12 / 100))
     restored = make_learner({"kl": kl})
     restored.state = learner.state
-    assert restored.state.kl_coef == learner.state.kl_coef and int(restored.state.steps) == 1
+    assert restored.state.kl_coef == learner.state.kl_coef
+    assert int(restored.state.steps) == 1
 
 
 def test_the_entropy_bonus_raises_the_entropy():
@@ -224,10 +226,8 @@ def test_a_step_of_which_every_token_is_rejected_changes_nothing_to_the_bit():
     initial = snapshot(learner)
     result = learner.update(groups)
     same(initial, snapshot(learner))
-    assert (
-        result.rejected == {t.trajectory_id for g in groups for t in g.trajectories}
-        and not result.skipped
-    )
+    assert result.rejected == {t.trajectory_id for g in groups for t in g.trajectories}
+    assert not result.skipped
     assert result.metrics["rollout_rs_rejected_fraction"] == 1.0
 
 
@@ -256,7 +256,8 @@ def test_decoupled_ppo_reads_all_three_policies():
     (update,) = experience.updates
     assert "old_logprob" in update.policy, "the learner's own, besides the rollout's"
     metrics = learner.update(groups).metrics
-    assert metrics["rollout_max_logprob_difference"] > 0.1 and np.isfinite(metrics["loss"])
+    assert metrics["rollout_max_logprob_difference"] > 0.1
+    assert np.isfinite(metrics["loss"])
     assert 0 < metrics["rollout_is_min"] < metrics["rollout_is_max"], (
         "its own weights are in the record"
     )

@@ -64,10 +64,8 @@ def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int
         for k in range(len(t.response_ids))
     ]
     assert sorted(seen) == sorted(wanted)
-    assert (
-        batch.num_tokens == sum(len(p) + len(s) for p, s in pairs)
-        and batch.num_nodes <= batch.num_tokens
-    )
+    assert batch.num_tokens == sum(len(p) + len(s) for p, s in pairs)
+    assert batch.num_nodes <= batch.num_tokens
     if not share:
         assert batch.num_nodes == batch.num_tokens
 
@@ -111,7 +109,8 @@ def test_micro_batches_are_filled_up_with_rows_that_weigh_nothing():
     batch = weighted(pack(ts, pack_length=8), [1.0] * 3)
     parts = list(batch.micro_batches(2))
     assert [p["token_ids"].shape for p in parts] == [(2, 8), (2, 8)]
-    assert parts[1]["term_weight"][1].sum() == 0 and not parts[1]["target_valid"][1].any()
+    assert parts[1]["term_weight"][1].sum() == 0
+    assert not parts[1]["target_valid"][1].any()
 
 
 def test_rows_that_are_not_full_are_cut():
@@ -120,7 +119,8 @@ def test_rows_that_are_not_full_are_cut():
     full_rows = list(batch.micro_batches(1))
     halved = list(batch.micro_batches(1, lengths=2))
     assert [p["token_ids"].shape for p in halved] == [(1, 16), (1, 8)]
-    assert halved[0].keys() == full_rows[0].keys() and halved[1]["term_weight"].shape == (1, 16)
+    assert halved[0].keys() == full_rows[0].keys()
+    assert halved[1]["term_weight"].shape == (1, 16)
     for name, value in full_rows[1].items():
         cut = halved[1][name]
         np.testing.assert_array_equal(cut, value[:, : cut.shape[1]])
@@ -142,7 +142,8 @@ def test_nodes_stand_depth_first_the_oldest_branch_first():
         for i, response in enumerate([[4, 5, 6], [7], [4, 8], [4, 5, 9], [4, 5]])
     ]
     batch = pack(ts, pack_length=8)
-    assert batch.token_ids[0].tolist() == [3, 4, 5, 6, 9, 8, 7, 0] and batch.num_nodes == 7
+    assert batch.token_ids[0].tolist() == [3, 4, 5, 6, 9, 8, 7, 0]
+    assert batch.num_nodes == 7
     assert batch.positions[0, :7].tolist() == [0, 1, 2, 3, 3, 2, 1]
     assert batch.subtree_end[0].tolist() == [7, 6, 5, 4, 5, 6, 7, 8]
     assert batch.target_id[0, :6].tolist() == [4, 5, 6, 7, 8, 9]

@@ -68,7 +68,8 @@ def test_constrained_tokens_are_not_compared():
         output=replace(trajectory.turns[0].output, constrained=(False, True, False)),
     )
     trajectory = replace(trajectory, turns=(first, *trajectory.turns[1:]))
-    assert comparable(trajectory, 3).tolist() == [True] * 3 and sum(trajectory.loss_mask) == 3
+    assert comparable(trajectory, 3).tolist() == [True] * 3
+    assert sum(trajectory.loss_mask) == 3
 
 
 def test_an_infinite_gap_is_a_breach_and_what_is_no_number_is_left_to_the_update():

@@ -94,9 +94,8 @@ def test_icepop_diagnostics_are_of_the_weights_as_applied():
     assert correction.metrics["rollout_is_clipped_fraction"] == pytest.approx(2 / 3)
     assert correction.metrics["rollout_is_std"] == pytest.approx(0.3771236, abs=1e-6)
     assert correction.metrics["rollout_is_eff_sample_size"] == pytest.approx(1 / 3)
-    assert correction.metrics["rollout_is_min"] == pytest.approx(0.4) and correction.metrics[
-        "rollout_is_max"
-    ] == pytest.approx(6)
+    assert correction.metrics["rollout_is_min"] == pytest.approx(0.4)
+    assert correction.metrics["rollout_is_max"] == pytest.approx(6)
 
 
 def test_weights_that_are_all_zero_have_no_effective_samples():
@@ -141,10 +140,8 @@ def test_equal_policies_need_no_correction():
     correction = correct(config, OLD, OLD, ACTIVE)
     assert all((w == 1).all() for w in correction.importance)
     assert [k.tolist() for k in correction.accepted] == [m.tolist() for m in ACTIVE]
-    assert (
-        correction.metrics["rollout_is_eff_sample_size"] == 1.0
-        and correction.metrics["rollout_rs_rejected_fraction"] == 0.0
-    )
+    assert correction.metrics["rollout_is_eff_sample_size"] == 1.0
+    assert correction.metrics["rollout_rs_rejected_fraction"] == 0.0
 
 
 def test_a_step_of_which_everything_is_rejected_has_metrics_all_the_same():
@@ -152,10 +149,8 @@ def test_a_step_of_which_everything_is_rejected_has_metrics_all_the_same():
         rollout_is="token", rollout_rs=("token_k2",), rollout_rs_threshold=(1e-9,)
     )
     correction = correct(config, OLD, ROLLOUT, ACTIVE)
-    assert (
-        not any(k.any() for k in correction.accepted)
-        and correction.metrics["rollout_rs_rejected_fraction"] == 1.0
-    )
+    assert not any(k.any() for k in correction.accepted)
+    assert correction.metrics["rollout_rs_rejected_fraction"] == 1.0
 
 
 def test_the_weights_of_decoupled_ppo_are_counted_as_it_takes_them():
@@ -163,7 +158,6 @@ def test_the_weights_of_decoupled_ppo_are_counted_as_it_takes_them():
     old = [np.log([1.0, 2.0, 4.0, 9.0])]
     rollout = [np.zeros(4)]
     got = behaviour_weights(3.0, old, rollout, [np.array([True, True, True, False])])
-    assert got["rollout_is_mean"] == pytest.approx(3 / 3) and got[
-        "rollout_is_max"
-    ] == pytest.approx(4)
+    assert got["rollout_is_mean"] == pytest.approx(3 / 3)
+    assert got["rollout_is_max"] == pytest.approx(4)
     assert got["rollout_is_clipped_fraction"] == pytest.approx(1 / 3)

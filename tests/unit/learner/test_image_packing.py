@@ -104,7 +104,8 @@ def test_a_placeholder_that_was_sampled_is_text():
     index = batch.images.feature_index[0]
     ids = batch.token_ids[0]
     assert np.flatnonzero(index >= 0).tolist() == [8, 9, 10, 11]
-    assert ids[2:7].tolist() == [*[IMAGE] * 4, VIDEO] and batch.target_id[0, :6].tolist() == [
+    assert ids[2:7].tolist() == [*[IMAGE] * 4, VIDEO]
+    assert batch.target_id[0, :6].tolist() == [
         *[IMAGE] * 4,
         VIDEO,
         IMAGE,
@@ -163,10 +164,8 @@ def test_a_window_of_history_shows_what_stands_in_it():
     batch = packed(seeing_trajectory(PROMPT, *turns, history_window=1))
     multimodal = [sum(i >= 0 for i in index) for index in batch.images.feature_index]
     # prompt | 7 a 8, prompt a 7... : each context has its own pictures, of 4, 4 and 6 ids
-    assert (
-        sum(multimodal) == 4 + 4 + 6
-        and batch.token_ids[batch.images.feature_index >= 0].tolist() == [IMAGE] * 14
-    )
+    assert sum(multimodal) == 4 + 4 + 6
+    assert batch.token_ids[batch.images.feature_index >= 0].tolist() == [IMAGE] * 14
 
 
 def make_learner(**changes) -> Learner:
@@ -269,7 +268,8 @@ def test_a_critic_sees_too_and_its_tower_is_frozen_with_the_policys():
     values_after = learner.scorer.values(learner.critic.weights, mini.batch)[0]
     np.testing.assert_allclose(values_before[:3], values_after[:3], atol=1e-5)
     assert np.abs(values_before[-1] - values_after[-1]) > 1e-3
-    assert "vision" not in learner.critic.state.params and not learner.update(group()).skipped
+    assert "vision" not in learner.critic.state.params
+    assert not learner.update(group()).skipped
 
 
 def test_the_first_step_compiles_for_every_number_of_patches():

@@ -117,11 +117,9 @@ def test_several_updates_are_undone_to_the_bit_when_cancelled_between_them(share
 
     with pytest.raises(StepCancelled):
         cancelled.update(random_groups(1), tick=cancel, cancellation=cancellation)
-    assert (
-        meanwhile == [(True, initial)]
-        and leaves(cancelled) == initial
-        and not cancellation.is_partly_applied
-    )
+    assert meanwhile == [(True, initial)]
+    assert leaves(cancelled) == initial
+    assert not cancellation.is_partly_applied
     assert (
         cancelled.update(random_groups(1)).metrics["loss"]
         == undisturbed.update(random_groups(1)).metrics["loss"]
@@ -143,9 +141,9 @@ def test_several_updates_are_undone_when_one_of_them_fails():
 
     with pytest.raises(NonFiniteError):
         learner.update(random_groups(1), tick=poison, cancellation=cancellation)
-    assert (
-        cancellation.has_begun and not cancellation.is_partly_applied and leaves(learner) == initial
-    )
+    assert cancellation.has_begun
+    assert not cancellation.is_partly_applied
+    assert leaves(learner) == initial
 
 
 def test_a_step_whose_updates_changed_nothing_can_be_cancelled():

@@ -163,7 +163,8 @@ def test_the_files_load_in_peft_and_give_the_merged_models_logits(
     mine = full_logits(merge_adapters(with_adapters(LORA, config, params, adapters)), ids, config)
     np.testing.assert_allclose(mine, theirs, atol=2e-4 * np.abs(theirs).max())
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert written["r"] == 3 and written["base_model_name_or_path"] == os.fspath(tmp_path / "base")
+    assert written["r"] == 3
+    assert written["base_model_name_or_path"] == os.fspath(tmp_path / "base")
 
 
 def test_bad_settings_are_refused_with_the_fix():

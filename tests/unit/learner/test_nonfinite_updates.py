@@ -95,9 +95,8 @@ def test_steps_are_counted_not_updates():
     groups = random_groups(7)
     for _ in range(2):
         result = learner.update(groups)
-        assert (
-            result.skipped and result.metrics["nonfinite_updates"] == result.metrics["updates"] == 6
-        )
+        assert result.skipped
+        assert result.metrics["nonfinite_updates"] == result.metrics["updates"] == 6
     with pytest.raises(NonFiniteError, match=r"learner\.max_nonfinite_steps=3"):
         learner.update(groups)
 
@@ -206,7 +205,9 @@ def test_a_trajectory_with_every_token_rejected_is_rejected_in_any_step():
     reject = {"rollout_correction": {"rollout_rs": ["seq_max_k2"], "rollout_rs_threshold": [1e-12]}}
     groups = groups_with_poison()
     result = make_learner(reject, num_minibatches=2).update(groups)
-    assert result.rejected == ids(groups) and not result.unapplied and not result.skipped
+    assert result.rejected == ids(groups)
+    assert not result.unapplied
+    assert not result.skipped
 
 
 def large_rewards(group: Group) -> Group:
@@ -220,10 +221,11 @@ def test_a_policy_that_learned_is_trained_beside_a_critic_that_did_not():
     learner = make_learner({"adv_estimator": "gae"})
     initial = bits(learner.params)
     result = learner.update([large_rewards(group) for group in random_groups(4)])
-    assert (
-        result.metrics["critic_nonfinite_updates"] == 1 and result.metrics["nonfinite_updates"] == 0
-    )
-    assert bits(learner.params) != initial and not result.skipped and not result.unapplied
+    assert result.metrics["critic_nonfinite_updates"] == 1
+    assert result.metrics["nonfinite_updates"] == 0
+    assert bits(learner.params) != initial
+    assert not result.skipped
+    assert not result.unapplied
 
 
 def test_during_the_critics_warm_up_its_updates_are_what_trains():
@@ -232,7 +234,8 @@ def test_during_the_critics_warm_up_its_updates_are_what_trains():
     groups[1] = large_rewards(groups[1])
     result = learner.update(groups)
     assert result.unapplied == ids(groups[1:]) and not result.skipped
-    assert result.metrics["critic_nonfinite_updates"] == 1 and "updates" not in result.metrics
+    assert result.metrics["critic_nonfinite_updates"] == 1
+    assert "updates" not in result.metrics
 
 
 def test_a_run_continues_from_half_a_step_as_if_never_saved(tmp_path: Path):

@@ -34,7 +34,8 @@ def test_every_trained_token_has_its_advantage_and_the_learners_log_prob():
     np.testing.assert_array_equal(log["g-1"]["advantages"], [-0.5])
     np.testing.assert_array_equal(log["g-0"]["old_logprobs"], [-2, -2])
     record = trajectory_record(good, step=1, split="train", token_values=log["g-0"])
-    assert record["advantages"] == [0.5, 0.0, 0.5] and record["old_logprobs"] == [-2.0, 0.0, -2.0]
+    assert record["advantages"] == [0.5, 0.0, 0.5]
+    assert record["old_logprobs"] == [-2.0, 0.0, -2.0]
 
 
 def test_what_only_counts_in_baselines_has_no_log():
@@ -55,7 +56,8 @@ def test_a_trajectory_of_several_contexts_has_one_number_for_each_sampled_id(cha
     numbered = {"advantages": np.arange(1.0, 1 + len(log["advantages"]))}
     record = trajectory_record(session, step=1, split="train", token_values=numbered)
     if change == "segments":
-        assert record["segments"][0]["advantages"] == [1, 2] and record["advantages"] == [
+        assert record["segments"][0]["advantages"] == [1, 2]
+        assert record["advantages"] == [
             3,
             0,
             4,
@@ -64,4 +66,5 @@ def test_a_trajectory_of_several_contexts_has_one_number_for_each_sampled_id(cha
             6,
         ]
     else:
-        assert len(session.sequences) == 2 and record["advantages"] == [1, 0, 2, 0, 3, 4]
+        assert len(session.sequences) == 2
+        assert record["advantages"] == [1, 0, 2, 0, 3, 4]

@@ -97,9 +97,8 @@ def test_a_null_eos_is_no_eos(folder: Path):
         change(folder / name, eos_token_id=None)
     config = load_config(folder)
     assert config.eos_token_ids == ()
-    assert (
-        write_config(config)["eos_token_id"] is None and read_config(write_config(config)) == config
-    )
+    assert write_config(config)["eos_token_id"] is None
+    assert read_config(write_config(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -241,11 +240,9 @@ def test_a_head_of_its_own_is_used_although_the_configuration_says_tied(
     torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
     with_head(folder, np.random.default_rng(3).standard_normal((97, 32)).astype(np.float32))
     config, params = load_hf(folder)
-    assert (
-        not config.tie_word_embeddings
-        and load_config(folder) == config
-        and check_files(folder) == config
-    )
+    assert not config.tie_word_embeddings
+    assert load_config(folder) == config
+    assert check_files(folder) == config
     assert "tie_word_embeddings" in caplog.text
     ids = list(range(3, 20))
     with torch.no_grad():

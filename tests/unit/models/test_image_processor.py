@@ -62,9 +62,8 @@ def test_two_frames_share_their_ids(patcher: ImageProcessor, frames: int, groups
     video = [picture(84, 56)] * frames
     assert patcher.count("video", video) == groups * patcher.count("video", video[:1])
     processed = patcher.process("video", video)
-    assert processed.grid[0] == groups and len(processed.patches) == np.prod(
-        processed.grid
-    ) == 4 * patcher.count("video", video)
+    assert processed.grid[0] == groups
+    assert len(processed.patches) == np.prod(processed.grid) == 4 * patcher.count("video", video)
 
 
 def test_a_group_holds_its_frames_and_the_last_one_fills_it(tmp_path: Path):

@@ -105,14 +105,15 @@ def test_an_unknown_name_is_refused():
 
 def test_adapters_and_eight_bits_are_for_matrices():
     targets = {target.removesuffix("_proj") for target in get_args(LoraTarget)}
-    assert targets == ADAPTABLE and not any(PARAMETERS[name].is_of_experts for name in ADAPTABLE)
+    assert targets == ADAPTABLE
+    assert not any(PARAMETERS[name].is_of_experts for name in ADAPTABLE)
     for path, shape in leaves(
         jax.tree.map(lambda x: x.shape, new_adapters(LoraConfig(rank=2), TINY))
     ):
         parameter = parameter_at(path)
-        assert (
-            parameter.is_matrix and len(parameter.axes) == len(shape) and "rank" in parameter.axes
-        )
+        assert parameter.is_matrix
+        assert len(parameter.axes) == len(shape)
+        assert "rank" in parameter.axes
     assert {"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"} == QUANTIZED
 
 

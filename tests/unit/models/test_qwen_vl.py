@@ -73,12 +73,12 @@ def changed(path: str, value: object) -> dict[str, Any]:
 
 def test_the_published_config_is_read_and_written():
     config = read_config(PUBLISHED)
-    assert config.rope.sections == (16, 24, 24) and config.rope.theta == 1e6 and config.qkv_bias
-    assert (
-        config.vision is not None
-        and config.vision.window_patches == 64
-        and config.vision.patch_dim == 1176
-    )
+    assert config.rope.sections == (16, 24, 24)
+    assert config.rope.theta == 1e6
+    assert config.qkv_bias
+    assert config.vision is not None
+    assert config.vision.window_patches == 64
+    assert config.vision.patch_dim == 1176
     assert config.vision.placeholders == {"image": 151655, "video": 151656}
     shapes = jax.tree.leaves(config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
     assert (

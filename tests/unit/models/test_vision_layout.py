@@ -95,7 +95,8 @@ def test_text_goes_on_after_the_last_group_of_a_long_video():
     ids = [*[VIDEO] * 5, 1, 2]
     positions, offset = rope_positions(VISION, 7, locate(VISION, ids, {"video": [(5, 2, 2)]}))
     # Two positions a second, two frames a second, two frames a group: a group is a second.
-    assert positions[:, 0].tolist() == [0, 2, 4, 6, 8, 9, 10] and positions[:, 1].tolist() == [
+    assert positions[:, 0].tolist() == [0, 2, 4, 6, 8, 9, 10]
+    assert positions[:, 1].tolist() == [
         0,
         0,
         0,
@@ -147,9 +148,8 @@ def test_windows_and_frames_are_those_of_transformers():
         (ours.frames, vision_utils.get_vision_cu_seqlens(tensor)),
     ):
         np.testing.assert_array_equal(np.flatnonzero(np.diff(numbers[:total])) + 1, edges[1:-1])
-        assert (
-            len(set(numbers[:total].tolist())) == len(edges) - 1 and (numbers[total:] == -1).all()
-        )
+        assert len(set(numbers[:total].tolist())) == len(edges) - 1
+        assert (numbers[total:] == -1).all()
 
 
 @pytest.mark.parametrize("patches", [16, 40])

@@ -61,11 +61,9 @@ def test_without_a_terminal_there_are_plain_lines_and_no_bar():
         progress.print_line("  warning (truncated): [odd] brackets stay")
     lines = file.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["step", "1/8", "warning"]
-    assert (
-        "[odd] brackets stay" in lines[2]
-        and "━" not in file.getvalue()
-        and "\x1b" not in file.getvalue()
-    )
+    assert "[odd] brackets stay" in lines[2]
+    assert "━" not in file.getvalue()
+    assert "\x1b" not in file.getvalue()
 
 
 def test_the_heading_comes_first_wherever_a_run_goes_on_and_every_twenty_steps():
@@ -89,11 +87,9 @@ def test_the_rewards_of_each_role_end_the_line_of_a_step():
     progress.step(RECORD | {"step": 1}, seconds_left=10)
     progress.step(RECORD | {"step": 2} | roles, seconds_left=10)
     _, alone, two_roles = file.getvalue().splitlines()
-    assert (
-        two_roles.endswith("solver 0.75, checker 0.25")
-        and not alone.endswith("0.25")
-        and "solver" not in alone
-    )
+    assert two_roles.endswith("solver 0.75, checker 0.25")
+    assert not alone.endswith("0.25")
+    assert "solver" not in alone
 
 
 def test_no_line_steers_the_terminal():

@@ -114,12 +114,14 @@ def test_a_chart_has_the_steps_that_have_its_metric():
 def test_drops_are_those_of_each_step_although_the_accounting_counts_from_the_start():
     metrics = [step_line(step) for step in (1, 2, 5)]
     (chart,) = [c for c in charts(metrics) if c["title"] == "Dropped trajectories"]
-    assert chart["kind"] == "stack" and lines_of(chart) == {"zero_variance": ([1, 2, 5], [1, 1, 3])}
+    assert chart["kind"] == "stack"
+    assert lines_of(chart) == {"zero_variance": ([1, 2, 5], [1, 1, 3])}
 
 
 def test_metrics_that_no_chart_names_are_shown_too():
     (chart,) = [c for c in charts([step_line(1)]) if c.get("more")]
-    assert chart["title"] == "own_metric" and lines_of(chart) == {"own_metric": ([1], [1])}
+    assert chart["title"] == "own_metric"
+    assert lines_of(chart) == {"own_metric": ([1], [1])}
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-12, -1e-12])
@@ -164,11 +166,9 @@ def test_metrics_that_are_zero_throughout_are_named_once():
 
 def test_the_hint_of_the_held_out_chart_says_what_is_drawn():
     (chart,) = charts([{"kind": "evaluation", "step": 1, "accuracy": 0.5}])
-    assert (
-        chart["scale"] == "share"
-        and "share" in chart["hint"].lower()
-        and "accuracy" in chart["hint"]
-    )
+    assert chart["scale"] == "share"
+    assert "share" in chart["hint"].lower()
+    assert "accuracy" in chart["hint"]
     assert "reward on rows" not in chart["hint"]
 
 
@@ -221,12 +221,13 @@ def test_bars_of_many_steps_are_sums_that_lose_nothing():
         step_line(s, tool_errors_by_kind={"timeout": s % 3, "raised": 1}) for s in range(1, 1001)
     ]
     (chart,) = [chart for chart in charts(metrics) if chart["title"] == "Tool errors"]
-    assert chart["every"] == 4 and chart["hint"].endswith("Each bar is the sum of 4 steps.")
+    assert chart["every"] == 4
+    assert chart["hint"].endswith("Each bar is the sum of 4 steps.")
     bars = lines_of(chart)
-    assert sum(bars["raised"][1]) == 1000 and sum(bars["timeout"][1]) == sum(
-        s % 3 for s in range(1, 1001)
-    )
-    assert bars["raised"] == ([*range(3, 1001, 4)], [4] * 250) and chart["lines"][0]["reach"] == 2
+    assert sum(bars["raised"][1]) == 1000
+    assert sum(bars["timeout"][1]) == sum(s % 3 for s in range(1, 1001))
+    assert bars["raised"] == ([*range(3, 1001, 4)], [4] * 250)
+    assert chart["lines"][0]["reach"] == 2
 
 
 # --- timeline -------------------------------------------------------------------------------------
@@ -292,7 +293,8 @@ def test_a_gap_is_of_recorded_values_even_where_rounding_parts_or_joins_them():
     vocabulary = Vocabulary(decode)
     record = records_of()[0] | {"rollout_logprobs": engine, "old_logprobs": learner}
     page = tokens(record, vocabulary, Prompts(vocabulary))
-    assert (page["l"][0], page["o"][0]) == (-123, -124) and (page["l"][3], page["o"][3]) == (
+    assert (page["l"][0], page["o"][0]) == (-123, -124)
+    assert (page["l"][3], page["o"][3]) == (
         -1000,
         -1000,
     )
@@ -319,7 +321,8 @@ def test_observations_that_were_trained_on_have_their_advantages():
     record = trajectory_record(trained, step=1, split="train", token_values=token_values)
     vocabulary = Vocabulary(decode)
     page = tokens(record, vocabulary, Prompts(vocabulary))
-    assert page["a"] == [500, 500, -1000, -2000, 500] and len(page["l"]) == len(page["o"]) == 3
+    assert page["a"] == [500, 500, -1000, -2000, 500]
+    assert len(page["l"]) == len(page["o"]) == 3
     assert [turn.get("learn") for turn in page["turns"]] == [True, True]
     assert dict(zip(COLUMNS, facts(record), strict=True))["advantage"] == -0.3
 
@@ -345,7 +348,8 @@ def test_constrained_tokens_are_shown_as_not_trained_on():
 def test_a_letter_of_two_tokens_is_shown_once():
     vocabulary = Vocabulary(decode)
     page = tokens(records_of()[3], vocabulary, Prompts(vocabulary))
-    assert page["x"] == {0: "é", 1: ""} and [vocabulary.texts[p] for p in page["t"]] == [
+    assert page["x"] == {0: "é", 1: ""}
+    assert [vocabulary.texts[p] for p in page["t"]] == [
         "\ufffd",
         "\ufffd",
         "world ",
@@ -374,7 +378,8 @@ def test_a_session_has_the_graph_of_its_segments_and_is_counted_as_a_whole():
         ("2", 1, 2, 0.2857),
         ("3–4", 2, 2, 0.2857),
     ]
-    assert graph[2]["note"].startswith("message 1 of 1") and "session" not in page["segments"][0]
+    assert graph[2]["note"].startswith("message 1 of 1")
+    assert "session" not in page["segments"][0]
     row = dict(zip(COLUMNS, facts(record), strict=True))
     assert (row["turns"], row["sampled"], row["inserted"]) == (5, 7, 2)
 
@@ -386,7 +391,9 @@ def test_a_trajectory_of_one_segment_has_no_graph():
 
 def test_the_list_shows_what_it_filters_by():
     row = dict(zip(COLUMNS, facts(records_of()[2]), strict=True))
-    assert row["errors"] == ["timeout"] and row["stops"] == ["eos"] and row["finish"] == "answer"
+    assert row["errors"] == ["timeout"]
+    assert row["stops"] == ["eos"]
+    assert row["finish"] == "answer"
     assert (row["reward"], row["sampled"], row["inserted"], row["calls"], row["advantage"]) == (
         -1,
         3,
@@ -454,7 +461,8 @@ def test_a_damaged_run_has_a_report_that_says_what_is_missing(tmp_path: Path):
     index, trajectories = page_of(run)
     assert len(trajectories) == index["run"]["total"] == 12
     notes = " ".join(index["notes"])
-    assert "config.json cannot be read" in notes and "summary.json cannot be read" in notes
+    assert "config.json cannot be read" in notes
+    assert "summary.json cannot be read" in notes
     assert "trajectories.jsonl: 3 (cut off or damaged)" in notes
     for file in ("trajectories.jsonl", "metrics.jsonl", "traces.jsonl"):
         assert f"{file}: 1 (not as this version writes them)" in notes
@@ -488,9 +496,8 @@ def test_of_many_trajectories_every_step_keeps_its_best_and_worst(tmp_path: Path
     assert listed(index, "step") == [step for step in range(1, 7) for _ in range(2)]
     assert listed(index, "reward") == [1.0, -1.0] * 6
     (note,) = index["notes"]
-    assert (
-        "shown: 12 of 24 trajectories, from 6 of 6 steps" in note and "--limit shows more" in note
-    )
+    assert "shown: 12 of 24 trajectories, from 6 of 6 steps" in note
+    assert "--limit shows more" in note
 
 
 def test_few_trajectories_of_many_steps_are_from_steps_equally_far_apart(tmp_path: Path):
@@ -547,7 +554,9 @@ def test_the_facts_of_many_trajectories_are_those_that_were_given():
         for step in range(20)
     ]
     fact_table = FactTable(facts)
-    assert list(fact_table) == facts and len(fact_table) == 20 and fact_table[7] == facts[7]
+    assert list(fact_table) == facts
+    assert len(fact_table) == 20
+    assert fact_table[7] == facts[7]
     assert choose(fact_table, 5) == choose(facts, 5)
 
 
@@ -620,7 +629,8 @@ def test_what_a_model_wrote_stays_data(tmp_path: Path):
 @given(st.text())
 def test_json_in_the_page_ends_no_script_and_reads_as_it_was(text):
     encoded = to_json({"text": text})
-    assert json.loads(encoded) == {"text": text} and not set("<>&\u2028\u2029") & set(encoded)
+    assert json.loads(encoded) == {"text": text}
+    assert not set("<>&\u2028\u2029") & set(encoded)
 
 
 def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written(tmp_path: Path):

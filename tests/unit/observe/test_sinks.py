@@ -90,7 +90,8 @@ def test_names_are_those_of_the_run_folder_and_nested_counts_have_a_slash():
 
 def test_a_sink_gets_every_record_in_order_and_is_closed(fake_sink: Kept, tmp_path: Path):
     lost, said = feed(tmp_path, EVALUATION, STEP)
-    assert fake_sink.got == [(3, scalars(EVALUATION)), (3, scalars(STEP))] and fake_sink.closed == 1
+    assert fake_sink.got == [(3, scalars(EVALUATION)), (3, scalars(STEP))]
+    assert fake_sink.closed == 1
     assert lost == {} and said == []
 
 
@@ -98,11 +99,9 @@ def test_a_run_that_resumes_tells_the_sink_which_run_it_was(fake_sink: Kept, tmp
     feed(tmp_path, STEP)
     assert json.loads((tmp_path / "loggers.json").read_text()) == {"wandb": {"id": "first"}}
     feed(tmp_path, step=3)
-    assert (
-        fake_sink.facts
-        and fake_sink.facts.identity == {"id": "first"}
-        and fake_sink.facts.step == 3
-    )
+    assert fake_sink.facts
+    assert fake_sink.facts.identity == {"id": "first"}
+    assert fake_sink.facts.step == 3
 
 
 def test_sinks_that_open_at_the_same_time_record_their_runs_one_after_the_other(
@@ -135,11 +134,9 @@ def test_sinks_that_open_at_the_same_time_record_their_runs_one_after_the_other(
 def test_a_sink_that_fails_is_said_once_counted_and_goes_on(fake_sink: Kept, tmp_path: Path):
     bad = {"kind": "step", "step": 4, "bad": 1.0}
     lost, said = feed(tmp_path, bad, bad, STEP)
-    assert (
-        lost == {"wandb": 2}
-        and [step for step, _ in fake_sink.got] == [3]
-        and fake_sink.closed == 1
-    )
+    assert lost == {"wandb": 2}
+    assert [step for step, _ in fake_sink.got] == [3]
+    assert fake_sink.closed == 1
     (line,) = said
     assert "wandb failed (ValueError: odd value); the run continues" in line
 
@@ -164,7 +161,9 @@ def test_a_sink_that_hangs_is_left_behind_and_that_is_said():
     thread.end()
     thread.join(0.05)
     release.set()
-    assert len(said) == 1 and "wandb did not finish in time" in said[0] and thread.lost >= 1
+    assert len(said) == 1
+    assert "wandb did not finish in time" in said[0]
+    assert thread.lost >= 1
 
 
 def test_a_sink_runs_in_a_context_of_its_own_unless_it_is_given_one():

@@ -88,11 +88,9 @@ def test_every_sink_gets_every_trace_and_is_closed():
     for _ in range(3):
         threads.put(a_trace())
     threads.close()
-    assert (
-        len(first.taken) == len(second.taken) == 3
-        and first.closed.is_set()
-        and second.closed.is_set()
-    )
+    assert len(first.taken) == len(second.taken) == 3
+    assert first.closed.is_set()
+    assert second.closed.is_set()
     assert threads.lost() == {}
 
 
@@ -145,10 +143,8 @@ def test_a_sink_that_fails_is_given_up_and_counted_and_the_others_go_on(caplog):
     threads.close()
     assert len(good.taken) == MAX_FAILURES + 3
     assert bad.tried == MAX_FAILURES and threads.lost()["bad"] == MAX_FAILURES + 3
-    assert (
-        f"{MAX_FAILURES + 3} traces did not reach bad" in caplog.text
-        and "out of reach" in caplog.text
-    )
+    assert f"{MAX_FAILURES + 3} traces did not reach bad" in caplog.text
+    assert "out of reach" in caplog.text
     assert f"bad failed {MAX_FAILURES} times in a row and is disabled" in caplog.text
 
 
@@ -211,26 +207,22 @@ def test_mlflow_shows_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
     (opened,) = sinks.open_sinks(TraceConfig(sinks=("mlflow",)), run_dir).values()
     opened.write(a_trace())
     opened.close()
-    assert (run_dir.path / "mlflow.db").is_file() and [p.name for p in tmp_path.iterdir()] == [
-        "run"
-    ]
+    assert (run_dir.path / "mlflow.db").is_file()
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
     (stored,) = mlflow.search_traces(return_type="list", filter_string="tags.rollout = '2'")
-    assert (
-        stored.info.tags["step"] == "3"
-        and stored.info.tags["validate"] == "false"
-        and stored.info.tags["run"] == "run"
-    )
+    assert stored.info.tags["step"] == "3"
+    assert stored.info.tags["validate"] == "false"
+    assert stored.info.tags["run"] == "run"
     spans = {s.name: s for s in stored.data.spans}
     assert list(spans) == ["run train-3-1-2", "wait slot", "generate", "tool add", "reward sums"]
-    assert spans["tool add"].inputs == {"arguments": {"a": 1}} and spans["tool add"].outputs == {
+    assert spans["tool add"].inputs == {"arguments": {"a": 1}}
+    assert spans["tool add"].outputs == {
         "observation": "Error",
         "error": "timeout",
     }
     assert spans["tool add"].start_time_ns == EPOCH + 2 * SECOND
-    assert (
-        spans["generate"].span_type == "LLM"
-        and spans["generate"].attributes["stop_reason"] == "eos"
-    )
+    assert spans["generate"].span_type == "LLM"
+    assert spans["generate"].attributes["stop_reason"] == "eos"
     assert spans["generate"].parent_id == spans["run train-3-1-2"].span_id
     failed = [name for name, span in spans.items() if span.status.status_code == "ERROR"]
     assert failed == ["tool add", "reward sums"]
@@ -253,11 +245,9 @@ def test_trackio_keeps_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
     opened.write(a_trace())
     opened.close()
     (step, trace), end = logged
-    assert (
-        step == 3
-        and end == "finished"
-        and trace["messages"][1] == {"role": "assistant", "content": "3"}
-    )
+    assert step == 3
+    assert end == "finished"
+    assert trace["messages"][1] == {"role": "assistant", "content": "3"}
     assert trace["metadata"]["rollout"] == "2" and trace["metadata"]["reward"] == 1.0
     tool = trace["spans"][3]
     assert (tool["kind"], tool["parent_id"], tool["duration_ms"]) == ("tool", "0", 1000.0)
@@ -343,14 +333,10 @@ def test_weave_is_sent_a_call_for_each_span(open_weave, weave_server):
     assert set(calls) == {"run train-3-1-2", "wait slot", "generate", "tool add", "reward sums"}
     assert calls["tool add"]["parent_id"] == calls["run train-3-1-2"]["id"]
     assert calls["tool add"]["inputs"] == {"arguments": {"a": 1}}
-    assert (
-        calls["generate"]["attributes"]["stop_reason"] == "eos"
-        and calls["generate"]["attributes"]["step"] == "3"
-    )
-    assert (
-        "ValueError: no" in calls["reward sums"]["exception"]
-        and "timeout" in calls["tool add"]["exception"]
-    )
+    assert calls["generate"]["attributes"]["stop_reason"] == "eos"
+    assert calls["generate"]["attributes"]["step"] == "3"
+    assert "ValueError: no" in calls["reward sums"]["exception"]
+    assert "timeout" in calls["tool add"]["exception"]
     began = datetime.datetime.fromisoformat(calls["tool add"]["started_at"])
     assert began.timestamp() * SECOND == EPOCH + 2 * SECOND
 

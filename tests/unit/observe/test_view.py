@@ -80,11 +80,9 @@ def test_a_limit_below_one_is_refused(run):
 
 def test_an_error_no_tool_had_is_a_message_with_those_they_had(run):
     error = view(run, "--tool-error", "foo").exception
-    assert (
-        isinstance(error, JaxAgentRLError)
-        and "'foo'" in str(error)
-        and "any, none, timeout" in str(error)
-    )
+    assert isinstance(error, JaxAgentRLError)
+    assert "'foo'" in str(error)
+    assert "any, none, timeout" in str(error)
 
 
 @pytest.mark.parametrize("options", ["--sort worst", "--color gap", "--whole-prompt"])
@@ -251,7 +249,8 @@ def test_a_file_that_cannot_be_read_is_a_message(tmp_path):
     (run / "trajectories.jsonl").mkdir()
     for command in ("view", "report"):
         error = CliRunner().invoke(app, [command, str(run)]).exception
-        assert isinstance(error, DataError) and "trajectories.jsonl cannot be read" in str(error)
+        assert isinstance(error, DataError)
+        assert "trajectories.jsonl cannot be read" in str(error)
     assert not (run / "report.html").exists()
 
 
@@ -265,9 +264,8 @@ def test_a_line_without_end_is_left_out_and_not_held(tmp_path, monkeypatch):
     )
     records = read_trajectories(run / "trajectories.jsonl")
     read = list(records)
-    assert [record["trajectory_id"] for record in read] == [
-        f"train-1-0-{n}" for n in range(4)
-    ] and records.damaged == 1
+    assert [record["trajectory_id"] for record in read] == [f"train-1-0-{n}" for n in range(4)]
+    assert records.damaged == 1
     assert list(records.read(range(4))) == read
 
 

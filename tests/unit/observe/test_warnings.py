@@ -114,7 +114,8 @@ def test_beginnings_and_ends_alternate_and_each_takes_its_steps(values: list[flo
         states.append(bool(watch.active))
         if states[-1] != states[-2]:
             recent = values[at - steps : at]
-            assert len(recent) == steps and all(v >= 0.5 if states[-1] else v < 0.3 for v in recent)
+            assert len(recent) == steps
+            assert all(v >= 0.5 if states[-1] else v < 0.3 for v in recent)
     assert len(said) == sum(now and not previous for previous, now in pairwise(states))
 
 
@@ -160,7 +161,8 @@ def test_what_goes_wrong_is_said_with_what_to_do(name: str, change: dict, advice
     said, watch = watched(conf(**TOOLS), *[change] * 3)
     assert watch.active == [name]
     (line,) = said
-    assert line.startswith(f"  warning ({name}): ") and advice in line.partition("What to do: ")[2]
+    assert line.startswith(f"  warning ({name}): ")
+    assert advice in line.partition("What to do: ")[2]
 
 
 @pytest.mark.parametrize(
@@ -216,11 +218,9 @@ def test_a_policy_that_an_update_broke_is_said_before_its_symptoms():
     said, _ = watched(
         conf("learner.learning_rate=0.003", **TOOLS), {"reward_mean": 0.75}, *[broken] * 3
     )
-    assert (
-        "(reward_collapse)" in said[0]
-        and "learner.learning_rate=0.003" in said[0]
-        and len(said) == 4
-    )
+    assert "(reward_collapse)" in said[0]
+    assert "learner.learning_rate=0.003" in said[0]
+    assert len(said) == 4
 
 
 def test_rewards_that_are_not_earned_by_right_answers_are_told():
@@ -229,7 +229,8 @@ def test_rewards_that_are_not_earned_by_right_answers_are_told():
     said, watch = watched(
         conf(), *[{"reward_mean": reward, "reward/accuracy": right} for reward, right in steps]
     )
-    assert watch.active == ["reward_hacking"] and "algorithm.turn_reward=none" in said[0]
+    assert watch.active == ["reward_hacking"]
+    assert "algorithm.turn_reward=none" in said[0]
     metrics = [
         {"reward_mean": 0.5, "reward/accuracy": 0.5},
         *[{"reward_mean": 0.0, "reward/accuracy": 0.0}] * 3,
@@ -248,11 +249,9 @@ def test_programs_compiled_after_warm_up_are_said_in_the_steps_that_compiled_the
     totals = (0, 1, 1, 4, 6, 6)
     said, watch = watched(conf(), *[{"recompilations_after_warmup": total} for total in totals])
     first, later = said
-    assert (
-        "1 programs" in first
-        and "rollout.jetstream.prefill_buckets" in first
-        and "3 programs" in later
-    )
+    assert "1 programs" in first
+    assert "rollout.jetstream.prefill_buckets" in first
+    assert "3 programs" in later
     (warned,) = watch.warnings
     assert (warned.first_step, warned.last_step, warned.steps, warned.active) == (2, 5, 3, False)
 

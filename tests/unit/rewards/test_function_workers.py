@@ -109,7 +109,8 @@ async def test_scores_come_from_another_process_and_failures_cost_one_trajectory
 
     try:
         scored = await score("numbers", weights=np.array([1.0, 2.0]))
-        assert scored.reward == 1.0 and scored.reward_parts.keys() == {
+        assert scored.reward == 1.0
+        assert scored.reward_parts.keys() == {
             "pid",
             "weight",
             "turns",

@@ -85,11 +85,9 @@ async def test_a_function_is_called_with_the_documented_arguments():
     about = {"finish_reason": FinishReason.ANSWER, "num_turns": 2, "tool_rewards": [0.25]}
     assert seen["extra_info"] == {"index": 3, **about, "tool_scores": {}, "turn_scores": [0.5]}
     assert seen["thread"] != threading.get_ident(), "it may block"
-    assert (
-        scored.reward == 1.0
-        and scored.metrics["tool_calls"] == 1
-        and scored.metrics["reward_seconds"] >= 0
-    )
+    assert scored.reward == 1.0
+    assert scored.metrics["tool_calls"] == 1
+    assert scored.metrics["reward_seconds"] >= 0
 
 
 async def test_an_async_function_and_a_dict_with_parts():

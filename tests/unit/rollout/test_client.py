@@ -74,7 +74,8 @@ async def test_an_abort_from_elsewhere_is_resumed_with_the_exact_budget():
         WeightUpdate(version=1, kind="arrays", payload=None), mode=PauseMode.ABORT
     )
     output = await task
-    assert output.token_ids == fleet.whole[:6] and output.stop_reason is StopReason.LENGTH
+    assert output.token_ids == fleet.whole[:6]
+    assert output.stop_reason is StopReason.LENGTH
     assert output.policy_versions == (0, 0, 1, 1, 1, 1), "each id keeps the version that sampled it"
     assert output.context_digest == digest_ids([*PROMPT, *output.token_ids])
     first, second = fleet.backends[0].requests
@@ -100,7 +101,8 @@ async def test_the_callers_own_abort_is_final():
     await fleet.sampled(2)
     assert await fleet.client.abort("r")
     output = await task
-    assert output.stop_reason is StopReason.ABORTED and output.token_ids == fleet.whole[:2]
+    assert output.stop_reason is StopReason.ABORTED
+    assert output.token_ids == fleet.whole[:2]
     assert not await fleet.client.abort("r"), "it is over"
 
 
@@ -268,7 +270,8 @@ async def test_a_server_that_refuses_what_another_took_is_lost():
     fleet.backends[0].update_weights = refuse
     await fleet.client.pool.update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
     assert [s.name for s in fleet.client.pool.servers] == ["s1"]
-    assert fleet.client.pool.policy_version == 1 and fleet.client.stats().servers_lost == 1
+    assert fleet.client.pool.policy_version == 1
+    assert fleet.client.stats().servers_lost == 1
 
 
 def reading_fleet(count=1, **options):
@@ -311,11 +314,9 @@ async def test_an_engine_that_ends_with_its_own_reason_at_the_same_id_keeps_it()
         fleet.servers, decode_text=lambda ids: "".join("xyz"[i - 2] for i in ids)
     )
     output = await interrupted(fleet, num_tokens=2, stop=("zx",))
-    assert (
-        output.stop_reason is StopReason.EOS
-        and output.stop_match is None
-        and len(output.token_ids) == 3
-    )
+    assert output.stop_reason is StopReason.EOS
+    assert output.stop_match is None
+    assert len(output.token_ids) == 3
 
 
 async def test_a_drifting_engine_is_not_hidden_by_the_cut():
@@ -403,9 +404,8 @@ async def test_what_a_lost_server_had_streamed_is_continued_and_streamed_once():
     assert output.token_ids == tuple(heard) == fleet.whole[:6]
     assert output.context_digest == digest_ids([*PROMPT, *output.token_ids])
     (continued,) = fleet.backends[1].requests
-    assert (
-        continued.prompt_ids == (*PROMPT, *fleet.whole[:2]) and continued.sampling.max_tokens == 4
-    )
+    assert continued.prompt_ids == (*PROMPT, *fleet.whole[:2])
+    assert continued.sampling.max_tokens == 4
 
 
 async def test_an_abandoned_server_lets_go_of_its_requests_whatever_its_engine_does():

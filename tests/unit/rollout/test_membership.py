@@ -170,9 +170,9 @@ class Membership(RuleBasedStateMachine):
             output = task.result()
             assert (len(output.token_ids), output.stop_reason) == (tokens, StopReason.LENGTH)
             assert list(output.policy_versions) == sorted(output.policy_versions)
-        assert (
-            not fleet.inside and not fleet.client.waiting and fleet.client.stats().stale_served == 0
-        )
+        assert not fleet.inside
+        assert not fleet.client.waiting
+        assert fleet.client.stats().stale_served == 0
         assert {backend.policy_version for backend in fleet.client.pool.backends} == {
             self.version + 1
         }

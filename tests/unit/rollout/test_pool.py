@@ -48,9 +48,8 @@ def test_a_join_and_an_update_at_the_same_time_end_with_one_version_everywhere()
         await asyncio.gather(
             fleet.client.pool.join("b", fleet.make("b")), fleet.publish(2), fleet.publish(3)
         )
-        assert {engine.policy_version for engine in fleet.client.pool.backends} == {3} and len(
-            fleet.up
-        ) == 2
+        assert {engine.policy_version for engine in fleet.client.pool.backends} == {3}
+        assert len(fleet.up) == 2
 
     in_virtual_time(main)
 
@@ -289,7 +288,8 @@ def test_if_all_refuse_the_old_weights_are_still_served_and_the_error_is_raised(
             await fleet.publish(1)
         assert fleet.up == ["a", "b"] and fleet.client.pool.policy_version == 0
         output = await fleet.ask(5)
-        assert output.stop_reason is StopReason.LENGTH and set(output.policy_versions) == {0}
+        assert output.stop_reason is StopReason.LENGTH
+        assert set(output.policy_versions) == {0}
 
     in_virtual_time(main)
 
@@ -332,7 +332,9 @@ def test_a_fenced_server_that_dies_while_it_waits_is_replaced_by_one_that_waits(
         await asyncio.sleep(5)
         fleet["a"].refuses = False
         await fleet.publish(3, lasting=False)
-        assert fleet.up == ["a", "b"] and len(fleet.engines["b"]) == 3 and fleet["b"].updates == [3]
+        assert fleet.up == ["a", "b"]
+        assert len(fleet.engines["b"]) == 3
+        assert fleet["b"].updates == [3]
 
     in_virtual_time(main, stall_seconds=20.0)
 

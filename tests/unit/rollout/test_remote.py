@@ -107,10 +107,8 @@ async def test_another_protocol_version_is_refused_with_both_numbers():
     async with served() as (_, http, _remote):
         for headers in ({}, {wire.PROTOCOL_HEADER: "0"}):
             async with send(http.url, headers=headers) as response:
-                assert (
-                    response.status == 426
-                    and "protocol 7" in (await response.json())["error"]["message"]
-                )
+                assert response.status == 426
+                assert "protocol 7" in (await response.json())["error"]["message"]
         old = RemoteBackend(http.url)
         old._headers[wire.PROTOCOL_HEADER] = "4"
         with pytest.raises(BackendError, match="speaks protocol 7, the client 4"):
@@ -121,7 +119,8 @@ async def test_a_body_over_the_limit_is_refused():
     async with served(max_request_bytes=2000) as (inner, _, remote):
         with pytest.raises(BackendError, match="generate"):
             await remote.generate(request(prompt=[5] * 3000))
-        assert len((await remote.generate(request())).token_ids) == 5 and not inner.running
+        assert len((await remote.generate(request())).token_ids) == 5
+        assert not inner.running
 
 
 @pytest.mark.parametrize(
@@ -547,10 +546,8 @@ async def test_prometheus_reads_what_the_engine_did_and_who_asked():
     samples = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
     assert samples["jax_agent_rl_engine_generated_tokens_total", "0"] == 5
     assert samples["jax_agent_rl_engine_requests_finished_total", "0"] == 1
-    assert (
-        samples["jax_agent_rl_engine_up", "0"] == 1
-        and samples["jax_agent_rl_engine_requests_running", "0"] == 0
-    )
+    assert samples["jax_agent_rl_engine_up", "0"] == 1
+    assert samples["jax_agent_rl_engine_requests_running", "0"] == 0
     assert samples["jax_agent_rl_server_requests_total", "/v1/generate", "200"] == 1
     assert samples["jax_agent_rl_server_requests_total", "unknown", "404"] == 1
     assert samples["jax_agent_rl_server_requests_running",] == 1  # this one

@@ -73,7 +73,8 @@ def test_sessions_that_began_first_go_first_whatever_comes_between():
     first = b.priority("first")
     second = b.priority("second")
     alone = b.priority()
-    assert first < second < alone and (b.priority("second"), b.priority("first")) == (second, first)
+    assert first < second < alone
+    assert (b.priority("second"), b.priority("first")) == (second, first)
     b.fork_session("first", "branch")
     assert b.priority("branch") == first, "a branch is as old as its parent"
     b.end_session("first")
@@ -133,7 +134,8 @@ def test_memory_is_bounded_and_ends_are_forgotten_before_beginnings():
     index.add(chain(PROMPT[: 8 * BLOCK]), "a")
     index.add(chain(OTHER[: 6 * BLOCK]), "b")
     assert len(index) == 10
-    assert index.find(chain(PROMPT)) == ("a", 4 * BLOCK) and index.find(chain(OTHER)) == (
+    assert index.find(chain(PROMPT)) == ("a", 4 * BLOCK)
+    assert index.find(chain(OTHER)) == (
         "b",
         6 * BLOCK,
     )

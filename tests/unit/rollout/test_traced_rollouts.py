@@ -84,18 +84,15 @@ async def test_a_trajectory_is_generations_tools_and_a_reward():
         ("reward", "sums"),
     ]
     first, tool, _, reward = (s.attributes for s in spans)
-    assert (
-        first["stop_reason"] == "eos"
-        and first["policy_versions"] == [0]
-        and "<call>add" in first["text"]
-    )
-    assert (
-        tool["arguments"] == {"a": 1, "b": 2}
-        and tool["observation"] == "3"
-        and tool["tool_error"] is None
-    )
+    assert first["stop_reason"] == "eos"
+    assert first["policy_versions"] == [0]
+    assert "<call>add" in first["text"]
+    assert tool["arguments"] == {"a": 1, "b": 2}
+    assert tool["observation"] == "3"
+    assert tool["tool_error"] is None
     assert reward == {"reward": 0.5, "reward_parts": {"format": 1.0}}
-    assert run.attributes["finish_reason"] == "answer" and run.attributes["reward"] == 0.5
+    assert run.attributes["finish_reason"] == "answer"
+    assert run.attributes["reward"] == 0.5
     assert [m["role"] for m in run.attributes["messages"]] == [
         "user",
         "assistant",

@@ -99,9 +99,8 @@ async def test_in_a_hybrid_it_leaves_and_its_requests_go_on_elsewhere():
             assert names(client) == {"there"} and local.asleep and not local.running
             outputs = await asyncio.gather(*running)
             raise ArithmeticError("the learner fails")
-    assert [len(output.token_ids) for output in outputs] == [150, 150] and outputs[
-        0
-    ].token_ids == outputs[1].token_ids
+    assert [len(output.token_ids) for output in outputs] == [150, 150]
+    assert outputs[0].token_ids == outputs[1].token_ids
     assert names(client) == {"here", "there"} and not local.asleep
     await close(client)
 
@@ -239,4 +238,5 @@ async def test_a_rollout_server_joins_a_run_of_rollout_servers_under_its_address
     ) as opened:
         name, make = opened
         engine = make()
-        assert isinstance(engine, RemoteBackend) and engine.url == name == "http://10.0.0.7:8100"
+        assert isinstance(engine, RemoteBackend)
+        assert engine.url == name == "http://10.0.0.7:8100"

@@ -108,7 +108,8 @@ def test_one_and_four_processes_go_on_from_what_two_saved(two_processes, tmp_pat
             run(folder, "more", processes=processes, devices=1, mesh=mesh, steps=3, restore=True)
         )
     (by_one, expected), (four, params) = results
-    assert by_one["begin"] == four["begin"] == 2 and four == pytest.approx(by_one, rel=1e-4)
+    assert by_one["begin"] == four["begin"] == 2
+    assert four == pytest.approx(by_one, rel=1e-4)
     for a, b, saved in zip(params, expected, two_processes[2], strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
         assert a.shape == saved.shape
@@ -160,12 +161,10 @@ def test_texts_stay_where_they_are():
         group.trajectories
         for group in decode_groups(json.loads(json.dumps(encode_groups([group_of([text])]))))
     )
-    assert (
-        got.response_ids == (4, 2)
-        and not got.messages
-        and not got.row
-        and not got.tool_calls[0].observation
-    )
+    assert got.response_ids == (4, 2)
+    assert not got.messages
+    assert not got.row
+    assert not got.tool_calls[0].observation
 
 
 def test_pictures_that_ids_show_travel_pixel_by_pixel():
@@ -178,7 +177,8 @@ def test_pictures_that_ids_show_travel_pixel_by_pixel():
         group.trajectories
         for group in decode_groups(json.loads(json.dumps(encode_groups([group_of([sent])]))))
     )
-    assert got.multi_modal.keys() == {"image", "video"} and got.response_ids == sent.response_ids
+    assert got.multi_modal.keys() == {"image", "video"}
+    assert got.response_ids == sent.response_ids
     for decoded in got.multi_modal["image"]:
         np.testing.assert_array_equal(np.asarray(decoded), np.asarray(image))
     np.testing.assert_array_equal(as_frames(got.multi_modal["video"][0]), as_frames(clip))

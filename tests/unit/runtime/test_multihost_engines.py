@@ -108,9 +108,8 @@ async def test_all_engines_fetch_the_version_of_their_own_process():
             client.generate(f"r{i}", prompt_ids=[3, 4], sampling_params=sampling) for i in range(4)
         )
         outputs = await asyncio.gather(*asked)
-        assert {output.policy_versions for output in outputs} == {(1,) * 5} and len(
-            {o.token_ids for o in outputs}
-        ) == 1
+        assert {output.policy_versions for output in outputs} == {(1,) * 5}
+        assert len({o.token_ids for o in outputs}) == 1
         assert [(await s.backend.metrics()).requests_finished for s in client.pool.servers] == [
             2,
             2,
@@ -191,10 +190,8 @@ def test_two_processes_sample_what_all_four_devices_have_trained(tmp_path: Path,
         (f"host-{host}", [version]) for version in range(2) for host in (0, 1)
     ], outputs[0][1][-3000:]
     for line in lines:
-        assert (
-            line["found"] == pytest.approx(line["expected"], abs=1e-4)
-            and line["recompilations"] == 0
-        )
+        assert line["found"] == pytest.approx(line["expected"], abs=1e-4)
+        assert line["recompilations"] == 0
         assert line["other"] == pytest.approx(line["expected"], abs=1e-4)
     assert lines[0]["found"] != lines[2]["found"], "the weights did not change"
 

@@ -18,7 +18,9 @@ RECIPE = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 def test_a_configuration_names_its_own_model():
     with open_policy(PolicyChoice(config=RECIPE, overrides=["seed=7"])) as subject:
-        assert subject.config == subject.recorded and subject.config.seed == 7 and subject.step == 0
+        assert subject.config == subject.recorded
+        assert subject.config.seed == 7
+        assert subject.step == 0
         assert subject.name == subject.config.model.path
 
 
@@ -37,9 +39,8 @@ def test_a_folder_alone_has_defaults_and_contexts_that_no_learner_limits():
             overrides=["rollout.max_model_len=40000", "agent.max_response_length=32768"],
         )
     )
-    assert config.run_dir == "runs/qwen" and [source.path for source in config.data.train] == [
-        NO_ROWS
-    ]
+    assert config.run_dir == "runs/qwen"
+    assert [source.path for source in config.data.train] == [NO_ROWS]
     (source,) = choose(PolicyChoice(model=Path("m"), data="rows.jsonl")).data.train
     assert source.path == "rows.jsonl"
 
@@ -96,7 +97,8 @@ def test_a_checkpoint_is_read_with_its_settings_and_the_models_present_place(tmp
         tmp_path / "run", then=then.model_dump(mode="json"), now=now.model_dump(mode="json")
     )
     saved = saved_run(tmp_path / "run", 4)
-    assert saved.config.learner.lora is not None and saved.trained.learner.lora is not None
+    assert saved.config.learner.lora is not None
+    assert saved.trained.learner.lora is not None
     assert saved.config.learner.lora.alpha == saved.trained.learner.lora.alpha == 8
     assert saved.config.model.path == saved.trained.model_path == "/moved"
 

@@ -56,10 +56,8 @@ def test_a_context_is_as_long_as_model_and_cache_allow(
     assert served.rollout.max_model_len == served.agent.max_prompt_length == longest
     trained = engine_shapes(config)
     serving = engine_shapes(served)
-    assert (
-        serving.kv_cache_tokens == trained.kv_cache_tokens
-        and serving.pages * serving.page >= longest
-    )
+    assert serving.kv_cache_tokens == trained.kv_cache_tokens
+    assert serving.pages * serving.page >= longest
     assert serving.prefill_buckets == trained.prefill_buckets or config.rollout.backend == "vllm"
 
 
@@ -248,4 +246,5 @@ async def test_where_no_engine_is_left_a_request_fails_with_503_and_its_session_
         assert await recorded_turns(url) == [1]
         async with httpx.AsyncClient() as http:
             health = await http.get(f"{url}/health")
-        assert health.status_code == 503 and "no rollout engine is left" in health.json()["detail"]
+        assert health.status_code == 503
+        assert "no rollout engine is left" in health.json()["detail"]

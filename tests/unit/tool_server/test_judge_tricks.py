@@ -50,7 +50,8 @@ async def test_tests_that_ask_nothing_are_an_error_of_the_task():
             "<python>def f(x): return 5</python>",
             tests=["assert f(5) == 5", "def check(): assert f(2) == 4"],
         )
-        assert reply.error is Failure.TOOL and "ask the program nothing" in reply.observation["obs"]
+        assert reply.error is Failure.TOOL
+        assert "ask the program nothing" in reply.observation["obs"]
 
 
 async def test_the_program_cannot_read_the_tests_of_the_judge():

@@ -31,10 +31,11 @@ async def test_python_runs_fresh_each_time_with_input_and_errors_shown():
             == "\n<result>\n42\n</result>\n"
         )
         reply = await act("<python>print(x)</python>")
-        assert "NameError: name 'x' is not defined" in text_of(
-            reply
-        ) and 'File "/tmp/main.py", line 1' in text_of(reply)
-        assert reply.observation["metrics"] == {"failed": 1.0} and reply.valid and not reply.open
+        assert "NameError: name 'x' is not defined" in text_of(reply)
+        assert 'File "/tmp/main.py", line 1' in text_of(reply)
+        assert reply.observation["metrics"] == {"failed": 1.0}
+        assert reply.valid
+        assert not reply.open
         assert (await act("```python print(3)```")).observation == "\n```result\n3\n```\n", (
             "plain text alone"
         )
@@ -59,9 +60,8 @@ async def test_stateful_python_remembers_and_shows_last_values():
         )
         assert "3" in text_of(await act("<python>x.append(2); x.append(3)\nf()</python>"))
         reply = await act("<python>print('before')\n1 / 0</python>")
-        assert "before" in text_of(
-            reply
-        ) and 'File "<action 3>", line 2, in <module>\n    1 / 0' in text_of(reply)
+        assert "before" in text_of(reply)
+        assert 'File "<action 3>", line 2, in <module>\n    1 / 0' in text_of(reply)
         assert "SyntaxError" in text_of(await act("<python>def</python>"))
         assert "[1, 2, 3]" in text_of(await act("<python>x</python>")), (
             "errors keep what was defined"
@@ -92,9 +92,8 @@ async def test_a_session_that_ends_reports_it_and_restarts(code, note):
     async with agent("tools=[stateful_python]", "limits.wall_seconds=3") as act:
         await act("<python>x = 1</python>")
         reply = await act(f"<python>{code}</python>")
-        assert note in text_of(
-            reply
-        ) and "(the session ended; the next action starts a new one" in text_of(reply)
+        assert note in text_of(reply)
+        assert "(the session ended; the next action starts a new one" in text_of(reply)
         assert "NameError" in text_of(await act("<python>x</python>"))
 
 
@@ -221,9 +220,8 @@ async def test_sql_answers_with_rows_and_turns_left_and_the_solution_ends(databa
         )
         assert "(no rows)" in text_of(await act("<sql>SELECT * FROM item WHERE 0</sql>"))
         refused = await act("<sql>SELECT * FROM nope</sql>")
-        assert "Error: no such table: nope" in text_of(refused) and refused.observation[
-            "metrics"
-        ] == {"failed": 1.0}
+        assert "Error: no such table: nope" in text_of(refused)
+        assert refused.observation["metrics"] == {"failed": 1.0}
         assert "pen" in text_of(await act("<sql>SELECT name FROM item</sql>", db_id="other"))
         reply = await act("<solution>SELECT 1</solution>")
         assert (reply.done, reply.valid, reply.observation) == (True, False, "")
@@ -348,9 +346,8 @@ async def test_nothing_outside_the_folder_can_be_opened(site, command):
     async with agent("tools=[page]", f"page.root={site}") as act:
         await act("<page>open index.html</page>")
         reply = await act(f"<page>{command}</page>")
-        assert reply.error is Failure.TOOL and "secret" not in text_of(reply).replace(
-            "secret.txt", ""
-        )
+        assert reply.error is Failure.TOOL
+        assert "secret" not in text_of(reply).replace("secret.txt", "")
 
 
 # --- images ---------------------------------------------------------------------------------------
@@ -386,7 +383,8 @@ async def test_zooming_returns_the_crop_and_can_go_on_from_it(quarters):
         assert decoded(url).size == (20, 20) and "Image Size: 20x20" in text_of(reply)
         assert [decoded(url).getpixel((x, 0)) for x in (9, 10)] == [(0, 0, 255), (255, 0, 0)]
         (url,) = (await act(zoom(0.5, 0, 1, 1, target=2))).observation["image"]
-        assert decoded(url).size == (10, 20) and decoded(url).getpixel((0, 0)) == (255, 0, 0)
+        assert decoded(url).size == (10, 20)
+        assert decoded(url).getpixel((0, 0)) == (255, 0, 0)
         assert decoded((await act(zoom(-5, -5, 999, 999))).observation["image"][0]).size == (40, 20)
 
 
@@ -494,9 +492,8 @@ async def test_tools_of_a_stdio_mcp_server_are_called_and_a_dead_one_comes_back(
         assert reply.observation["metrics"] == {"failed": 1.0} and reply.valid
         assert (await act(call("add", a="two", b=3))).observation["metrics"] == {"failed": 1.0}
         reply = await act(call("nope"))
-        assert reply.error is Failure.TOOL and "available tools: ['add', 'die', 'fail']" in text_of(
-            reply
-        )
+        assert reply.error is Failure.TOOL
+        assert "available tools: ['add', 'die', 'fail']" in text_of(reply)
         assert (await act(call("die"))).error is Failure.TOOL
         assert "5" in text_of(await act(call("add", a=2, b=3)))
 

@@ -33,11 +33,9 @@ async def test_a_batch_is_answered_in_its_order_across_workers():
         assert {assign_worker(name, 3) for name in ids} == {0, 1, 2}
         body = await client.step(*(f"echo {name}" for name in ids), ids=ids)
         assert body["observations"] == ids
-        assert (
-            body["dones"] == [False] * 24
-            and body["valids"] == [True] * 24
-            and body["tools"] == ["echo"] * 24
-        )
+        assert body["dones"] == [False] * 24
+        assert body["valids"] == [True] * 24
+        assert body["tools"] == ["echo"] * 24
         assert body["errors"] == [None] * 24 and body["processing_time_ms"] > 0
 
 
@@ -48,7 +46,8 @@ async def test_a_trajectory_stays_where_its_state_is():
             body = await client.step(*["count"] * 12, ids=ids)
             assert body["observations"] == [str(turn)] * 12
         status, health = await client.send("/health", "GET")
-        assert status == 200 and health == {
+        assert status == 200
+        assert health == {
             "status": "healthy",
             "tools": ["echo", "counter", "faulty", "finish"],
             "workers": 3,

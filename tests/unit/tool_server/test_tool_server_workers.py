@@ -25,7 +25,8 @@ async def test_a_tool_that_kills_its_worker_costs_only_its_trajectories_and_is_c
         body = await client.step(
             "fault die", "echo hi", ids=["bomber", next(n for n in ids if n not in victims)]
         )
-        assert body["errors"] == ["worker_died", None] and body["dones"] == [True, False]
+        assert body["errors"] == ["worker_died", None]
+        assert body["dones"] == [True, False]
         body = await client.step(*["count"] * 10, ids=ids)
         assert body["errors"] == ["worker_died" if name in victims else None for name in ids]
         assert [
@@ -64,16 +65,16 @@ async def test_a_stuck_worker_is_replaced_and_the_other_goes_on_meanwhile():
         await until_healthy(client)
         assert (await client.step("count", ids=["victim"]))["observations"] == ["1"]
         metrics = await client.metrics()
-        assert metrics["toolserver_worker_restarts_total"] == 1 and total(metrics, "lost") == 1
+        assert metrics["toolserver_worker_restarts_total"] == 1
+        assert total(metrics, "lost") == 1
 
 
 async def test_what_a_tool_prints_holds_up_nobody():
     """More than a pipe takes, and nobody reads standard output once a worker is ready."""
     async with serving("stuck_seconds=20") as client:
         body = await client.step("fault print")
-        assert body["observations"] == ["printed"] and (await client.step("count"))[
-            "observations"
-        ] == ["1"]
+        assert body["observations"] == ["printed"]
+        assert (await client.step("count"))["observations"] == ["1"]
 
 
 async def test_a_worker_killed_twice_counts_each_lost_environment_once():

@@ -170,12 +170,10 @@ async def test_every_fault_is_a_counted_reply(action, error, text):
 
 async def test_huge_observations_lose_their_middle():
     text = (await Served().step("fault huge")).observation
-    assert (
-        len(text) == 200
-        and text.startswith("begin")
-        and text.endswith("end")
-        and "truncated" in text
-    )
+    assert len(text) == 200
+    assert text.startswith("begin")
+    assert text.endswith("end")
+    assert "truncated" in text
 
 
 async def test_text_that_is_not_unicode_is_made_so():
@@ -226,7 +224,8 @@ async def test_a_disconnect_during_an_action_closes_the_environment():
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert served.closed("abort") == 1 and served.diary == [("open", "t"), ("close", "t")]
+    assert served.closed("abort") == 1
+    assert served.diary == [("open", "t"), ("close", "t")]
     reply = await served.step("count")
     assert (reply.error, reply.done, reply.valid) == (Failure.GONE, True, False)
     assert (await served.step("count")).observation == "1", (
@@ -265,7 +264,8 @@ async def test_more_environments_than_allowed_are_refused_until_one_is_closed():
     for name in "ab":
         await served.step("count", trajectory=name)
     reply = await served.step("count", trajectory="c")
-    assert reply.error is Failure.TOOL and "max_environments=2" in reply.observation["obs"]
+    assert reply.error is Failure.TOOL
+    assert "max_environments=2" in reply.observation["obs"]
     await served.step(trajectory="a", finish=True)
     assert (await served.step("count", trajectory="c")).observation == "1"
 

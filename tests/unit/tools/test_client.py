@@ -91,7 +91,9 @@ async def test_a_detailed_observation_is_parsed():
 async def test_content_that_cannot_be_shown_is_an_error_for_the_model(fields, words):
     async with ToolServer(lambda action: {"obs": "x", **fields}) as server:
         (observation,) = await ask(server, "a")
-    assert observation.error == "raised" and words in observation.text and not observation.media
+    assert observation.error == "raised"
+    assert words in observation.text
+    assert not observation.media
 
 
 async def test_images_are_decoded():

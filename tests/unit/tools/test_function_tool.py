@@ -328,7 +328,8 @@ def _function(**changed):
 def test_a_wrong_schema_is_refused_with_the_place(name, schema, named):
     with raises(ToolDefinitionError, **named) as error:
         function_tool(name, schema=schema)(_takes_a_query)
-    assert "_takes_a_query" in str(error.value) and "test_function_tool.py:" in str(error.value)
+    assert "_takes_a_query" in str(error.value)
+    assert "test_function_tool.py:" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,8 @@ async def test_max_retries_repeats_what_timed_out():
     async with ToolServer() as server:
         server.respond = hang_once
         client = ToolClient(ToolClientConfig(server_url=server.url, timeout=0.5, **QUICK))
-        assert (await client.execute(ServerAction(trajectory_id="t"))).text == "ok" and not hang
+        assert (await client.execute(ServerAction(trajectory_id="t"))).text == "ok"
+        assert not hang
         await client.close()
         never.set()
 

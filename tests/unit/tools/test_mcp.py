@@ -97,7 +97,8 @@ async def test_a_call_that_hangs_is_left_and_others_go_on(kind):
             session.call("hang", {}), session.call("add", {"a": 1, "b": 2})
         )
         next_result = await session.call("add", {"a": 2, "b": 2})
-    assert hung.error == "timeout" and "did not answer within 1 seconds" in hung.observation
+    assert hung.error == "timeout"
+    assert "did not answer within 1 seconds" in hung.observation
     assert (fine.observation, next_result.observation) == ("3", "4")
 
 
@@ -113,10 +114,8 @@ async def test_calls_that_wait_for_their_turn_say_so_when_they_are_late():
 async def test_the_servers_own_timeout_is_an_observation_too():
     async with connection("stdio", timeout=0.5) as opened, await session_of(opened) as session:
         record = await session.call("hang", {})
-    assert (
-        record.error == "timeout"
-        and "the server tests did not answer within 0.5 seconds" in record.observation
-    )
+    assert record.error == "timeout"
+    assert "the server tests did not answer within 0.5 seconds" in record.observation
 
 
 async def test_a_server_that_dies_is_an_observation_and_is_restarted():
@@ -327,12 +326,10 @@ def contents():
 def test_the_text_of_embedded_resources_is_shown_and_the_rest_is_named():
     text = as_tool_response(result_of(*contents())).text
     assert text.splitlines()[:2] == ["downloaded", "THE FILE"]
-    assert (
-        "application/pdf" in text
-        and "report" in text
-        and "of the year" in text
-        and "AAAA" not in text
-    )
+    assert "application/pdf" in text
+    assert "report" in text
+    assert "of the year" in text
+    assert "AAAA" not in text
 
 
 def test_the_gateway_of_the_tool_server_says_what_a_tool_here_says():

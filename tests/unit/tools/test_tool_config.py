@@ -94,7 +94,8 @@ async def test_a_function_and_a_class_of_one_name_are_both_named(tmp_path, class
     entry = {"class_name": f"{classes}:Scale", "tool_schema": SCHEMA}
     with pytest.raises(ToolDefinitionError) as error:
         await names_of(config_of(tmp_path, entry, function_tool_path=classes))
-    assert "my_tools.py" in str(error.value) and "tools.yaml (tools[0])" in str(error.value)
+    assert "my_tools.py" in str(error.value)
+    assert "tools.yaml (tools[0])" in str(error.value)
 
 
 BAD_SCHEMA = {
@@ -173,4 +174,5 @@ def test_modules_beside_a_users_file_and_in_the_working_directory_are_found(
     )
     (tmp_path / "module_in_cwd.py").write_text("FACTOR = 4\n")
     module = load_user_module("beside/tools_with_neighbour.py", key="tools.function_tool_path")
-    assert module.FACTOR == 3 and load_user_module("module_in_cwd", key="agent.module").FACTOR == 4
+    assert module.FACTOR == 3
+    assert load_user_module("module_in_cwd", key="agent.module").FACTOR == 4

@@ -111,7 +111,8 @@ async def test_release_is_called_when_creating_is_cancelled():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert first.steps == ["create", "release"] and second.steps == ["create", "release"]
+    assert first.steps == ["create", "release"]
+    assert second.steps == ["create", "release"]
 
 
 async def test_a_tool_that_cannot_be_created_answers_with_the_reason():
@@ -120,11 +121,11 @@ async def test_a_tool_that_cannot_be_created_answers_with_the_reason():
     async with session(broken, sound) as opened:
         bad = await opened.call("broken", {})
         good = await opened.call("sound", {})
-    assert (
-        bad.error == "raised" and bad.observation == "Error: broken is not available: create failed"
-    )
+    assert bad.error == "raised"
+    assert bad.observation == "Error: broken is not available: create failed"
     assert good.error is None
-    assert broken.steps == ["create", "release"] and sound.steps == ["create", "execute", "release"]
+    assert broken.steps == ["create", "release"]
+    assert sound.steps == ["create", "execute", "release"]
 
 
 async def test_a_failing_release_does_not_keep_the_others():

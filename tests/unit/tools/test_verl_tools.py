@@ -252,7 +252,8 @@ async def test_images_reach_the_model(write):
         trajectory = await stage.run()
     (image,) = stage.backend.requests[1].multi_modal["image"]
     assert isinstance(image, Image.Image) and image.getpixel((0, 0)) == (255, 0, 0)
-    assert "<image> a wall" in stage.text(trajectory) and trajectory.tool_calls[0].reward == 0.0
+    assert "<image> a wall" in stage.text(trajectory)
+    assert trajectory.tool_calls[0].reward == 0.0
 
 
 async def test_an_older_class_that_returns_plain_text_and_knows_no_base_class(write):
@@ -291,18 +292,15 @@ async def test_a_create_that_fails_is_not_released(write):
 async def test_what_create_answers_is_named_as_not_shown(write, caplog):
     code = GRADER.replace("return own, ToolResponse()", "return own, ToolResponse('welcome')")
     async with open_tools(write(code)) as tools, session(tools.select()):
-        assert (
-            "grade.create returned is not shown to the model" in caplog.text
-            and "welcome" in caplog.text
-        )
+        assert "grade.create returned is not shown to the model" in caplog.text
+        assert "welcome" in caplog.text
 
 
 @needs_no_verl
 async def test_verl_is_there_only_while_a_class_is_loaded(write):
     async with open_tools(write()):
-        assert importlib.util.find_spec("verl") is None and not [
-            m for m in sys.modules if m.startswith("verl")
-        ]
+        assert importlib.util.find_spec("verl") is None
+        assert not [m for m in sys.modules if m.startswith("verl")]
     with raises(ConfigError, value="'verl.workers'"):
         async with open_tools(write("import verl.workers", name="needs_more")):
             pass
@@ -338,7 +336,8 @@ async def test_a_verl_that_is_installed_is_used_itself(write, tmp_path, monkeypa
     try:
         async with open_tools(write(code)) as tools:
             schema = instance_of(tools.select()).tool_schema
-            assert type(schema).__module__ == "verl.tools.schemas" and "verl" in sys.modules
+            assert type(schema).__module__ == "verl.tools.schemas"
+            assert "verl" in sys.modules
     finally:
         for name in [m for m in sys.modules if m.partition(".")[0] == "verl"]:
             del sys.modules[name]
@@ -456,9 +455,8 @@ async def test_a_failed_import_of_a_class_names_its_key_its_cause_and_what_to_in
         async with open_tools(write(class_name=class_name)):
             pass
     message = str(refused.value)
-    assert "tools.yaml (tools[0]).class_name" in message and all(
-        words in message for words in named
-    )
+    assert "tools.yaml (tools[0]).class_name" in message
+    assert all(words in message for words in named)
 
 
 @pytest.mark.parametrize(
@@ -491,6 +489,7 @@ async def test_a_class_without_a_schema_is_refused(write):
 
 
 def test_a_response_takes_its_text_by_position():
-    assert ToolResponse("text") == ToolResponse(text="text") and ToolResponse("text").text == "text"
+    assert ToolResponse("text") == ToolResponse(text="text")
+    assert ToolResponse("text").text == "text"
     with pytest.raises(TypeError):
         ToolResponse("text", ("image",))  # type: ignore[misc]

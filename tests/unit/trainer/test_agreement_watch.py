@@ -42,12 +42,14 @@ async def test_a_breach_stops_the_run_before_it_is_learnt_from_and_leaves_its_ev
     training = make_trainer(tmp_path, steps=3, learner=learner)
     with raises(DisagreementError, key="version 1", value=("8 tokens", "2.0e-01 nats")) as caught:
         await finish(training)
-    assert "trainer.on_disagreement=warn" in str(caught.value) and "disagreement.json" in str(
-        caught.value
-    )
-    assert learner.finished == 1 and [step["step"] for step in steps_of(tmp_path)] == [1]
+    assert "trainer.on_disagreement=warn" in str(caught.value)
+    assert "disagreement.json" in str(caught.value)
+    assert learner.finished == 1
+    assert [step["step"] for step in steps_of(tmp_path)] == [1]
     report = evidence(tmp_path)
-    assert report["step"] == 2 and report["version"] == 1 and report["diagnosis"] is None
+    assert report["step"] == 2
+    assert report["version"] == 1
+    assert report["diagnosis"] is None
     assert report["contexts"] and report["contexts"][0]["rollout"]
 
 

@@ -33,7 +33,8 @@ async def test_tokens_are_as_old_as_the_mode_says(
         tmp_path, steps=6, trainer={"mode": mode}, learner=learner, prompts_per_step=2, rows=5
     )
     await finish(training)
-    assert learner.ages[0] == first and all(ages and ages <= later for ages in learner.ages[1:])
+    assert learner.ages[0] == first
+    assert all(ages and ages <= later for ages in learner.ages[1:])
     accounting = books(training)
     assert (accounting.started, accounting.trained) == (
         24,
@@ -240,11 +241,11 @@ async def test_groups_that_are_left_out_are_replaced_within_the_bound(tmp_path: 
         prompts_per_step=2,
     )
     await finish(training)
-    assert [len(groups) for groups in learner.steps] == [2] * 4 and all(
-        ages <= {0, 1} for ages in learner.ages
-    )
+    assert [len(groups) for groups in learner.steps] == [2] * 4
+    assert all(ages <= {0, 1} for ages in learner.ages)
     accounting = books(training)
-    assert accounting.trained == 16 and accounting.dropped[DropReason.ZERO_VARIANCE] >= 2
+    assert accounting.trained == 16
+    assert accounting.dropped[DropReason.ZERO_VARIANCE] >= 2
     assert accounting.dropped[DropReason.CANCELLED] == 0, "no group more than the steps need"
     assert (
         training.buffer.dropped[DropReason.ZERO_VARIANCE] * 2
@@ -298,6 +299,5 @@ async def test_a_step_of_groups_without_gradient_is_a_version_too(tmp_path: Path
     trainer = {"mode": "fully_async", "max_staleness": 0}
     training = make_trainer(tmp_path, steps=3, trainer=trainer, score=equal, learner=learner)
     await finish(training)
-    assert len(learner.steps) == 2 and [
-        set(versions(s[0].trajectories)) for s in learner.steps
-    ] == [{1}, {2}]
+    assert len(learner.steps) == 2
+    assert [set(versions(s[0].trajectories)) for s in learner.steps] == [{1}, {2}]

@@ -143,9 +143,8 @@ async def test_an_interruption_between_updates_undoes_the_step_without_a_compile
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     forever.set()
-    assert task.cancelled() and list(notes.saved) == [1] == [
-        line["step"] for line in steps_of(tmp_path)
-    ]
+    assert task.cancelled()
+    assert list(notes.saved) == [1] == [line["step"] for line in steps_of(tmp_path)]
     assert notes.saved[1]["accounting"]["trained"] == books(training).trained == 2
 
 
@@ -195,11 +194,13 @@ async def test_an_interrupted_run_goes_on_and_trains_on_every_row_once(
 
     # A run that resumes publishes the weights of its step first.
     second = make("second", record=record, version=step)
-    assert second.buffer.room == second.buffer.capacity and second.buffer.version == step
+    assert second.buffer.room == second.buffer.capacity
+    assert second.buffer.version == step
     await finish(second)
     row_numbers = trained_numbers(first.runtime.learner, step, 2) + trained_numbers(
         second.runtime.learner, 8 - step, 2
     )
     assert sorted(row_numbers) == list(range(16))
     accounting = books(second)
-    assert accounting.trained == 32 and accounting.started == 32 + accounting.dropped.total()
+    assert accounting.trained == 32
+    assert accounting.started == 32 + accounting.dropped.total()

@@ -70,10 +70,8 @@ async def test_a_warning_of_the_run_is_in_its_summary_with_what_to_do(tmp_path: 
     assert "algorithm.max_resample_rounds=3" in warned["advice"]
     assert "zero_variance" not in printed[2] and "zero_variance" in printed[-1]
     text = format_warnings(summary["warnings"])
-    assert (
-        "zero_variance (step 3 to the end, 3 steps): 100% of the groups" in text
-        and format_warnings([]) == ""
-    )
+    assert "zero_variance (step 3 to the end, 3 steps): 100% of the groups" in text
+    assert format_warnings([]) == ""
 
 
 async def test_a_resumed_run_does_not_repeat_its_warnings(tmp_path: Path):
@@ -87,7 +85,8 @@ async def test_a_resumed_run_does_not_repeat_its_warnings(tmp_path: Path):
         assert [w["name"] for w in watchers.summary()["warnings"]][:2] == [
             "no_reward",
             "zero_variance",
-        ] and lines == []
+        ]
+        assert lines == []
 
 
 async def test_rows_without_an_agent_are_in_the_summary_from_the_start(tmp_path: Path):
@@ -103,9 +102,8 @@ async def test_rows_without_an_agent_are_in_the_summary_from_the_start(tmp_path:
         config, trainer.folder, step=0, rows=[{}], progress=trainer.progress
     ) as watchers:
         (warned,) = watchers.summary()["warnings"]
-    assert warned["name"] == "agent_name_missing" and "(from the start)" in format_warnings(
-        [warned]
-    )
+    assert warned["name"] == "agent_name_missing"
+    assert "(from the start)" in format_warnings([warned])
 
 
 async def test_a_sink_that_fails_is_counted_and_the_run_ends_well(tmp_path: Path, monkeypatch):

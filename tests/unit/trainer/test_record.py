@@ -59,11 +59,9 @@ def test_a_session_is_counted_with_all_its_segments():
         0.0,
     )
     assert (line["turns_max"], line["sampled_tokens_max"], line["response_tokens_max"]) == (5, 7, 9)
-    assert (
-        line["rollout_tokens_per_second"] == 4.0
-        and line["tool_calls_mean"] == 1.0
-        and line["tool_errors"] == 1
-    )
+    assert line["rollout_tokens_per_second"] == 4.0
+    assert line["tool_calls_mean"] == 1.0
+    assert line["tool_errors"] == 1
 
 
 def test_a_run_without_sessions_counts_no_segments():

@@ -80,7 +80,8 @@ async def test_evaluations_sample_from_the_average_and_training_from_the_weights
         "current",
         *evaluated,
     ]
-    assert list(served) == sorted(served) and server.backend.policy_version == max(served)
+    assert list(served) == sorted(served)
+    assert server.backend.policy_version == max(served)
     by = {}
     for record in read_records(tmp_path / "trajectories.jsonl"):
         (version,) = {v for v in record["policy_versions"] if v >= 0}
@@ -93,10 +94,8 @@ async def test_evaluations_sample_from_the_average_and_training_from_the_weights
         ("train", 3): {"current"},
         ("heldout", 3): {"average"},
     }
-    assert (
-        training.record.extra_versions == 4
-        and RunRecord.from_json(training.record.to_json()).extra_versions == 4
-    )
+    assert training.record.extra_versions == 4
+    assert RunRecord.from_json(training.record.to_json()).extra_versions == 4
 
 
 @pytest.mark.parametrize(
@@ -138,10 +137,8 @@ async def test_groups_that_are_left_out_are_refilled_from_new_prompts(tmp_path: 
         "refill1-1-1",
         "refill1-1-2",
     ]
-    assert (
-        dropped(training) == {"zero_variance": 6}
-        and training.runtime.collector.accounting.trained == 6
-    )
+    assert dropped(training) == {"zero_variance": 6}
+    assert training.runtime.collector.accounting.trained == 6
 
 
 async def test_refilling_ends_after_its_rounds(tmp_path: Path):
@@ -150,7 +147,8 @@ async def test_refilling_ends_after_its_rounds(tmp_path: Path):
 
     training = make_trainer(tmp_path, steps=1, algorithm={"max_resample_rounds": 2}, score=equal)
     await training.run()
-    assert not training.runtime.learner.groups and dropped(training) == {"zero_variance": 3 * 2}
+    assert not training.runtime.learner.groups
+    assert dropped(training) == {"zero_variance": 3 * 2}
 
 
 async def test_remax_compares_with_a_greedy_rollout_that_is_never_trained_on(tmp_path: Path):
@@ -166,16 +164,16 @@ async def test_remax_compares_with_a_greedy_rollout_that_is_never_trained_on(tmp
     )
     await training.run()
     assert [g.greedy_reward for g in training.runtime.learner.groups] == [0.25]
-    assert dropped(training) == {"greedy": 1} and training.runtime.collector.accounting.trained == 1
+    assert dropped(training) == {"greedy": 1}
+    assert training.runtime.collector.accounting.trained == 1
 
 
 async def test_rejected_trajectories_are_not_counted_as_trained(tmp_path: Path):
     training = make_trainer(tmp_path, steps=1)
     training.runtime.learner.rejected = frozenset({"train-1-0-1"})
     await training.run()
-    assert (
-        dropped(training) == {"rejected": 1} and training.runtime.collector.accounting.trained == 1
-    )
+    assert dropped(training) == {"rejected": 1}
+    assert training.runtime.collector.accounting.trained == 1
 
 
 async def test_masked_trajectories_are_counted_by_the_filter_that_masked_them(tmp_path: Path):
@@ -191,9 +189,8 @@ async def test_masked_trajectories_are_counted_by_the_filter_that_masked_them(tm
     )
     await training.run()
     assert [g.rewards for g in training.runtime.learner.groups] == [(0.0, 1.0)]
-    assert (
-        dropped(training) == {"overlong": 1} and training.runtime.collector.accounting.trained == 1
-    )
+    assert dropped(training) == {"overlong": 1}
+    assert training.runtime.collector.accounting.trained == 1
 
 
 @pytest.mark.parametrize(("mode", "times"), [("token-mean", 0), ("seq-mean-token-sum", 1)])

@@ -51,7 +51,8 @@ def test_joined_parts_are_the_whole_and_positions_never_move(cuts: tuple[int, in
     second = span(min(back, max(begin, seam)), end)
     joined = join_routed(first, second)
     assert joined == span(begin, max(first.end, end) if second.start <= first.end else first.end)
-    assert joined is not None and joined.until(seam).end == min(max(seam, begin), joined.end)
+    assert joined is not None
+    assert joined.until(seam).end == min(max(seam, begin), joined.end)
     np.testing.assert_array_equal(array(joined), WHOLE[joined.start : joined.end])
 
 

@@ -297,9 +297,8 @@ def test_lines_are_those_of_the_whole(parts):
     lines = LineBuffer(1000)
     read_lines = [line for part in parts for line in lines.add(part)]
     *complete, unfinished = b"".join(parts).split(b"\n")
-    assert read_lines == [line for line in complete if line] and lines.unfinished == bool(
-        unfinished
-    )
+    assert read_lines == [line for line in complete if line]
+    assert lines.unfinished == bool(unfinished)
 
 
 def test_a_line_without_an_end_is_left():

@@ -33,7 +33,9 @@ def test_the_first_of_a_kind_is_told_in_full_and_the_others_as_one_line_of_count
     assert told.lines == ["reward of row 0 raised; mend it", "tool raised"]
     told.report("a tool", "tool raised again", at=302)
     (summary,) = told.lines[2:]
-    assert "99 x a reward" in summary and "1 x a tool" in summary and "row 99" in summary
+    assert "99 x a reward" in summary
+    assert "1 x a tool" in summary
+    assert "row 99" in summary
     told.report("a reward", at=303)
     assert len(told.lines) == 3, "the next interval has begun"
     told.log.flush()
@@ -97,17 +99,16 @@ def test_the_place_of_an_error_is_the_users_innermost_line(tmp_path, monkeypatch
     assert error_place(error) == f"{file}:5", "json's own lines say nothing to the user"
     monkeypatch.chdir(tmp_path)
     assert error_place(error) == "mine.py:5"
-    assert describe_error(error).startswith("JSONDecodeError: ") and describe_error(error).endswith(
-        "(mine.py:5)"
-    )
+    assert describe_error(error).startswith("JSONDecodeError: ")
+    assert describe_error(error).endswith("(mine.py:5)")
     explained = user_code_error(RewardError, "the reward", error)
-    assert explained.failed_at == "mine.py:5" and "the reward raised JSONDecodeError" in str(
-        explained
-    )
+    assert explained.failed_at == "mine.py:5"
+    assert "the reward raised JSONDecodeError" in str(explained)
 
 
 def test_an_error_in_libraries_has_their_line_and_an_unraised_one_has_none():
     error = _raised(lambda: json.loads("{"))
     error.__traceback__ = error.__traceback__.tb_next.tb_next  # without this file
     assert re.fullmatch(r".*json.*\.py:\d+", error_place(error))
-    assert error_place(ValueError("x")) == "" and describe_error(ValueError("x")) == "ValueError: x"
+    assert error_place(ValueError("x")) == ""
+    assert describe_error(ValueError("x")) == "ValueError: x"

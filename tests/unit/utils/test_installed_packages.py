@@ -88,9 +88,8 @@ def test_a_run_uses_every_kind_of_plugin_of_an_installed_package(plugins, tmp_pa
     assert result.exit_code == 0, result.output
     run = tmp_path / "run"
     records = [r for r in read_records(run / "trajectories.jsonl") if r["split"] == "train"]
-    assert {r["agent_name"] for r in records} == {"double_check"} and len(
-        {r["reward"] for r in records}
-    ) > 2
+    assert {r["agent_name"] for r in records} == {"double_check"}
+    assert len({r["reward"] for r in records}) > 2
     steps = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "step"]
     for step in steps:
         mine = [r for r in records if r["step"] == step["step"]]
@@ -120,9 +119,8 @@ def test_a_run_uses_every_kind_of_plugin_of_an_installed_package(plugins, tmp_pa
 async def test_tools_environments_and_users_are_found_by_name(plugins, tmp_path: Path):
     (tmp_path / "tools.yaml").write_text("tools: [{class_name: population}]")
     async with open_tools(ToolsConfig(tool_config_path=str(tmp_path / "tools.yaml"))) as tools:
-        assert list(tools) == ["population"] and tools.select()["population"].parameters[
-            "required"
-        ] == ["city"]
+        assert list(tools) == ["population"]
+        assert tools.select()["population"].parameters["required"] == ["city"]
     environment = get_environment("guess_city")()
     assert environment.name == "guess_city"
     assert "710000" in str((await environment.reset(city="Oslo")).messages)

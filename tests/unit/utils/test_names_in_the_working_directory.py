@@ -39,8 +39,11 @@ def test_a_mere_folder_is_no_installed_package(cwd: Path):
         import_installed("wandb_or_so")
     (cwd / "real_one").mkdir()
     (cwd / "real_one" / "__init__.py").touch()
-    assert is_installed("real_one") and package_folder("real_one") == str(cwd / "real_one")
-    assert is_installed("numpy") and is_installed("json") and not is_installed("there_is_none")
+    assert is_installed("real_one")
+    assert package_folder("real_one") == str(cwd / "real_one")
+    assert is_installed("numpy")
+    assert is_installed("json")
+    assert not is_installed("there_is_none")
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -154,6 +157,5 @@ def test_what_goes_wrong_while_a_file_is_imported_is_told_with_key_and_line(
     (cwd / "broken.py").write_text(code)
     with pytest.raises(ConfigError) as refused:
         load_user_module("broken.py", key="reward.path")
-    assert "reward.path='broken.py'" in str(refused.value) and all(
-        word in str(refused.value) for word in words
-    )
+    assert "reward.path='broken.py'" in str(refused.value)
+    assert all(word in str(refused.value) for word in words)

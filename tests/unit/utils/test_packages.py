@@ -61,7 +61,8 @@ def test_an_environment_of_a_launcher_gets_them_by_a_launcher(environment: Path)
 def test_what_needs_an_environment_of_its_own_gets_one(environment: Path, extra: str):
     (environment / ".jax_agent_rl.core.stamp").touch()
     script, *_ = install_command(extra).split()
-    assert Path(script).parent == ROOT / "launch" and Path(script).name.endswith("_environment.sh")
+    assert Path(script).parent == ROOT / "launch"
+    assert Path(script).name.endswith("_environment.sh")
 
 
 @pytest.mark.parametrize("extras", [(), ("gpu",), ("ray", "math")])

@@ -70,7 +70,8 @@ def test_the_second_signal_ends_a_server_whatever_hangs(hang: str, first: signal
         assert process.stdout.readline().startswith("stopping")
         process.send_signal(signal.SIGTERM)
         process.wait(SHUTDOWN_TIMEOUT_SECONDS)
-        assert process.returncode == EXIT_CODE and process.stdout.readline() == "leaving at once\n"
+        assert process.returncode == EXIT_CODE
+        assert process.stdout.readline() == "leaving at once\n"
     finally:
         process.kill()
         process.wait()

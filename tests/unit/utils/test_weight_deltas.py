@@ -55,11 +55,9 @@ def test_the_result_is_the_new_file_byte_for_byte(
     old = write(tmp_path / "v1.safetensors", numbers, probe="old")
     new = write(tmp_path / "v2.safetensors", stepped(numbers, share), probe="of another length")
     delta = write_delta(old, read_fingerprint(old), new)
-    assert (
-        delta == delta_path(new)
-        and result_name(delta) == new.name
-        and base_of(delta) == read_fingerprint(old)
-    )
+    assert delta == delta_path(new)
+    assert result_name(delta) == new.name
+    assert base_of(delta) == read_fingerprint(old)
     apply_delta(old, delta, tmp_path / "result")
     assert (tmp_path / "result").read_bytes() == new.read_bytes()
     # 1.5 % of the numbers, 4 bytes each at most (a gap and a change, where the whole file has 2
@@ -97,7 +95,8 @@ def test_where_most_numbers_changed_or_the_sizes_differ_there_is_no_delta(
     old = write(tmp_path / "v1.safetensors", numbers)
     changed_file = write(tmp_path / "v2.safetensors", stepped(numbers, 0.9))
     longer = write(tmp_path / "v3.safetensors", np.concatenate([numbers, numbers[:8]]))
-    assert write_delta(old, "d", changed_file) is None and write_delta(old, "d", longer) is None
+    assert write_delta(old, "d", changed_file) is None
+    assert write_delta(old, "d", longer) is None
     assert not list(tmp_path.glob("*.delta.*"))
 
 

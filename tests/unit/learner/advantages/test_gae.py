@@ -103,4 +103,5 @@ def test_only_a_trajectory_that_was_cut_off_counts_on_what_would_follow(
     samples = type(samples)(**{**vars(samples), "values": [np.array([0.0, 0.0, 8.0])]})
     config = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=1.0, bootstrap=bootstrap)
     returns = compute_advantages(samples, config).returns
-    assert returns is not None and returns[0].tolist() == [0.5 * last_return, last_return]
+    assert returns is not None
+    assert returns[0].tolist() == [0.5 * last_return, last_return]

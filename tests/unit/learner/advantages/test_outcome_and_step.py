@@ -130,14 +130,11 @@ def test_whitening_gives_zero_mean_and_unit_variance(rows):
     out = estimators.whiten(values, masks)
     inside = np.concatenate([o[m] for o, m in zip(out, masks, strict=True)])
     raw_values = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)])
-    assert (
-        all((o[~m] == 0).all() for o, m in zip(out, masks, strict=True))
-        and np.isfinite(inside).all()
-    )
+    assert all((o[~m] == 0).all() for o, m in zip(out, masks, strict=True))
+    assert np.isfinite(inside).all()
     if len(raw_values) > 1 and raw_values.std() > 0.1:
-        assert inside.mean() == pytest.approx(0, abs=1e-6) and inside.std(ddof=1) == pytest.approx(
-            1, abs=1e-5
-        )
+        assert inside.mean() == pytest.approx(0, abs=1e-6)
+        assert inside.std(ddof=1) == pytest.approx(1, abs=1e-5)
 
 
 def test_gdpo_normalizes_each_part_by_itself():

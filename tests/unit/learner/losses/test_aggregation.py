@@ -81,7 +81,9 @@ def test_one_update_of_token_mean_is_both_peers_default_and_nothing_is_said():
 )
 def test_what_depends_on_lengths_is_said_for_equal_ones(overrides: list[str], verl: str, trl: str):
     line = said(*overrides)
-    assert "if all have agent.max_response_length=96" in line and verl in line and trl in line
+    assert "if all have agent.max_response_length=96" in line
+    assert verl in line
+    assert trl in line
 
 
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
@@ -115,9 +117,8 @@ def test_lengths_are_counted_as_the_learner_cuts_and_masks_the_batch():
         ["g0", "g1"],
         ["g2"],
     ]
-    assert [len(part) for part in got] == [4, 1] and got[1] == [
-        groups[2].trajectories[1].num_sampled
-    ]
+    assert [len(part) for part in got] == [4, 1]
+    assert got[1] == [groups[2].trajectories[1].num_sampled]
     assert len(mini_batches(groups, 5)) == 3
 
 

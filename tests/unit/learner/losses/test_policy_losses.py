@@ -207,11 +207,9 @@ def test_clip_cov_chooses_within_the_bounds_and_never_what_is_clipped_anyway():
     covariance = (advantage - advantage.mean()) * (new - new.mean())
     clipped = -advantage * np.clip(np.exp(new - old), 0.8, 1.28) > -advantage * np.exp(new - old)
     assert chosen.sum() == 50
-    assert (
-        (covariance[chosen] > 0.5).all()
-        and (covariance[chosen] < 3).all()
-        and not clipped[chosen].any()
-    )
+    assert (covariance[chosen] > 0.5).all()
+    assert (covariance[chosen] < 3).all()
+    assert not clipped[chosen].any()
 
 
 @pytest.mark.parametrize("mode", LOSS_MODES)

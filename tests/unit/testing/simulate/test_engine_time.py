@@ -124,9 +124,8 @@ def test_new_weights_under_a_running_request(mode, seconds, versions):
     output, ended, version = run(main, load_seconds=2.0)
     assert list(output.policy_versions) == versions
     # An aborted request loses the half of a step it had not finished.
-    assert (
-        ended == pytest.approx(seconds + 0.5 * (mode is PauseMode.ABORT), abs=1e-4) and version == 1
-    )
+    assert ended == pytest.approx(seconds + 0.5 * (mode is PauseMode.ABORT), abs=1e-4)
+    assert version == 1
 
 
 def test_pauses_that_wait_end_together_and_one_that_is_given_up_holds_nothing():

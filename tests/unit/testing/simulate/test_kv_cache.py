@@ -166,7 +166,8 @@ def test_the_command_compares_caches_of_limited_size(tmp_path, capsys):
     overrides = ["assume.steps=2", "assume.engines.count=1", "assume.kv_cache.tokens=8000"]
     outcomes = run_command(recipe, overrides, None, as_json=True, console=screen)
     assert [outcome.policy for outcome in outcomes] == ["lru", "expected return", "with offloading"]
-    assert "KV cache" in screen.file.getvalue() and "offloading_size" in screen.file.getvalue()
+    assert "KV cache" in screen.file.getvalue()
+    assert "offloading_size" in screen.file.getvalue()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0 < report["outcomes"][0]["cached"] <= report["outcomes"][2]["cached"] < 1
 

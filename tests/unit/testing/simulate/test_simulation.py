@@ -100,9 +100,11 @@ def test_the_command_prints_every_policy_and_ends_with_json(tmp_path, capsys):
     overrides = ["rollout.group_size=2", "assume.steps=2", "assume.engines.count=1"]
     run_command(recipe, overrides, assume, as_json=True, console=screen)
     printed = screen.file.getvalue()
-    assert all(policy in printed for policy in POLICIES) and "2 x 2 trajectories" in printed
+    assert all(policy in printed for policy in POLICIES)
+    assert "2 x 2 trajectories" in printed
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["assumptions"]["agent"]["turns"] == 1 and len(report["outcomes"]) == len(POLICIES)
+    assert report["assumptions"]["agent"]["turns"] == 1
+    assert len(report["outcomes"]) == len(POLICIES)
 
 
 def test_recipes_of_algorithms_that_take_groups_of_one_can_be_simulated():

@@ -243,11 +243,10 @@ async def test_a_failure_shows_what_was_printed_the_line_and_the_programs_own_tr
     program = "def f(x):\n    print('here')\n    return 1 / 0"
     result = await local.run_tests(program, "x = 1\nassert f(x) == 2")
     assert result.stdout == "here\n" and result.exit_code == 1
-    assert (
-        'File "tests.py", line 2' in result.stderr
-        and 'File "main.py", line 3, in f' in result.stderr
-    )
-    assert "tests_side.py" not in result.stderr and "program_side.py" not in result.stderr
+    assert 'File "tests.py", line 2' in result.stderr
+    assert 'File "main.py", line 3, in f' in result.stderr
+    assert "tests_side.py" not in result.stderr
+    assert "program_side.py" not in result.stderr
 
 
 # --- tests that are none --------------------------------------------------------------------------
@@ -582,9 +581,8 @@ async def test_tests_that_are_cancelled_leave_nothing_behind(sandbox):
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert (
-            set(process_tree(os.getpid())) <= processes and set(os.listdir("/proc/self/fd")) <= fds
-        )
+        assert set(process_tree(os.getpid())) <= processes
+        assert set(os.listdir("/proc/self/fd")) <= fds
 
 
 # --- plain data -----------------------------------------------------------------------------------

@@ -138,7 +138,9 @@ async def test_a_limit_passed_just_before_the_answer_counts(execute, folder):
 async def test_what_cannot_be_held_is_ended(execute, monkeypatch):
     monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.process.MAX_CHECKS", 0)
     _, stopped, survivors = await execute("print(1)")
-    assert stopped is StopCause.BACKGROUND and not execute.process.alive and not survivors
+    assert stopped is StopCause.BACKGROUND
+    assert not execute.process.alive
+    assert not survivors
     assert (
         stopped.describe(LIMITS)
         == "ended: the processes it left in the background kept starting others"
