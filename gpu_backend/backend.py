@@ -74,6 +74,10 @@ class VllmBackend:
         decode_text: ids to text; without it requests with stop strings are refused.
         tokenizer_eos_ids: ids that end a generation if the model's files name none.
         start: starts the engine; tests pass a fake.
+
+    Attributes:
+        engine: vLLM's ``AsyncLLM``; None before the start and after the end.
+        updater: replaces its weights; :meth:`start` makes it.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class VllmBackend:
         self._tokenizer_eos_ids = tokenizer_eos_ids
         self._start = start
         self._started: StartedEngine | None = None
-        self._engine: Any = None
+        self.engine: Any = None
         self._live: dict[str, LiveRequest] = {}  # running requests by id
         self._usage = Usage()
         self._change = asyncio.Lock()  # one pause, update or sleep at a time
@@ -109,7 +113,7 @@ class VllmBackend:
         if self._started is not None:
             platform = self._started.platform
             # A broadcast needs a sender: `runtime.placement` adds the kind where there is one.
-            payloads = self._updater.kinds - {BROADCAST}
+            payloads = self.updater.kinds - {BROADCAST}
         return Capabilities(
             max_model_len=self._settings.max_model_len,
             max_concurrent=self._settings.max_num_seqs,
@@ -133,6 +137,11 @@ class VllmBackend:
     @property
     def policy_version(self) -> int:
         return self._version
+
+    @property
+    def delivers_outputs(self) -> bool:
+        """Whether outputs reach their callers: not while new weights are loaded and verified."""
+        return self._delivery.is_set()
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -162,12 +171,12 @@ class VllmBackend:
             error=BackendError,
         )
 
-        self._engine = started.engine
+        self.engine = started.engine
         is_tpu = started.platform == "tpu"
         why_fixed = None
         if is_tpu:
             why_fixed = await ask_workers(started.engine)
-        self._updater = WeightUpdater(
+        self.updater = WeightUpdater(
             started.engine, checkpoint, self._settings, started.platform, why_fixed=why_fixed
         )
         self._admission = RequestAdmission(
@@ -178,7 +187,7 @@ class VllmBackend:
             placeholders=checkpoint.placeholders,
             grammars=not is_tpu and self._settings.has_tokenizer,
         )
-        await self._engine.update_weight_version(str(self._version))
+        await self.engine.update_weight_version(str(self._version))
         self._started = started
 
     async def close(self) -> None:
@@ -194,13 +203,13 @@ class VllmBackend:
         for live in self._live.values():
             if live.collector is not None:
                 live.collector.put(BackendClosedError("the backend was closed"))
-        await asyncio.to_thread(self._engine.shutdown)
+        await asyncio.to_thread(self.engine.shutdown)
         self._ended.set()
 
         # vLLM's destructor must not run as late as interpreter exit, and the engine is part of
         # reference cycles.
-        self._engine = None
-        self._updater.engine = None
+        self.engine = None
+        self.updater.engine = None
         self._started.engine = None
         gc.collect()
 
@@ -248,7 +257,7 @@ class VllmBackend:
         await live.submitted.wait()
         if live.collector is None or self._closed:
             return False
-        await self._engine.abort(live.collector.request_id, internal=True)
+        await self.engine.abort(live.collector.request_id, internal=True)
         return True
 
     async def _submit(self, live: LiveRequest) -> None:
@@ -270,14 +279,14 @@ class VllmBackend:
             await self._admission.check_grammar(request)
             # On a thread: images take time to convert.
             prompt = await asyncio.to_thread(self._admission.prompt, request)
-            live.collector = await self._engine.add_request(
+            live.collector = await self.engine.add_request(
                 request.request_id,
                 prompt,
                 params,
                 lora_request=self._admission.adapter(request),
                 priority=request.priority,
             )
-            live.state = self._engine.output_processor.request_states.get(live.collector.request_id)
+            live.state = self.engine.output_processor.request_states.get(live.collector.request_id)
         except Exception as error:
             raise self._translate(error, request) from error
         finally:
@@ -303,9 +312,9 @@ class VllmBackend:
         live.collector.close()
         if self._closed:
             return
-        if not live.left_engine and not self._engine.errored:
+        if not live.left_engine and not self.engine.errored:
             # The caller left, or a stop string ended it, which vLLM does not know.
-            await self._engine.abort(live.collector.request_id, internal=True)
+            await self.engine.abort(live.collector.request_id, internal=True)
 
     def _translate(self, error: Exception, request: GenerateRequest) -> BackendError:
         """Return the error that a request ends with where vLLM raised this one."""
@@ -317,7 +326,7 @@ class VllmBackend:
             return error
         if self._closed:
             return BackendClosedError("the backend was closed")
-        if isinstance(error, EngineDeadError) or self._engine.errored:
+        if isinstance(error, EngineDeadError) or self.engine.errored:
             return EngineDiedError(f"request {request.request_id!r}: {self._death()}")
         return BackendError(f"request {request.request_id!r}: vLLM refused or lost it: {error}")
 
@@ -336,7 +345,7 @@ class VllmBackend:
             raise BackendClosedError("the backend is closed")
         if self._started is None:
             raise BackendClosedError("the backend was not started")
-        if self._engine.errored:
+        if self.engine.errored:
             raise EngineDiedError(self._death())
 
     def _check_serving(self) -> None:
@@ -367,9 +376,9 @@ class VllmBackend:
         If that fails or is cancelled, vLLM may have paused nevertheless: resume it.
         """
         try:
-            await self._engine.pause_generation(mode=mode, clear_cache=False)
+            await self.engine.pause_generation(mode=mode, clear_cache=False)
         except BaseException:
-            if not self._engine.errored:
+            if not self.engine.errored:
                 await self._resume_unless_paused()
             raise
 
@@ -379,7 +388,7 @@ class VllmBackend:
             return
         # Before the call: if it is cancelled, vLLM has resumed nevertheless.
         self._delivery.set()
-        await self._engine.resume_generation()
+        await self.engine.resume_generation()
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Take new weights, as the protocol says, with one addition.
@@ -395,7 +404,7 @@ class VllmBackend:
                 raise WeightUpdateError(
                     f"a partial update cannot repair this engine: {self._failure}"
                 )
-            probe = await asyncio.to_thread(self._updater.check, update, served=self._version)
+            probe = await asyncio.to_thread(self.updater.check, update, served=self._version)
 
             start_time = time.perf_counter()
             if not self._paused:
@@ -418,15 +427,15 @@ class VllmBackend:
 
     async def _load_and_verify(self, update: WeightUpdate, probe: LogprobProbe | None) -> None:
         """Load weights into the paused engine, and compare its log-probs with the learner's."""
-        await self._updater.load(update)
+        await self.updater.load(update)
         if probe is None:
             return
         # The probe is a request: the engine must run for it, while delivery is suspended.
-        await self._engine.resume_generation()
+        await self.engine.resume_generation()
         try:
-            await self._updater.verify(probe, f"probe-{update.version}")
+            await self.updater.verify(probe, f"probe-{update.version}")
         finally:
-            await self._engine.pause_generation(mode="keep", clear_cache=False)
+            await self.engine.pause_generation(mode="keep", clear_cache=False)
 
     async def _refuse_to_serve(self, update: WeightUpdate, error: BaseException) -> None:
         """End all requests, and serve nothing until a whole update succeeds."""
@@ -436,25 +445,25 @@ class VllmBackend:
         )
         logger.error("the vLLM engine stops serving: %s", self._failure)
         self._delivery.set()
-        if self._engine.errored:
+        if self.engine.errored:
             return
         collectors = [live.collector for live in self._live.values() if live.collector is not None]
         for collector in collectors:
-            await self._engine.abort(collector.request_id, internal=True)
+            await self.engine.abort(collector.request_id, internal=True)
 
     async def reset_prefix_cache(self) -> None:
         self._check_running()
-        await self._engine.reset_prefix_cache(reset_running_requests=False)
+        await self.engine.reset_prefix_cache(reset_running_requests=False)
 
     async def sleep(self) -> None:
         async with self._change:
             self._check_can_sleep()
-            await self._engine.sleep(level=1, mode="abort")
+            await self.engine.sleep(level=1, mode="abort")
 
     async def wake(self) -> None:
         async with self._change:
             self._check_can_sleep()
-            await self._engine.wake_up()
+            await self.engine.wake_up()
 
     def _check_can_sleep(self) -> None:
         self._check_running()
@@ -481,7 +490,7 @@ class VllmBackend:
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
         """Return a sample of every served tensor; empty where complete tensors cannot be read."""
-        return await self._updater.tensor_samples()
+        return await self.updater.tensor_samples()
 
     async def replica_samples(self) -> Sequence[Mapping[str, TensorSample]]:
         """Return nothing: vLLM's own replicas cannot be read back one by one."""

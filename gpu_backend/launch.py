@@ -73,7 +73,7 @@ def start_engine(settings: VllmSettings) -> StartedEngine:
     cpus = sorted(os.sched_getaffinity(0))
     with _environment(environment(settings, cpus=cpus, log_config=log_config)):
         try:
-            return _start(settings, log)
+            return load_engine(settings, log)
         except ConfigError:
             raise
         except ImportError as error:
@@ -82,7 +82,8 @@ def start_engine(settings: VllmSettings) -> StartedEngine:
             raise explain(settings, error, log) from error
 
 
-def _start(settings: VllmSettings, log: Log) -> StartedEngine:
+def load_engine(settings: VllmSettings, log: Log) -> StartedEngine:
+    """Load the model into vLLM, with the environment as it is."""
     from vllm.config import StructuredOutputsConfig  # pyright: ignore[reportMissingImports]
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform as current  # pyright: ignore[reportMissingImports]

@@ -137,7 +137,7 @@ class WeightUpdater:
         if update.kind == FILES:
             await self._load_files([str(path) for path in update.payload])
         elif update.kind == BROADCAST:
-            await self._transfer({"broadcast": asdict(update.payload)})
+            await self.transfer({"broadcast": asdict(update.payload)})
         else:
             await self._load_exported(update.payload)
 
@@ -153,7 +153,7 @@ class WeightUpdater:
         if self._is_tpu:
             await engine.collective_rpc("replace_tpu_weights", args=(paths,))
         else:
-            await self._transfer({"paths": paths})
+            await self.transfer({"paths": paths})
         if not self.placements:
             return
 
@@ -176,12 +176,12 @@ class WeightUpdater:
         from gpu_backend import cuda_ipc
 
         update_info, copies = await asyncio.to_thread(cuda_ipc.export, arrays)
-        await self._transfer(update_info)
+        await self.transfer(update_info)
         # Free the memory that was exported, and that neither side uses any more.
         del copies
         torch.cuda.ipc_collect()
 
-    async def _transfer(self, update_info: Mapping[str, Any]) -> None:
+    async def transfer(self, update_info: Mapping[str, Any]) -> None:
         """Run vLLM's calls of one update.
 
         If cancelled, they run to the end first: vLLM would refuse to start another update.

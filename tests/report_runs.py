@@ -159,21 +159,21 @@ class CountedRecords:
 
     notes: Sequence[str] = ()
 
-    class _Record(dict):
+    class Record(dict):
         def __hash__(self) -> int:  # so that it can be a member of a weak set
             return id(self)
 
     def __init__(self, records: Sequence[dict[str, Any]]) -> None:
         self.most = 0
         self._records = records
-        self._held = weakref.WeakSet[CountedRecords._Record]()
+        self._held = weakref.WeakSet[CountedRecords.Record]()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self.read(range(len(self._records)))
 
     def read(self, numbers: Iterable[int]) -> Iterator[dict[str, Any]]:
         for number in numbers:
-            record = self._Record(self._records[number])
+            record = self.Record(self._records[number])
             self._held.add(record)
             self.most = max(self.most, len(self._held))
             yield record

@@ -15,12 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_agent_rl import cli
-from jax_agent_rl.collect.collector import RolloutCollector
-from jax_agent_rl.collect.groups import OpenGroup
-from jax_agent_rl.collect.strategies import Start
 from jax_agent_rl.jetstream import backend, context
 from jax_agent_rl.learner import checkpoint, learner, objective
-from jax_agent_rl.types import Trajectory
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.types import TokenOutput
 
 phase = os.environ["STALL_PHASE"]
 when = int(os.environ["STALL_WHEN"])
@@ -56,16 +54,15 @@ def saving(save: Callable[..., None]) -> Callable[..., None]:
 
 
 def waiting(label: str) -> None:
-    play = RolloutCollector._play
+    """Stop in a request to the engine; each trajectory of the recipe makes one."""
+    generate = LLMServerClient.generate
 
-    async def wrapped(
-        self: RolloutCollector, group: OpenGroup, number: int, start: Start
-    ) -> tuple[Trajectory, ...]:
-        if group.group_id.startswith(label) and here():
+    async def wrapped(self: LLMServerClient, request_id: str, **arguments: Any) -> TokenOutput:
+        if request_id.startswith(label) and here():
             await asyncio.Event().wait()
-        return await play(self, group, number, start)
+        return await generate(self, request_id, **arguments)
 
-    RolloutCollector._play = wrapped
+    LLMServerClient.generate = wrapped
 
 
 match phase:

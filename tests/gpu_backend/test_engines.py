@@ -116,7 +116,7 @@ async def test_arguments_read_from_its_source_are_those_vllm_has():
 
 async def test_further_arguments_reach_the_engine(model_folder: Path):
     async with running(model_folder, engine_args={"max_num_batched_tokens": 192}) as backend:
-        assert backend._engine.vllm_config.scheduler_config.max_num_batched_tokens == 192
+        assert backend.engine.vllm_config.scheduler_config.max_num_batched_tokens == 192
 
 
 async def test_a_closed_engine_ends_its_requests_and_leaves_no_process(model_folder: Path):

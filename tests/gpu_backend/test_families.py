@@ -135,7 +135,7 @@ async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(
     async with running(tmp_path / "old") as backend:
         good = files.write(params, 2)
         await backend.update_weights(good)
-        largest, _ = backend._updater.last_difference
+        largest, _ = backend.updater.last_difference
         output = await backend.generate(request("a", PROMPT))
         tensors = load_file(good.payload[0])
         probe = score_probe(config, params, [IDS])

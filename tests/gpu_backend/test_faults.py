@@ -58,7 +58,7 @@ async def put(engine: Engine, params: Params) -> None:
     emptied with it.
     """
     update = engine.files.write(params, engine.backend.policy_version)
-    await engine.backend._updater._transfer({"paths": update.payload})
+    await engine.backend.updater.transfer({"paths": update.payload})
 
 
 async def diagnosed(

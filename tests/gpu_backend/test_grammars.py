@@ -48,7 +48,7 @@ async def test_an_answer_is_one_of_its_schema_and_survives_an_abort(tmp_path: Pa
         task = asyncio.create_task(
             client.generate("cut", prompt_ids=(5, 6, 7), sampling_params=sampling)
         )
-        while not backend._live:
+        while (await backend.health()).waiting == 0:
             await asyncio.sleep(0)
         await backend.pause(PauseMode.ABORT)
         await backend.resume()

@@ -1,16 +1,20 @@
 """The calculator's task trained with vLLM, not the embedded engine: only the config differs."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from gpu_backend import broadcast
 from jax_agent_rl.config import load
+from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.runtime.train import train
 
 VLLM = ("rollout.backend=vllm", "rollout.jetstream={}")
@@ -28,11 +32,16 @@ VLLM = ("rollout.backend=vllm", "rollout.jetstream={}")
 def test_a_run_needs_only_another_backend(
     recipe: Path, tmp_path: Path, placed: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    broadcasts = []
-    send = broadcast._Sender.run
-    monkeypatch.setattr(
-        broadcast._Sender, "run", lambda self: broadcasts.append(self.announcement) or send(self)
-    )
+    broadcasts: list[broadcast.Announcement] = []
+    sending = broadcast.sending
+
+    @contextlib.asynccontextmanager
+    async def noted(update: WeightUpdate, **options: Any) -> AsyncIterator[WeightUpdate]:
+        async with sending(update, **options) as announced:
+            broadcasts.append(announced.payload)
+            yield announced
+
+    monkeypatch.setattr(broadcast, "sending", noted)
     config = load(recipe, [*VLLM, "trainer.steps=2", *(f"rollout.{setting}" for setting in placed)])
     summary = asyncio.run(train(config, resume=False, console=Console(quiet=True)))
     assert summary["trained"] == summary["started"] == 8 and summary["token_drift"] == 0

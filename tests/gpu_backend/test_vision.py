@@ -301,7 +301,7 @@ async def test_updates_reach_language_and_vision_and_old_pictures_are_forgotten(
 async def test_a_vision_tensor_that_did_not_land_is_named(
     seeing: Seeing, folders, references, tmp_path, monkeypatch
 ):
-    placements = seeing.backend._updater.placements
+    placements = seeing.backend.updater.placements
     name = "visual.blocks.1.mlp.up_proj.weight"
     parameter, first, *layout = placements[name]
     monkeypatch.setitem(placements, name, (parameter, first - 1, *layout))

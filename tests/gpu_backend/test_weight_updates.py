@@ -60,7 +60,7 @@ async def test_every_tensor_of_an_update_is_served(engine: Engine):
     """
     await engine.serve(1)
     await assert_serves(engine, 1)
-    largest, mean = engine.backend._updater.last_difference
+    largest, mean = engine.backend.updater.last_difference
     assert largest < 1e-4 and mean < 1e-5
 
 
@@ -266,18 +266,18 @@ async def test_the_probe_notices_what_vllms_own_reload_spoils(engine: Engine):
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    await engine.backend._engine.collective_rpc(
+    await engine.backend.engine.collective_rpc(
         "reload_weights", kwargs={"weights_path": str(folder)}
     )
     await engine.backend.reset_prefix_cache()
     with pytest.raises(WeightUpdateError, match="not the learner's"):
-        await engine.backend._updater.verify(score_probe(SMALL, small_params(0), PROBE), "probe")
+        await engine.backend.updater.verify(score_probe(SMALL, small_params(0), PROBE), "probe")
     await engine.serve(0)
     await assert_serves(engine, 0)
 
 
 async def test_a_tensor_that_did_not_land_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    placements = engine.backend._updater.placements
+    placements = engine.backend.updater.placements
     name = "model.layers.0.self_attn.v_proj.weight"
     parameter, first, *layout = placements[name]
     monkeypatch.setitem(placements, name, (parameter, first - 1, *layout))
@@ -311,7 +311,7 @@ async def test_changes_sent_to_a_server_become_the_files_that_the_engine_loads(
             update = files.write(params, version)
             await remote.update_weights(update)
         assert update.deltas, "the second brought what changed"
-        largest, _ = engine.backend._updater.last_difference
+        largest, _ = engine.backend.updater.last_difference
         assert largest < 1e-4 and engine.backend.policy_version == version
     finally:
         await remote.close()

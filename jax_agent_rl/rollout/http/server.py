@@ -79,7 +79,7 @@ class RolloutServer:
     ) -> None:
         self._backend = backend
         self._instance = secrets.token_hex(8)
-        self._heartbeat = heartbeat_seconds
+        self.heartbeat_seconds = heartbeat_seconds
         self._requests = RequestCounts()
         self._updating = 0
         self._weights = ""  # fingerprint of the last whole update
@@ -293,7 +293,7 @@ class RolloutServer:
             while True:
                 next_line = asyncio.ensure_future(anext(lines))
                 while True:
-                    await asyncio.wait({next_line}, timeout=self._heartbeat)
+                    await asyncio.wait({next_line}, timeout=self.heartbeat_seconds)
                     if next_line.done():
                         break
                     await response.write(b"\n")

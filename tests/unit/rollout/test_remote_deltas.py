@@ -14,10 +14,11 @@ import pytest
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.utils.weight_transfer import check_files
-from tests.served import behind_server
+from tests.served import Upload, note_uploads
 from tests.tiny import TINY, tiny_params
 from tests.toy_backend import ToyBackend
 
@@ -36,16 +37,6 @@ class Reader(ToyBackend):
         if self.refuses:
             raise WeightUpdateError("a probe differs")
         self.contents = [Path(path).read_bytes() for path in update.payload]
-
-
-class Counting(RemoteBackend):
-    """A client that counts the bytes of its uploads."""
-
-    sent = 0
-
-    async def _upload(self, files) -> str:
-        self.sent += sum(file.stat().st_size for file in files)
-        return await super()._upload(files)
 
 
 class Learner:
@@ -71,13 +62,34 @@ class Learner:
         return self.files.write(self.params, self.version, dtype="bfloat16")
 
 
+class Client:
+    """The connection to a server on another machine, which counts what it receives."""
+
+    def __init__(self, remote: RemoteBackend, uploads: list[Upload]) -> None:
+        self.remote = remote
+        self._uploads = uploads
+
+    async def send(self, update: WeightUpdate) -> int:
+        """Send an update; return the bytes it took."""
+        num_earlier = len(self._uploads)
+        await self.remote.update_weights(update)
+        return sum(upload.size for upload in self._uploads[num_earlier:])
+
+
 @contextlib.asynccontextmanager
-async def serving(backend: Reader, uploads: Path) -> AsyncIterator[Counting]:
-    served = behind_server(
-        backend, kind=Counting, client={"shares_disk": False}, upload_folder=uploads
-    )
-    async with served as (_, remote):
-        yield remote
+async def serving(backend: Reader, upload_folder: Path) -> AsyncIterator[Client]:
+    await backend.start()
+    server = RolloutServer(backend, upload_folder=upload_folder)
+    uploads = note_uploads(server)
+    await server.start()
+    remote = RemoteBackend(server.url, shares_disk=False)
+    try:
+        await remote.start()
+        yield Client(remote, uploads)
+    finally:
+        await remote.close()
+        await server.close()
+        await backend.close()
 
 
 @pytest.fixture
@@ -87,13 +99,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def send(remote: Counting, update: WeightUpdate) -> int:
-    """Send an update; return the bytes it took."""
-    sent_before = remote.sent
-    await remote.update_weights(update)
-    return remote.sent - sent_before
-
-
 def whole(update: WeightUpdate) -> int:
     return sum(Path(path).stat().st_size for path in update.payload)
 
@@ -101,12 +106,12 @@ def whole(update: WeightUpdate) -> int:
 async def test_only_changes_follow_the_first_version_and_the_engine_opens_the_files(folder: Path):
     learner = Learner(folder / "learner")
     backend = Reader()
-    async with serving(backend, folder / "server") as remote:
+    async with serving(backend, folder / "server") as client:
         first = learner.publish()
-        assert first.deltas == {} and await send(remote, first) == whole(first)
+        assert first.deltas == {} and await client.send(first) == whole(first)
         for _ in range(3):
             update = learner.publish()
-            assert await send(remote, update) < 0.4 * whole(update), (
+            assert await client.send(update) < 0.4 * whole(update), (
                 "small files: headers and the probe count"
             )
             assert backend.contents == [Path(path).read_bytes() for path in update.payload]
@@ -115,64 +120,64 @@ async def test_only_changes_follow_the_first_version_and_the_engine_opens_the_fi
             assert names == sorted(Path(path).name for path in update.payload), (
                 "one version is kept"
             )
-            assert remote.policy_version == update.version
+            assert client.remote.policy_version == update.version
     assert not list((folder / "server").rglob("*.safetensors"))
 
 
 async def test_every_so_many_versions_all_is_sent(folder: Path):
     learner = Learner(folder / "learner", full_every=3)
-    async with serving(Reader(), folder / "server") as remote:
+    async with serving(Reader(), folder / "server") as client:
         is_whole = []
         for _ in range(7):
             update = learner.publish()
-            is_whole.append(await send(remote, update) == whole(update))
+            is_whole.append(await client.send(update) == whole(update))
         assert is_whole == [True, False, False, True, False, False, True]
 
 
 async def test_a_server_that_missed_a_version_gets_all_of_the_next(folder: Path):
     learner = Learner(folder / "learner")
     backend = Reader()
-    async with serving(backend, folder / "server") as remote:
-        await send(remote, learner.publish())
+    async with serving(backend, folder / "server") as client:
+        await client.send(learner.publish())
         learner.publish()
         update = learner.publish()
-        assert update.deltas and await send(remote, update) == whole(update)
+        assert update.deltas and await client.send(update) == whole(update)
         assert backend.contents == [Path(path).read_bytes() for path in update.payload]
         update = learner.publish()
-        assert await send(remote, update) < whole(update), "then changes again"
+        assert await client.send(update) < whole(update), "then changes again"
 
 
 async def test_a_result_with_another_digest_is_not_served_and_all_is_sent(folder: Path):
     learner = Learner(folder / "learner")
     backend = Reader()
-    async with serving(backend, folder / "server") as remote:
-        await send(remote, learner.publish())
+    async with serving(backend, folder / "server") as client:
+        await client.send(learner.publish())
         kept_file = sorted((folder / "server").rglob("*.safetensors"))[0]
         content = bytearray(kept_file.read_bytes())
         content[-5] ^= 1  # a bit of the server's copy flips between two updates
         kept_file.write_bytes(content)
         update = learner.publish()
-        assert await send(remote, update) > whole(update), "the changes in vain, then all"
+        assert await client.send(update) > whole(update), "the changes in vain, then all"
         assert backend.contents == [Path(path).read_bytes() for path in update.payload]
 
 
 async def test_what_an_engine_refuses_is_not_the_base_of_the_next_delta(folder: Path):
     learner = Learner(folder / "learner")
     backend = Reader()
-    async with serving(backend, folder / "server") as remote:
-        await send(remote, learner.publish())
+    async with serving(backend, folder / "server") as client:
+        await client.send(learner.publish())
         backend.refuses = True
         with pytest.raises(WeightUpdateError, match="a probe differs"):
-            await send(remote, learner.publish())
+            await client.send(learner.publish())
         assert not list((folder / "server").rglob("*.safetensors"))
         backend.refuses = False
         update = learner.publish()
-        assert await send(remote, update) == whole(update)
+        assert await client.send(update) == whole(update)
 
 
 async def test_a_learner_that_sends_no_deltas_leaves_nothing_on_the_server(folder: Path):
     learner = Learner(folder / "learner", full_every=1)
-    async with serving(Reader(), folder / "server") as remote:
+    async with serving(Reader(), folder / "server") as client:
         update = learner.publish()
-        assert update.deltas is None and await send(remote, update) == whole(update)
+        assert update.deltas is None and await client.send(update) == whole(update)
         assert not list((folder / "server").rglob("*.safetensors"))

@@ -5,15 +5,19 @@ nothing else.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 import xxhash
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.rollout.http import weight_files
+from jax_agent_rl.rollout.http import weight_files, wire
 from jax_agent_rl.rollout.http.weight_files import (
     MAX_UPLOADS,
     UPLOAD_TTL_SECONDS,
@@ -34,6 +38,29 @@ class Unasked(ToyBackend):
 
     async def update_weights(self, update: WeightUpdate) -> None:
         raise AssertionError(f"the engine was asked to open {update.payload}")
+
+
+class Opening(ToyBackend):
+    """An engine that notes which files it is to open."""
+
+    def __init__(self, **capabilities: Any) -> None:
+        super().__init__(**capabilities)
+        self.opened: list[str] = []
+
+    async def load(self, update: WeightUpdate) -> None:
+        self.opened += update.payload
+        await super().load(update)
+
+
+async def ask(url: str, method: str, **arguments: Any) -> dict[str, Any]:
+    """Call a server as a client that checks nothing would; return the last line of its answer."""
+    headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(f"{url}/v1/{method}", json=arguments) as response,
+    ):
+        text = await response.text()
+    return json.loads(text.strip().splitlines()[-1])  # empty lines are heartbeats
 
 
 @pytest.fixture
@@ -71,42 +98,49 @@ async def test_only_regular_weight_files_below_the_folder_are_opened(tree: Path,
     named = path if path.startswith(("/", "http")) else f"{tree}/{path}"
     digests = {Path(path).name: "xxh3_128:0"}
     async with behind_server(Unasked(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (
-        _,
+        http,
         remote,
     ):
         async with asyncio.timeout(30):  # a pipe nobody writes to has no end
-            assert not await remote._call("sees_files", files=[{"path": named, "size": 6}])
-            with pytest.raises(
-                WeightUpdateError, match=r"are not read|cannot be read|not a regular file"
-            ) as caught:
-                await remote._call(
-                    "update_weights", version=1, kind="safetensors", paths=[named], digests=digests
-                )
-        assert "digest" not in str(caught.value) and (await remote.health()).ok
+            files = [{"path": named, "size": 6}]
+            assert (await ask(http.url, "sees_files", files=files))["result"] is False
+            answer = await ask(
+                http.url,
+                "update_weights",
+                version=1,
+                kind="safetensors",
+                paths=[named],
+                digests=digests,
+            )
+        error = wire.decode_error(answer["error"])
+        assert isinstance(error, WeightUpdateError)
+        assert re.search(r"are not read|cannot be read|not a regular file", str(error))
+        assert "digest" not in str(error)
+        assert (await remote.health()).ok
 
 
 async def test_files_of_the_folder_are_read_in_place(tree: Path):
     file = tree / "run" / "v1.safetensors"
-    async with behind_server(ToyBackend(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (
-        _,
-        remote,
-    ):
-        remote._upload = None  # type: ignore[assignment]  # would fail if it were used
+    backend = Opening(weight_payloads=PAYLOADS)
+    async with behind_server(backend, weight_dir=str(tree)) as (_, remote):
         await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
         assert remote.policy_version == 1
+    assert backend.opened == [str(file)]
 
 
 async def test_files_of_another_folder_are_uploaded_even_where_the_disk_is_shared(
     tree: Path, tmp_path: Path
 ):
-    (file := tmp_path / "elsewhere.safetensors").write_text("other")
-    async with behind_server(ToyBackend(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (
-        _,
-        remote,
-    ):
-        remote._may_share_disk = True
+    file = tmp_path / "elsewhere.safetensors"
+    file.write_text("other")
+    backend = Opening(weight_payloads=PAYLOADS)
+    client = {"shares_disk": True}
+    async with behind_server(backend, client=client, weight_dir=str(tree)) as (_, remote):
         await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
         assert remote.policy_version == 1
+    (opened,) = backend.opened
+    assert opened != str(file)
+    assert Path(opened).name == file.name
 
 
 async def test_without_a_folder_only_what_a_learner_of_this_machine_has_in_memory_is_read():

@@ -16,7 +16,7 @@ import pytest
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.weights import ServedWeights
+from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import score_probe
@@ -35,9 +35,17 @@ from jax_agent_rl.runtime.transports import (
 )
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER
 from jax_agent_rl.types import SamplingParams
-from tests.tiny import TINY, TWO_SLOTS, greedy, tiny_params
+from tests.served import note_uploads
+from tests.tiny import TINY, greedy, tiny_params
 from tests.toy_backend import ToyBackend
 
+SHAPES = EngineShapes(
+    max_model_len=32,
+    max_concurrent_decodes=2,
+    kv_cache_tokens=64,
+    decode_steps=4,
+    prefill_buckets=(8,),
+)
 PROMPT = (5, 6, 7)
 
 
@@ -77,7 +85,7 @@ class Parameters:
 async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, kind: str):
     config = configured(weight_dir=str(tmp_path), weight_transport=kind)
     transport = make_transport(config, TINY, Engines(), probe_ids=[3, 4, 5])
-    backend = JetStreamBackend(TINY, tiny_params(), TWO_SLOTS, version=-1)
+    backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=-1)
     await backend.start()
     server = RolloutServer(backend, weight_dir=str(tmp_path))
     await server.start()
@@ -109,7 +117,7 @@ async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, k
 def engine(dtype: str, *, quantize: EightBits | None = None) -> JetStreamBackend:
     """An engine that was started with weights in the dtype it takes."""
     params = jax.tree.map(lambda x: x.astype("float32" if quantize else dtype), tiny_params())
-    return JetStreamBackend(TINY, params, TWO_SLOTS, version=-1, dtype=dtype, quantize=quantize)
+    return JetStreamBackend(TINY, params, SHAPES, version=-1, dtype=dtype, quantize=quantize)
 
 
 @pytest.mark.parametrize("path", ["files", "tensorstore", "upload", "object_store"])
@@ -123,8 +131,8 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
     folder = tmp_path / "weights"
     folder.mkdir()
     receiver = engine("bfloat16")
-    expected = engine("bfloat16")
-    expected.core._weights = ServedWeights(TINY, learner.params, expected._mesh)  # in float32
+    # Its parameters are float32, so it takes the learner's and rounds them itself.
+    expected = JetStreamBackend(TINY, tiny_params(), SHAPES, version=-1, dtype="bfloat16")
     server = RolloutServer(receiver, weight_dir=None if path == "upload" else str(folder))
     remote = RemoteBackend(server.url, shares_disk=path != "upload")
     for service in (receiver, expected, server):
@@ -208,7 +216,7 @@ async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
     rounded = WeightUpdate(version=1, kind="toy", payload=OTHER, lasting=True, dtype="bfloat16")
     await client.pool.update_weights(rounded)
     joining = asyncio.create_task(client.pool.join("late", lambda: backend))
-    while "late" not in {server.name for server in client.pool._admissions}:
+    while backend not in client.pool.backends:
         await asyncio.sleep(0)
     assert client.pool.weight_dtype() == "float32" and len(client.pool.servers) == 1
     with pytest.raises(
@@ -332,8 +340,9 @@ async def test_an_engine_serves_what_changes_make_of_the_version_before():
     transport = make_transport(
         configured(urls=["http://10.0.0.5:8100"]), TINY, Engines(), probe_ids=[3, 4, 5]
     )
-    backend = JetStreamBackend(TINY, tiny_params(), TWO_SLOTS)
+    backend = JetStreamBackend(TINY, tiny_params(), SHAPES)
     server = RolloutServer(backend)
+    uploads = note_uploads(server)
     await backend.start()
     await server.start()
     remote = RemoteBackend(server.url, shares_disk=False)
@@ -343,9 +352,9 @@ async def test_an_engine_serves_what_changes_make_of_the_version_before():
         await remote.update_weights(transport.offer(Parameters(old_params), 1))
         new_params = old_params | {"embed": old_params["embed"].at[:10].multiply(2.0)}
         update = transport.offer(Parameters(new_params), 2)
-        remote._upload = sent_deltas = SentFiles(remote._upload)  # type: ignore[method-assign]
+        uploads.clear()
         await remote.update_weights(update)
-        assert [path.name for path in sent_deltas.files] == ["v2-00000.delta.safetensors"]
+        assert [upload.name for upload in uploads] == ["v2-00000.delta.safetensors"]
         sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
         output = await remote.generate(
             GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling)
@@ -356,15 +365,3 @@ async def test_an_engine_serves_what_changes_make_of_the_version_before():
         for service in (remote, server, backend):
             await service.close()
         transport.release()
-
-
-class SentFiles:
-    """Notes what a client uploads."""
-
-    def __init__(self, upload: Any) -> None:
-        self._upload = upload
-        self.files: list[Path] = []
-
-    async def __call__(self, files: list[Path]) -> str:
-        self.files += files
-        return await self._upload(files)

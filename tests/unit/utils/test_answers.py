@@ -20,7 +20,7 @@ from jax_agent_rl.config.kl import TeacherConfig
 from jax_agent_rl.environments.users.builtin import OpenAIChat
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError, ToolServerError
 from jax_agent_rl.rewards.judge import RemoteReward
-from jax_agent_rl.rollout.http import membership, wire
+from jax_agent_rl.rollout.http import membership
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime.served_teachers import CompletionsTeacher
@@ -30,6 +30,7 @@ from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.bounded_json import MAX_NESTING, MAX_VALUES
 from jax_agent_rl.utils.network import JsonService, LineBuffer, UnreadableAnswerError
 from tests.messages import raises
+from tests.served import behind_server
 from tests.toy_backend import ToyBackend
 
 LIMIT = 10_000
@@ -147,21 +148,13 @@ async def ask_engine(url: str, path: Path) -> Any:
 
 
 async def ask_started_engine(url: str, path: Path) -> Any:
-    """Ask an engine as if the server had greeted."""
-    backend = RemoteBackend(url, silence_seconds=SECONDS)
-    capabilities = wire.encode_capabilities(ToyBackend().capabilities, has_folder=False)
-    greeting = {"instance": "i", "capabilities": capabilities, "policy_version": 0}
-
-    async def greet() -> Any:
-        return greeting
-
-    backend._greet = greet  # type: ignore[method-assign]
-    async with contextlib.aclosing(Closing(backend)):
-        await backend.start()
-        request = GenerateRequest(
-            request_id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=3)
-        )
-        return await backend.generate(request)
+    """Ask an engine whose server had greeted before another took its place."""
+    request = GenerateRequest(
+        request_id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=3)
+    )
+    async with behind_server(ToyBackend(), client={"silence_seconds": SECONDS}) as (_, remote):
+        remote.url = url
+        return await remote.generate(request)
 
 
 async def ask_run(url: str, path: Path) -> Any:
