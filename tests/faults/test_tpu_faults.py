@@ -12,6 +12,7 @@ import pytest
 
 from tests.cloud import Cloud
 from tests.launching import ended_after, read_until
+from tests.messages import assert_message
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 KEPT = ["--bucket", "gs://b", "--config", str(CONFIG)]
@@ -82,7 +83,7 @@ def test_the_exit_status_is_the_runs_and_the_slice_is_given_back(cloud: Cloud):
     cloud.order("trainer", "ends 2")
     result = cloud.launch(*KEPT)
     assert result.returncode == 2
-    assert "ended with 2 on host-0" in result.stdout
+    assert_message(result.stdout, key="host-0", value="ended with 2")
     assert cloud.node() is None
 
 
@@ -233,7 +234,7 @@ def test_variables_reach_what_prepares_and_what_runs_and_are_shown_nowhere(cloud
     )
     result = cloud.launch(*KEPT, "--env", "NOWHERE")
     assert result.returncode == 1
-    assert "--env NOWHERE is not set here: export it, or give" in result.stderr
+    assert_message(result.stderr, key="--env NOWHERE", value="not set", fix="export it")
     assert cloud.launch("--delete", "--env", "NOWHERE").returncode == 0, (
         "the same command with --delete"
     )
@@ -308,7 +309,7 @@ def test_a_slice_that_another_launcher_creates_is_left_to_it(cloud: Cloud):
     cloud.set_state("CREATING")
     result = cloud.launch(*KEPT)
     assert result.returncode == 1
-    assert "try is there already and CREATING: start again once it is READY" in result.stderr
+    assert_message(result.stderr, key="try", value="CREATING", fix="READY")
     assert cloud.node() is not None and len(cloud.runs()) == 1
 
 
@@ -341,7 +342,7 @@ def test_a_name_that_is_another_slices_is_left_alone(cloud: Cloud):
     assert cloud.launch(*KEPT, "--keep").returncode == 0
     result = cloud.launch(*KEPT, "--topology", "v5e:4x4")
     assert result.returncode == 1
-    assert "try is there already and is a v5litepod-4, not a v5litepod-16" in result.stderr
+    assert_message(result.stderr, key="try", value=("v5litepod-4", "v5litepod-16"))
     assert cloud.node() is not None and len(cloud.runs()) == 1
 
 
@@ -349,5 +350,5 @@ def test_a_host_that_cannot_be_prepared_is_named(cloud: Cloud):
     result = cloud.launch(*KEPT, "--prepare", "cp /nowhere .")
     assert result.returncode == 1 and cloud.runs() == []
     assert "host-0:" in result.stderr and "failed, see above" in result.stderr
-    assert "the slice stays and costs: --delete deletes it" in result.stdout
+    assert_message(result.stdout, key="slice", value="costs", fix="--delete")
     assert cloud.node() is not None

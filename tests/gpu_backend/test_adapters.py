@@ -18,6 +18,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import SamplingParams, TokenOutput
 from tests.gpu_backend.conftest import PROBE, SMALL, Reference, prompt_of, running, small_params
+from tests.messages import raises
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PROMPT = prompt_of(8, 30)
@@ -94,9 +95,7 @@ async def test_an_adapter_is_named_per_request_and_stays_over_new_weights(
         files = FileTransport(SMALL, probe_ids=PROBE, folder=tmp_path)
         await client.pool.update_weights(files.write(small_params(1), 2))
         new_plain, new_math = await asyncio.gather(ask(None), ask("math"))
-        with pytest.raises(
-            BackendError, match=r"no LoRA adapter 'law'; there are \['math', 'prose'\]"
-        ):
+        with raises(BackendError, value="'law'", fix="['math', 'prose']"):
             await ask("law")
     assert_is(plain, Reference(model_folder))
     assert_is(math, merged(model_folder, added["math"]))
@@ -109,5 +108,5 @@ async def test_an_adapter_is_named_per_request_and_stays_over_new_weights(
 
 async def test_an_engine_without_adapters_says_so(engine):
     client = LLMServerClient([AsyncServer(engine.backend)])
-    with pytest.raises(BackendError, match="server-0 serves no LoRA adapter, so not 'math' either"):
+    with raises(BackendError, key="server-0", value="'math'"):
         await client.generate("r", prompt_ids=PROMPT, sampling_params=GREEDY, lora="math")

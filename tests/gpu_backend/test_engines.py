@@ -16,6 +16,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import PauseMode, SamplingParams
 from tests.gpu_backend.conftest import PROBE, SMALL, Reference, prompt_of, request, running
+from tests.messages import raises
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PROMPT = prompt_of(8, 30)
@@ -97,7 +98,7 @@ async def test_an_engine_that_dies_fails_its_requests_and_says_so(model_folder: 
 
 
 async def test_too_little_memory_is_a_config_error_with_the_keys_to_change(model_folder: Path):
-    with pytest.raises(ConfigError, match=r"too little memory: .*kv_cache_gib=4e-06"):
+    with raises(ConfigError, key="kv_cache_gib", value=("too little memory", "4e-06")):
         async with running(model_folder, kv_cache_gib=4e-6):
             pass
 

@@ -27,6 +27,7 @@ from tests.gpu_backend.conftest import (
     request,
     small_params,
 )
+from tests.messages import raises
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -149,13 +150,13 @@ async def test_a_whole_update_that_lacks_a_tensor_is_refused_and_the_old_weights
     def drop(tensors, metadata):
         return {n: t for n, t in tensors.items() if "layers.1.mlp.up_proj" not in n}, metadata
 
-    with pytest.raises(WeightUpdateError, match="lacks 1 of"):
+    with raises(WeightUpdateError, value="1 of"):
         await engine.backend.update_weights(rewrite(engine.update(1), drop))
     await assert_serves(engine, 0)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
         ({"version": 1}, "not newer"),
         ({"kind": "arrays", "payload": {}}, "kind='arrays'"),
@@ -163,9 +164,9 @@ async def test_a_whole_update_that_lacks_a_tensor_is_refused_and_the_old_weights
     ],
 )
 async def test_a_wrong_update_is_refused_and_the_old_weights_serve(
-    engine: Engine, change: dict, message: str
+    engine: Engine, change: dict, named: str
 ):
-    with pytest.raises(WeightUpdateError, match=message):
+    with raises(WeightUpdateError, value=named):
         await engine.backend.update_weights(engine.update(1, **change))
     await assert_serves(engine, 0)
 
@@ -207,12 +208,12 @@ async def test_weights_that_are_not_the_learners_are_never_served(engine: Engine
         engine.backend.generate(request("r", prompt_of(1, 8), max_tokens=200))
     )
     await asyncio.sleep(0.05)
-    with pytest.raises(WeightUpdateError, match=r"not the learner's: they differ by up to"):
+    with raises(WeightUpdateError, value="not the learner's"):
         await engine.backend.update_weights(rewrite(engine.update(1), spoil))
     with pytest.raises(EngineDiedError, match="loaded wrongly"):
         await running
     await engine.backend.resume()  # what a server does in any case
-    with pytest.raises(EngineDiedError, match="send a whole update"):
+    with raises(EngineDiedError, fix="send a whole update"):
         await engine.backend.generate(request("s", prompt_of(1, 8)))
     health = await engine.backend.health()
     assert not health.ok and "differ" in health.detail
@@ -240,7 +241,7 @@ async def test_what_is_broadcast_is_served_if_it_is_whole(engine: Engine):
     version = engine.backend.policy_version
     missing = dict(tensors)
     del missing["model.layers.0.mlp.up_proj.weight"]
-    with pytest.raises(WeightUpdateError, match=r"model.layers.0.mlp.up_proj.weight"):
+    with raises(WeightUpdateError, key="model.layers.0.mlp.up_proj.weight"):
         await send(engine, missing)
     assert engine.backend.policy_version == version
     await assert_serves(engine, 1)
@@ -248,9 +249,9 @@ async def test_what_is_broadcast_is_served_if_it_is_whole(engine: Engine):
 
 @pytest.mark.parametrize("spoil", [stale, renamed, unwritten])
 async def test_what_is_broadcast_and_not_the_learners_is_never_served(engine: Engine, spoil):
-    with pytest.raises(WeightUpdateError, match=r"not the learner's: they differ by up to"):
+    with raises(WeightUpdateError, value="not the learner's"):
         await send(engine, spoil(device_tensors(SMALL, small_params(1)), {})[0])
-    with pytest.raises(EngineDiedError, match="send a whole update"):
+    with raises(EngineDiedError, fix="send a whole update"):
         await engine.backend.generate(request("s", prompt_of(1, 8)))
     await engine.serve(1)
     await assert_serves(engine, 1)

@@ -193,18 +193,18 @@ def test_quantised_weights_and_missing_files_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("change", "partial", "message"),
+    ("change", "partial", "named"),
     [
-        (lambda s: s | {"model.norm.bias": (32,)}, False, "does not have: \\['model.norm.bias'\\]"),
-        (lambda s: s | {"model.norm.weight": (31,)}, False, r"\[31\], served is \[32\]"),
-        (lambda s: {k: v for k, v in s.items() if "layers.2" not in k}, False, "lacks 9 of 29"),
+        (lambda s: s | {"model.norm.bias": (32,)}, False, "['model.norm.bias']"),
+        (lambda s: s | {"model.norm.weight": (31,)}, False, ("[31]", "[32]")),
+        (lambda s: {k: v for k, v in s.items() if "layers.2" not in k}, False, "9 of 29"),
         (lambda s: {}, True, "no tensor"),
     ],
 )
 def test_an_update_that_does_not_fit_is_refused(
-    checkpoint: Checkpoint, change, partial: bool, message: str
+    checkpoint: Checkpoint, change, partial: bool, named
 ):
-    with pytest.raises(WeightUpdateError, match=message):
+    with raises(WeightUpdateError, value=named):
         checkpoint.check(change(dict(checkpoint.shapes)), partial=partial)
 
 
@@ -239,7 +239,7 @@ def test_a_probe_travels_in_a_files_metadata(tmp_path: Path):
     assert (update_shapes([path]), read_probe([path])) == ({"a": (2,)}, PROBE)
     assert read_probe([write(tmp_path / "x", {"a": (2,)})]) is None
     bad = write(tmp_path / "y", {"a": (2,)}, {"logprob_probe": '{"ids": [[1]]}'})
-    with pytest.raises(WeightUpdateError, match="probe in .* is damaged"):
+    with raises(WeightUpdateError, key="probe", value="damaged"):
         read_probe([bad])
 
 
@@ -258,10 +258,10 @@ def test_refusals_come_before_anything_is_touched(
     updater: WeightUpdater, folder: Path, tmp_path: Path
 ):
     path = str(folder / "model.safetensors")
-    for update, message in [
+    for update, named in [
         (
             WeightUpdate(version=3, kind="arrays", payload={}),
-            r"kind \['broadcast', 'safetensors'\], got kind='arrays'",
+            ("['broadcast', 'safetensors']", "kind='arrays'"),
         ),
         (WeightUpdate(version=2, kind="safetensors", payload=[path]), "not newer than 2"),
         (WeightUpdate(version=3, kind="safetensors", payload=[path]), "no log-prob probe"),
@@ -273,10 +273,10 @@ def test_refusals_come_before_anything_is_touched(
                 payload=[path],
                 digests={"model.safetensors": "xxh3_128:0"},
             ),
-            "model.safetensors is not what the learner wrote",
+            ("model.safetensors", "not what the learner wrote"),
         ),
     ]:
-        with pytest.raises(WeightUpdateError, match=message):
+        with raises(WeightUpdateError, value=named):
             updater.check(update, served=2)
 
 

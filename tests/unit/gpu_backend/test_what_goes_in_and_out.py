@@ -88,20 +88,20 @@ def test_the_context_limit_caps_max_tokens():
 
 
 @pytest.mark.parametrize(
-    ("bad", "error", "message"),
+    ("bad", "error", "named"),
     [
-        (request([5] * 20), PromptTooLongError, r"20 ids .*max_model_len=20"),
-        (request([5, 97]), BackendError, r"\[0, 97\)"),
-        (request(lora="poetry"), BackendError, r"'poetry'; there are \['math'\]"),
+        (request([5] * 20), PromptTooLongError, ("20 ids", "max_model_len=20")),
+        (request([5, 97]), BackendError, "[0, 97)"),
+        (request(lora="poetry"), BackendError, ("'poetry'", "['math']")),
         (
             request(multi_modal={"image": ("x",)}),
             BackendError,
-            "1 of kind 'image', this engine takes 0",
+            ("1 of kind 'image'", "takes 0"),
         ),
     ],
 )
-def test_what_vllm_could_not_do_is_refused_with_the_value(bad, error, message):
-    with pytest.raises(error, match=message):
+def test_what_vllm_could_not_do_is_refused_with_the_value(bad, error, named):
+    with raises(error, value=named):
         admission().admit(bad, ())
 
 

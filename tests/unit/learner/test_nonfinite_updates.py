@@ -21,6 +21,7 @@ from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
 from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.trainer.record import account
 from jax_agent_rl.types import DropReason, Group
+from tests.messages import raises
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 
@@ -84,7 +85,7 @@ def test_a_finite_model_does_not_reset_the_count_of_the_other(model: str, fix: s
     groups = random_groups(7)
     learner.update(groups)
     learner.update(groups)
-    with pytest.raises(NonFiniteError, match=rf"{model}.*Lower {fix}"):
+    with raises(NonFiniteError, key=model, fix=f"Lower {fix}"):
         learner.update(groups)
 
 
@@ -97,7 +98,7 @@ def test_steps_are_counted_not_updates():
         result = learner.update(groups)
         assert result.skipped
         assert result.metrics["nonfinite_updates"] == result.metrics["updates"] == 6
-    with pytest.raises(NonFiniteError, match=r"learner\.max_nonfinite_steps=3"):
+    with raises(NonFiniteError, key="learner.max_nonfinite_steps", value=3):
         learner.update(groups)
 
 

@@ -75,7 +75,7 @@ MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
     ("overrides", "fix"),
     [
         (["learner.min_lr_ratio=0.1"],
-         "learner.lr_scheduler_type linear, cosine or wsd, which is 'constant'"),
+         ("learner.lr_scheduler_type linear, cosine or wsd", "'constant'")),
         (["learner.lr_scheduler_type=cosine", "learner.lr_warmup_steps=5", "trainer.steps=5"],
          "raise trainer.steps"),
         (
@@ -85,8 +85,8 @@ MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
         ),
     ],
 )  # fmt: skip
-def test_a_schedule_that_cannot_be_followed_is_refused_with_the_fix(overrides: list[str], fix: str):
-    with pytest.raises(ConfigError, match=fix):
+def test_a_schedule_that_cannot_be_followed_is_refused_with_the_fix(overrides: list[str], fix):
+    with raises(ConfigError, fix=fix):
         build(MINIMAL, overrides)
 
 

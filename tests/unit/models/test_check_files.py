@@ -30,14 +30,14 @@ def test_a_complete_folder_gives_its_config(model):
 
 def test_a_missing_tensor_is_named(model):
     change(model, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"))
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.up_proj\.weight' is missing"):
+    with raises(ModelError, key="model.layers.0.mlp.up_proj.weight", value="missing"):
         check_files(model)
 
 
 def test_a_tensor_of_another_shape_is_named(model):
     name = "model.norm.weight"
     change(model, lambda tensors: tensors.update({name: tensors[name][:-1].copy()}))
-    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape"):
+    with raises(ModelError, key="model.norm.weight", value="shape"):
         check_files(model)
 
 

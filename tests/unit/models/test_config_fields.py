@@ -14,6 +14,7 @@ from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.families import FAMILIES, read_config, write_config
 from jax_agent_rl.models.hf import load_hf, save_hf
 from tests.config_fields import ROPES, variations
+from tests.messages import raises
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -69,7 +70,7 @@ def test_two_sections_of_rotary_settings_have_to_agree():
         "rope_parameters": linear | {"rope_theta": 10000.0},
     }
     assert read_config(both_sections) == read_config(raw | {"rope_scaling": linear})
-    with pytest.raises(ModelError, match="rope_parameters=.*differ"):
+    with raises(ModelError, key="rope_parameters", value="differ"):
         read_config(both_sections | {"rope_parameters": linear | {"rope_theta": 500.0}})
 
 

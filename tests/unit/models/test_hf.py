@@ -122,7 +122,7 @@ def test_weights_that_were_cut_off_or_are_not_there_are_named(folder: Path):
     with raises(ModelError, key="model.safetensors"):
         load_hf(folder)
     file.unlink()
-    with pytest.raises(ModelError, match="holds no model.safetensors"):
+    with raises(ModelError, value="model.safetensors"):
         load_hf(folder)
 
 
@@ -191,7 +191,7 @@ def test_an_export_over_an_older_one_replaces_all_of_it(folder: Path):
 def test_an_export_that_fails_changes_nothing(folder: Path):
     wrong = tiny_params(1)
     wrong["layers"]["up"] = wrong["layers"]["up"].at[2, 0, 0].set(np.nan)
-    with pytest.raises(ModelError, match="'model.layers.2.mlp.up_proj.weight': 1 of"):
+    with raises(ModelError, key="model.layers.2.mlp.up_proj.weight", value=1):
         save_hf(folder, TINY, wrong)
     with pytest.raises(ModelError):
         save_hf(folder.parent / "new", TINY, wrong)

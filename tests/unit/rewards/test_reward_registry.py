@@ -127,7 +127,7 @@ async def test_an_exception_in_the_function_is_a_reward_error():
 
 
 async def test_an_unknown_data_source_lists_the_known_ones():
-    with pytest.raises(RewardError, match=r"'other'; there are \[.*'calculator'.*'gsm8k'"):
+    with raises(RewardError, value="'other'", fix=("'calculator'", "'gsm8k'")):
         await rewards.score(trajectory("other"))
     with pytest.raises(ConfigError, match="'None', 'other'"):
         rewards.require_rewards([{"data_source": "other"}, {}, {"data_source": "gsm8k"}])
@@ -302,5 +302,5 @@ async def test_a_function_that_cancels_itself_does_not_cancel_the_trajectory():
     async def cancels(*_):
         raise asyncio.CancelledError
 
-    with pytest.raises(RewardError, match="'mine' .* cancelled itself"):
+    with raises(RewardError, key="'mine'", value="cancelled itself"):
         await rewards.score(trajectory())

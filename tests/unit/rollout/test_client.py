@@ -329,7 +329,7 @@ async def test_a_drifting_engine_is_not_hidden_by_the_cut():
 
 
 async def test_an_interrupted_request_with_stop_strings_needs_a_client_that_reads():
-    with pytest.raises(BackendError, match="give LLMServerClient decode_text"):
+    with raises(BackendError, fix="decode_text"):
         await interrupted(Fleet(), num_tokens=2, stop=("two three",))
 
 

@@ -77,7 +77,7 @@ def send(url: str, path: str = "/v1/health", method: str = "GET", **options):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "example.org"])
 def test_an_address_others_can_reach_needs_a_token(host):
-    with pytest.raises(ConfigError, match=r"needs a token.*rollout\.token_env"):
+    with raises(ConfigError, value="token", fix="rollout.token_env"):
         RolloutServer(ToyBackend(), host=host)
 
 
@@ -180,16 +180,13 @@ def test_requests_and_outputs_travel_unchanged():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "named"),
     [
-        ({"priority": "high"}, "priority='high': must be a whole number"),
+        ({"priority": "high"}, ("priority='high'", "whole number")),
         ({"session_id": [1]}, "must be a string"),
-        ({"prompt_ids": [5, 1.5]}, "prompt_ids must be whole numbers"),
-        (
-            {"prompt_ids": [5, 2**31]},
-            "prompt_ids must be from 0 to 2147483647, got 5 to 2147483648",
-        ),
-        ({"prompt_ids": [5, -1]}, "prompt_ids must be from 0"),
+        ({"prompt_ids": [5, 1.5]}, ("prompt_ids", "whole numbers")),
+        ({"prompt_ids": [5, 2**31]}, ("prompt_ids", "0 to 2147483647", "5 to 2147483648")),
+        ({"prompt_ids": [5, -1]}, ("prompt_ids", "from 0")),
         ({"sampling": {"max_tokens": 4, "top_k": 2**32}}, "top_k=4294967296"),
         ({"sampling": {"max_tokens": 4, "stop": [5]}}, "stop string=5"),
         ({"sampling": {"max_tokens": 4, "stop": "end"}}, "must be a tuple of strings"),
@@ -197,8 +194,8 @@ def test_requests_and_outputs_travel_unchanged():
         ({"sampling": {"max_tokens": 4, "temperature": math.nan}}, "temperature=nan"),
     ],
 )
-def test_what_is_no_request_is_refused_before_an_engine_sees_it(wrong: dict, message: str):
-    with pytest.raises(BackendError, match=f"not a generate request: .*{message}"):
+def test_what_is_no_request_is_refused_before_an_engine_sees_it(wrong: dict, named):
+    with raises(BackendError, key="generate request", value=named):
         decode_request(encode_request(request()) | wrong)
 
 
@@ -270,7 +267,7 @@ async def test_pictures_arrive_pixel_by_pixel():
 )
 def test_damaged_pictures_are_refused(media, message):
     data = encode_request(request()) | {"multi_modal": media}
-    with pytest.raises(BackendError, match=f"not a generate request: .*{message}"):
+    with raises(BackendError, key="generate request", value=message):
         decode_request(data)
 
 

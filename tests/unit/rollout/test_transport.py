@@ -11,6 +11,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import BROADCAST, OBJECT_STORE, WeightUpdate
 from jax_agent_rl.rollout.transport import fetching
 from jax_agent_rl.testing.conformance.backends import OTHER
+from tests.messages import raises
 from tests.toy_backend import ToyBackend
 
 
@@ -84,7 +85,7 @@ async def test_one_kind_passes_and_others_are_refused():
     stored = update(OBJECT_STORE, 1)
     await backend.update_weights(stored)
     assert engine.updates == [stored]
-    with pytest.raises(WeightUpdateError, match="takes weights of kind 'broadcast', got 'toy'"):
+    with raises(WeightUpdateError, key="kind", value="'toy'", fix="'broadcast'"):
         await backend.update_weights(update("toy", 1))
 
 

@@ -217,17 +217,21 @@ def test_who_works_at_the_same_time_shares_no_devices_to_exchange_data_over(mode
 
 async def test_a_run_refuses_an_engine_that_its_weights_do_not_reach():
     server = "http://10.0.0.7:8100"
-    for url, rollout, message in (
-        (server, {}, "rollout.backend=jetstream .* weights do not reach rollout servers"),
-        (server, {"placement": "separate"}, "rollout.placement=separate weights do not reach"),
-        (None, {}, "rollout.placement=colocated the run cannot start engines elsewhere"),
+    for url, rollout, named in (
+        (server, {}, ("rollout.backend=jetstream", "weights do not reach")),
+        (
+            server,
+            {"placement": "separate"},
+            ("rollout.placement=separate", "weights do not reach"),
+        ),
+        (None, {}, ("rollout.placement=colocated", "cannot start engines")),
         (
             None,
             {"backend": "remote", "urls": ["http://10.0.0.5:8100"]},
             "name a rollout server's URL",
         ),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with raises(ConfigError, value=named):
             async with open_engine(settings(**rollout), url):
                 raise AssertionError("it was accepted")
 

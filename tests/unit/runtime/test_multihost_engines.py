@@ -211,7 +211,7 @@ async def test_a_run_whose_processes_have_other_models_ends_with_the_one_that_di
     publish_own_models(config("one"), registry=HostRegistry(store), number=1)
     await require_equal_models(content, registry=HostRegistry(store), other_processes=1)
     publish_own_models(config("two"), registry=HostRegistry(store), number=2)
-    with pytest.raises(ModelError, match="process 2 .* model.path"):
+    with raises(ModelError, key="process 2", fix="model.path"):
         await require_equal_models(content, registry=HostRegistry(store), other_processes=2)
     with pytest.raises(ModelError, match="gone"):
         publish_own_models(config("gone"), registry=HostRegistry(store), number=2)

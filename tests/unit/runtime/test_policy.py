@@ -12,6 +12,7 @@ from jax_agent_rl.runtime.diagnosis import saved_versions
 from jax_agent_rl.runtime.policy import ServedPolicy, open_policy, saved_run
 from jax_agent_rl.runtime.policy_choice import NO_ROWS, PolicyChoice, choose
 from jax_agent_rl.trainer.record import RunRecord
+from tests.messages import raises
 
 RECIPE = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -46,24 +47,24 @@ def test_a_folder_alone_has_defaults_and_contexts_that_no_learner_limits():
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
+    ("choice", "named"),
     [
-        (PolicyChoice(), "nothing says which policy"),
-        (PolicyChoice(model=Path("m"), run=Path("r")), "both name a policy"),
-        (PolicyChoice(config=RECIPE, step=3), "--step 3 is of a run's checkpoint"),
+        (PolicyChoice(), ("--config FILE", "--model FOLDER", "--run RUN")),
+        (PolicyChoice(model=Path("m"), run=Path("r")), ("--model m", "--run r", "give one")),
+        (PolicyChoice(config=RECIPE, step=3), ("--step 3", "give --run")),
         (
             PolicyChoice(
                 config=RECIPE,
                 model=Path("m"),
                 overrides=["rollout.backend=remote", "rollout.urls=[http://10.0.0.5:1]"],
             ),
-            "http://10.0.0.5:1 serve the weights they have",
+            ("http://10.0.0.5:1", "set rollout.backend=jetstream"),
         ),
         (PolicyChoice(config=RECIPE, overrides=["sed=1"]), "did you mean seed"),
     ],
 )
-def test_what_does_not_go_together_is_refused(choice: PolicyChoice, message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_what_does_not_go_together_is_refused(choice: PolicyChoice, named):
+    with raises(ConfigError, value=named):
         choose(choice)
 
 

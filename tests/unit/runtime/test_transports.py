@@ -35,6 +35,7 @@ from jax_agent_rl.runtime.transports import (
 )
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER
 from jax_agent_rl.types import SamplingParams
+from tests.messages import raises
 from tests.served import note_uploads
 from tests.tiny import TINY, greedy, tiny_params
 from tests.toy_backend import ToyBackend
@@ -219,9 +220,7 @@ async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
     while backend not in client.pool.backends:
         await asyncio.sleep(0)
     assert client.pool.weight_dtype() == "float32" and len(client.pool.servers) == 1
-    with pytest.raises(
-        WeightUpdateError, match="late takes weights in float32, .* rounded to bfloat16"
-    ):
+    with raises(WeightUpdateError, key="late", value="rounded to bfloat16", fix="float32"):
         await AsyncServer(backend, name="late").update_weights(rounded)
     await client.pool.update_weights(
         WeightUpdate(version=2, kind="toy", payload=BASE, lasting=True)
@@ -232,11 +231,11 @@ async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
 
 
 @pytest.mark.parametrize(
-    ("rollout", "message"),
+    ("rollout", "named"),
     [
         (
             {"weight_transport": "tensorstore"},
-            "rollout.weight_dir=None: .*; set rollout.weight_dir",
+            ("rollout.weight_dir=None", "set rollout.weight_dir"),
         ),
         (
             {
@@ -245,17 +244,17 @@ async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
                 "backend": "jetstream",
                 "urls": [],
             },
-            "tensorstore with rollout.backend=jetstream",
+            ("tensorstore", "rollout.backend=jetstream"),
         ),
-        ({"weight_dir": "gs://bucket/weights"}, "gs://bucket/weights is no folder .*=tensorstore"),
+        ({"weight_dir": "gs://bucket/weights"}, ("gs://bucket/weights", "=tensorstore")),
         (
             {"weight_transport": "broadcast"},
-            "broadcast with rollout.backend=remote .*; set rollout.placement=separate",
+            ("broadcast", "rollout.backend=remote", "set rollout.placement=separate"),
         ),
     ],
 )
-def test_a_transport_that_cannot_reach_the_engines_is_refused(rollout: dict, message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_a_transport_that_cannot_reach_the_engines_is_refused(rollout: dict, named):
+    with raises(ConfigError, value=named):
         configured(**rollout)
 
 

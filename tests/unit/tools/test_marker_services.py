@@ -11,6 +11,7 @@ from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.tools.marker_services import ToolClient, bare_result
 from jax_agent_rl.tools.request_limiter import RequestLimiter
 from tests.http_service import ToolServer
+from tests.messages import raises
 from tests.ports import free_port
 
 MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
@@ -166,7 +167,7 @@ async def test_an_unreachable_server_is_named_with_the_key_to_change():
 
 
 def test_a_client_without_a_url_says_where_to_set_it():
-    with pytest.raises(ConfigError, match=r"tool_config\.server_url \(or TOOL_SERVER_URL\)"):
+    with raises(ConfigError, key="tool_config.server_url", fix="TOOL_SERVER_URL"):
         ToolClient(ToolClientConfig())
 
 
@@ -204,5 +205,5 @@ def test_the_environment_fills_in_what_the_configuration_leaves_out(monkeypatch)
     c = build(MINIMAL, ["tool_config.enabled=false", "tool_config.max_tool_turns=1"]).tool_config
     assert (c.enabled, c.server_url, c.max_tool_turns) == (False, "http://env:1", 1)
     monkeypatch.setenv("MAX_TOOL_TURNS", "many")
-    with pytest.raises(ConfigError, match="tool_config.max_tool_turns='many'"):
+    with raises(ConfigError, key="tool_config.max_tool_turns", value="'many'"):
         build(MINIMAL)

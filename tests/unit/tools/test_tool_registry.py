@@ -5,6 +5,7 @@ import pytest
 from jax_agent_rl.errors import ConfigError, DataError, ToolDefinitionError
 from jax_agent_rl.tools import BaseTool, ToolRegistry
 from jax_agent_rl.tools.registry import list_schemas
+from tests.messages import raises
 
 ADD = '''
 from jax_agent_rl.tools import function_tool
@@ -79,7 +80,7 @@ def test_a_bad_file_is_refused_with_its_reason(tmp_path, text, error, message):
 
 @pytest.mark.parametrize("path", ["missing.py", "no.such.module", "jax_agent_rl.no_such_module"])
 def test_a_missing_file_or_module_is_refused(path):
-    with pytest.raises(ConfigError, match="tools.function_tool_path=.*no such"):
+    with raises(ConfigError, key="tools.function_tool_path", value="no such"):
         ToolRegistry.from_path(path)
 
 

@@ -21,7 +21,7 @@ from jax_agent_rl.tools.verl import VerlTool
 from jax_agent_rl.types import SamplingParams
 from tests.agent_testbed import AgentHarness, assert_token_exact, episode_request
 from tests.fakes import FakeCodec
-from tests.messages import raises
+from tests.messages import assert_message, raises
 from tests.tiny_chat import TinyCodec, assert_exact, tiny_context
 
 needs_no_verl = pytest.mark.skipif(
@@ -292,7 +292,7 @@ async def test_a_create_that_fails_is_not_released(write):
 async def test_what_create_answers_is_named_as_not_shown(write, caplog):
     code = GRADER.replace("return own, ToolResponse()", "return own, ToolResponse('welcome')")
     async with open_tools(write(code)) as tools, session(tools.select()):
-        assert "grade.create returned is not shown to the model" in caplog.text
+        assert_message(caplog.text, key="grade.create", value="not shown")
         assert "welcome" in caplog.text
 
 
@@ -477,7 +477,7 @@ async def test_a_failed_import_of_a_class_names_its_key_its_cause_and_what_to_in
 )
 async def test_a_class_that_cannot_run_is_refused_with_its_place(write, code, message):
     code = code.replace("async def release", "def release") if message == "no subclass" else code
-    with pytest.raises(ToolDefinitionError, match=rf"tools.yaml \(tools\[0\]\).*{message}"):
+    with raises(ToolDefinitionError, key="tools.yaml (tools[0])", value=message):
         async with open_tools(write(code)):
             pass
 

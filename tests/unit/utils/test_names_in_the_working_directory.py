@@ -127,14 +127,14 @@ def test_a_users_module_with_the_name_of_one_of_pythons_has_to_be_named_as_a_fil
     cwd: Path, name: str
 ):
     (cwd / f"{name}.py").write_text("FOUND = 'mine'\n")
-    with pytest.raises(ConfigError, match=rf"tools.function_tool_path='{name}'.*{name}\.py"):
+    with raises(ConfigError, key="tools.function_tool_path", value=f"'{name}'", fix=f"{name}.py"):
         load_user_module(name, key="tools.function_tool_path")
     assert load_user_module(f"{name}.py", key="tools.function_tool_path").FOUND == "mine"
 
 
 def test_a_folder_without_a_module_is_told_as_such(cwd: Path):
     (cwd / "my_tools_folder").mkdir()
-    with pytest.raises(ConfigError, match=r"reward.path='my_tools_folder'.*__init__\.py"):
+    with raises(ConfigError, key="reward.path", value="'my_tools_folder'", fix="__init__.py"):
         load_user_module("my_tools_folder", key="reward.path")
 
 

@@ -15,6 +15,7 @@ from jax_agent_rl import config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.testing.simulate.run import BUSY_RULES, POLICIES, run_command, simulate
 from jax_agent_rl.testing.simulate.workload import load_assumptions
+from tests.messages import raises
 
 RECIPE = {
     "run_dir": "none",
@@ -121,7 +122,7 @@ def test_recipes_of_algorithms_that_take_groups_of_one_can_be_simulated():
 def test_a_wrong_assumption_is_named(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("run_dir: x\nmodel: {path: none}\ndata: {train: none}\n")
-    with pytest.raises(ConfigError, match=r"engines\.slot.*did you mean"):
+    with raises(ConfigError, key="engines.slot", fix="did you mean"):
         run_command(
             recipe,
             ["assume.engines.slot=3"],

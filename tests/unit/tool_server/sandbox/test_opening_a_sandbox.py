@@ -15,7 +15,7 @@ MODULE = "jax_agent_rl.tool_server.sandbox.sandbox"
 
 async def test_without_bwrap_it_is_refused_and_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr(f"{MODULE}.find_bwrap", lambda: None)
-    with pytest.raises(ConfigError, match="apt install bubblewrap.*sandbox=unsafe_local"):
+    with raises(ConfigError, fix=("apt install bubblewrap", "sandbox=unsafe_local")):
         await open_sandbox()
 
 
@@ -40,7 +40,7 @@ async def test_a_bwrap_that_fails_is_refused_with_its_words(monkeypatch, tmp_pat
 
 async def test_another_system_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(ConfigError, match="needs Linux.*this is darwin"):
+    with raises(ConfigError, key="Linux", value="darwin"):
         await open_sandbox()
 
 
