@@ -106,7 +106,8 @@ def make(folder: Path, family: Any, seed: int) -> Reference:
 @pytest.mark.parametrize("family", [qwen3, qwen3_moe, gemma3, gpt2])
 async def test_other_families_take_updates(tmp_path: Path, family: Any):
     """Their tensors are fused, stacked or transposed in other ways; every one is read back."""
-    old, new = (make(tmp_path / name, family, seed) for name, seed in [("old", 0), ("new", 1)])
+    old = make(tmp_path / "old", family, 0)
+    new = make(tmp_path / "new", family, 1)
     probe = LogprobProbe(ids=(tuple(IDS),), log_probs=(tuple(new.logprobs(IDS[:1], IDS[1:])),))
     tensors = load_file(tmp_path / "new" / "model.safetensors")
     save_file(tensors, tmp_path / "update.safetensors", metadata=probe.to_metadata())

@@ -50,7 +50,9 @@ def with_layer(**changed: Any) -> Params:
     return {**RIGHT, "layers": {**RIGHT["layers"], **changed}}
 
 
-K, Q, UP = (RIGHT["layers"][name] for name in ("k", "q", "up"))
+K = RIGHT["layers"]["k"]
+Q = RIGHT["layers"]["q"]
+UP = RIGHT["layers"]["up"]
 
 
 async def put(engine: Engine, params: Params) -> None:

@@ -135,9 +135,8 @@ def rounding() -> float:
     Measured on sums of 1536 terms, the model's longest. On CPUs with AVX2, XLA adds them one after
     the other and torch in several partial sums, which lose less.
     """
-    x, weight = (
-        np.random.default_rng(0).normal(size=(n, 1536)).astype(np.float32) for n in (40, 576)
-    )
+    x = np.random.default_rng(0).normal(size=(40, 1536)).astype(np.float32)
+    weight = np.random.default_rng(0).normal(size=(576, 1536)).astype(np.float32)
     exact = x.astype(np.float64) @ weight.astype(np.float64).T
     ours = np.asarray(jax.jit(lambda x, weight: jnp.einsum("td,od->to", x, weight))(x, weight))
     theirs = (torch.tensor(x) @ torch.tensor(weight).T).numpy()

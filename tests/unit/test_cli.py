@@ -49,7 +49,8 @@ def test_the_help_of_every_command_explains_it_and_ends_with_examples(name: str)
     "words", [[], *([name] for name in COMMANDS), ["config", "explain"], ["engines", "list"]]
 )
 def test_help_has_a_short_name_everywhere(words: list[str]):
-    short, long = (CliRunner().invoke(app, [*words, option]) for option in ("-h", "--help"))
+    short = CliRunner().invoke(app, [*words, "-h"])
+    long = CliRunner().invoke(app, [*words, "--help"])
     assert short.exit_code == long.exit_code == 0
     assert short.output == long.output and "--help" in short.output
 

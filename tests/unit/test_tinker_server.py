@@ -243,9 +243,8 @@ def test_a_client_learns_samples_and_goes_on_from_what_it_saved(service, service
     for trained in (client, again):
         trained.forward_backward(batch, "cross_entropy").result()
         trained.optim_step(ADAM).result()
-    mine, its = (
-        logprobs_of(trained.forward(batch, "cross_entropy").result()) for trained in (client, again)
-    )
+    mine = logprobs_of(client.forward(batch, "cross_entropy").result())
+    its = logprobs_of(again.forward(batch, "cross_entropy").result())
     assert all(map(np.array_equal, mine, its))
     assert [
         trained.tinker_path
@@ -316,9 +315,8 @@ def test_custom_losses_run_at_the_client(service, model_folder):
     plain.forward_backward(weighted, "cross_entropy").result()
     for each in (client, plain):
         each.optim_step(ADAM).result()
-    mine, its = (
-        logprobs_of(each.forward(batch, "cross_entropy").result()) for each in (client, plain)
-    )
+    mine = logprobs_of(client.forward(batch, "cross_entropy").result())
+    its = logprobs_of(plain.forward(batch, "cross_entropy").result())
     for a, b in zip(mine, its, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-3)
 
@@ -844,7 +842,8 @@ def test_unnamed_weights_stay_while_sampled_from_and_others_until_deleted(
         port = int(url.rpartition(":")[2])
         client = trainer(service)
         named = client.save_weights_for_sampler("named").result().path
-        used, idle = (client.save_weights_and_get_sampling_client() for _ in range(2))
+        used = client.save_weights_and_get_sampling_client()
+        idle = client.save_weights_and_get_sampling_client()
         for sampler in (used, idle):
             sampler.result().sample(prompt, 1, once).result()
         assert len(files_of(tmp_path, "sampler_weights")) == 3

@@ -46,7 +46,8 @@ def test_a_tree_is_read_off_the_ids_where_no_fork_is_on_record():
 
 
 def test_another_tool_result_makes_another_branch():
-    a, b = (trajectory([3], [10, result, 11], mask=[1, 0, 1]) for result in (7, 8))
+    a = trajectory([3], [10, 7, 11], mask=[1, 0, 1])
+    b = trajectory([3], [10, 8, 11], mask=[1, 0, 1])
     assert TrajectoryGraph.of([a, b]).paths == ((0, 1), (0, 2))
 
 

@@ -132,10 +132,8 @@ def test_after_its_warm_up_ppo_raises_what_was_rewarded():
         learning_rate=3e-3,
     )
     groups = random_groups(3)
-    good, bad = (
-        [t for g in groups for t in g.trajectories if bool(t.reward) is want]
-        for want in (True, False)
-    )
+    good = [t for g in groups for t in g.trajectories if t.reward]
+    bad = [t for g in groups for t in g.trajectories if not t.reward]
 
     def mean(ts) -> float:
         each = [
@@ -169,9 +167,8 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
     returns = []
     for t in ts:
         at = np.array(t.response_mask) == 1
-        new, ref = (
-            logprobs_of(tiny_params(seed=s), t.prompt_ids, t.response_ids)[at] for s in (1, 0)
-        )
+        new = logprobs_of(tiny_params(seed=1), t.prompt_ids, t.response_ids)[at]
+        ref = logprobs_of(tiny_params(seed=0), t.prompt_ids, t.response_ids)[at]
         rewards = -0.5 * (new - ref)
         rewards[-1] += t.reward
         returns.append(rewards[::-1].cumsum()[::-1])

@@ -77,9 +77,8 @@ def test_kept_logits_change_nothing_and_save_their_products(kept_logits: int) ->
         logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept_logits)
         return jnp.sum(logprob**2) + jnp.sum(entropy**2)
 
-    recomputed, actual = (
-        jax.value_and_grad(loss, (0, 1))(hidden, head, n) for n in (0, kept_logits)
-    )
+    recomputed = jax.value_and_grad(loss, (0, 1))(hidden, head, 0)
+    actual = jax.value_and_grad(loss, (0, 1))(hidden, head, kept_logits)
     jax.tree.map(np.testing.assert_array_equal, actual, recomputed)
     without = jax.make_jaxpr(lambda h, w: jax.grad(loss, (0, 1))(h, w, 2))(hidden, head)
     again = jax.make_jaxpr(lambda h, w: jax.grad(loss, (0, 1))(h, w, 0))(hidden, head)

@@ -64,7 +64,10 @@ def test_an_adapted_model_computes_what_the_merged_one_does():
 def test_gradients_are_those_of_torch_in_float64():
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(1)
-    x, w, a, b = (rng.standard_normal(shape) for shape in ((7, 8), (5, 8), (3, 8), (5, 3)))
+    x = rng.standard_normal((7, 8))
+    w = rng.standard_normal((5, 8))
+    a = rng.standard_normal((3, 8))
+    b = rng.standard_normal((5, 3))
     target = rng.standard_normal((7, 5))
 
     from jax_agent_rl.models.layers import linear
@@ -78,7 +81,8 @@ def test_gradients_are_those_of_torch_in_float64():
         )
 
     got = jax.grad(loss)((jnp.float32(a), jnp.float32(b)))
-    ta, tb = (torch.tensor(v, requires_grad=True) for v in (a, b))
+    ta = torch.tensor(a, requires_grad=True)
+    tb = torch.tensor(b, requires_grad=True)
     out = torch.tensor(x) @ (torch.tensor(w) + 2.0 * tb @ ta).T
     torch.mean((out - torch.tensor(target)) ** 2).backward()
     for mine, theirs in zip(got, (ta.grad, tb.grad), strict=True):

@@ -110,9 +110,8 @@ def test_a_step_with_one_finite_update_starts_the_count_again():
 
 
 def test_the_counts_of_both_models_continue_from_a_checkpoint(tmp_path: Path):
-    learner, restored = (
-        make_learner({"adv_estimator": "gae"}, max_nonfinite_steps=3) for _ in range(2)
-    )
+    learner = make_learner({"adv_estimator": "gae"}, max_nonfinite_steps=3)
+    restored = make_learner({"adv_estimator": "gae"}, max_nonfinite_steps=3)
     with_nan(learner)
     groups = random_groups(7)
     for _ in range(2):
@@ -241,7 +240,8 @@ def test_during_the_critics_warm_up_its_updates_are_what_trains():
 
 def test_a_run_continues_from_half_a_step_as_if_never_saved(tmp_path: Path):
     algorithm = {"kl": ADAPTIVE}
-    learner, restored = (make_learner(algorithm, num_minibatches=2) for _ in range(2))
+    learner = make_learner(algorithm, num_minibatches=2)
+    restored = make_learner(algorithm, num_minibatches=2)
     learner.update(groups_with_poison())
     checkpointer = Checkpointer(tmp_path / "c", keep=1)
     checkpointer.save(1, learner.state, {})

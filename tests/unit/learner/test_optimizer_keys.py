@@ -163,9 +163,8 @@ def test_adafactor_keeps_second_moments_of_rows_and_columns():
         gradients = {name: rng.normal(size=x.shape) for name, x in weights.items()}
         beta = 1 - step**-0.8
         square = gradients["lm_head"] ** 2 + 1e-30
-        rows, columns = (
-            beta * m + (1 - beta) * square.mean(axis) for m, axis in ((rows, 1), (columns, 0))
-        )
+        rows = beta * rows + (1 - beta) * square.mean(1)
+        columns = beta * columns + (1 - beta) * square.mean(0)
         norm_moment = beta * norm_moment + (1 - beta) * (gradients["final_norm"] ** 2 + 1e-30)
         second = {"lm_head": np.outer(rows, columns) / rows.mean(), "final_norm": norm_moment}
         for name, decay in (("lm_head", 0.1), ("final_norm", 0.0)):

@@ -102,10 +102,8 @@ def test_updates_too_small_for_bfloat16_add_up_in_the_master_weights():
 
 def test_training_in_bfloat16_raises_the_probability_of_what_was_rewarded():
     groups = random_groups(3)
-    good, bad = (
-        [t for g in groups for t in g.trajectories if bool(t.reward) is wanted]
-        for wanted in (True, False)
-    )
+    good = [t for g in groups for t in g.trajectories if t.reward]
+    bad = [t for g in groups for t in g.trajectories if not t.reward]
     learner = make_learner("bfloat16")
 
     def gap() -> float:

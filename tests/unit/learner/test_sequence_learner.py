@@ -91,9 +91,9 @@ def peer_logprobs(peer, sequence: TrainingSequence):
 def peer_loss(peer, loss: str, sequence: TrainingSequence):
     """The losses as Tinker's documentation defines them."""
     logprob = peer_logprobs(peer, sequence)
-    weight, advantage, old = (
-        torch.tensor(x) for x in (sequence.weight, sequence.advantage, sequence.old_logprob)
-    )
+    weight = torch.tensor(sequence.weight)
+    advantage = torch.tensor(sequence.advantage)
+    old = torch.tensor(sequence.old_logprob)
     ratio = torch.exp(logprob - old)
     mean = (logprob - old)[torch.tensor(sequence.ratio_mask) != 0].mean().detach()
     of_sequence = torch.exp(mean + logprob - logprob.detach())
@@ -265,10 +265,8 @@ def test_updates_are_those_of_pytorchs_adamw_with_the_numbers_of_each_call(peer)
     data = sequences()
     peer.zero_grad()
     initial = {name: parameter.detach().clone() for name, parameter in peer.named_parameters()}
-    decayed, norms = (
-        [p for n, p in peer.named_parameters() if ("norm" in n) == is_norm]
-        for is_norm in (False, True)
-    )
+    decayed = [p for n, p in peer.named_parameters() if "norm" not in n]
+    norms = [p for n, p in peer.named_parameters() if "norm" in n]
     try:
         optimizer = torch.optim.AdamW(
             [{"params": decayed}, {"params": norms}], betas=(0.8, 0.9), eps=1e-6

@@ -36,7 +36,8 @@ def scaled(q, k, v, subtree_end, sinks=None):
 def test_outputs_and_gradients_equal_those_of_plain_attention(length: int, with_sinks: bool):
     rng = np.random.default_rng(length)
     q = rng.standard_normal((2, 6, length, 8)).astype(np.float32)
-    k, v = (rng.standard_normal((2, 2, length, 8)).astype(np.float32) for _ in range(2))
+    k = rng.standard_normal((2, 2, length, 8)).astype(np.float32)
+    v = rng.standard_normal((2, 2, length, 8)).astype(np.float32)
     # Any nested intervals will do: chains of random lengths, each closed where the next begins.
     ends = np.full((2, length), length, np.int32)
     for row in range(2):
@@ -55,8 +56,7 @@ def test_outputs_and_gradients_equal_those_of_plain_attention(length: int, with_
         plain(q, k, v, jnp.asarray(ends), sinks),
         atol=2e-5,
     )
-    got, expected = (
-        jax.tree.leaves(jax.grad(loss(function))(arrays)) for function in (scaled, plain)
-    )
+    got = jax.tree.leaves(jax.grad(loss(scaled))(arrays))
+    expected = jax.tree.leaves(jax.grad(loss(plain))(arrays))
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5)

@@ -237,7 +237,8 @@ def test_a_head_of_its_own_is_used_although_the_configuration_says_tied(
     folder: Path, tmp_path: Path, caplog
 ):
     """transformers, whose logits are the reference, uses it as well."""
-    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
     with_head(folder, np.random.default_rng(3).standard_normal((97, 32)).astype(np.float32))
     config, params = load_hf(folder)
     assert not config.tie_word_embeddings

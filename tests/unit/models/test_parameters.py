@@ -143,7 +143,8 @@ def test_muon_orthogonalizes_each_matrix_of_a_stack_and_nothing_else(family: str
     config = TINY_FAMILIES[family]
     shapes, muon = one_update("muon", config)
     _, adamw = one_update("adamw", config)
-    ours, theirs = (dict(jax.tree_util.tree_leaves_with_path(updates)) for updates in (muon, adamw))
+    ours = dict(jax.tree_util.tree_leaves_with_path(muon))
+    theirs = dict(jax.tree_util.tree_leaves_with_path(adamw))
     for path, _ in leaves(shapes):
         if not parameter_at(path).is_matrix:
             np.testing.assert_array_equal(ours[path], theirs[path])

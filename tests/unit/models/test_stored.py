@@ -60,7 +60,8 @@ def test_a_version_is_not_there_before_all_parts_are(tmp_path: Path):
 def test_a_chunk_or_manifest_that_is_another_is_refused_by_name(tmp_path: Path):
     folder, digest = write(tmp_path, 1, seed=1)
     other_folder, other_digest = write(tmp_path, 2, seed=2)
-    chunk, of_other = (tmp_path / version / "embed/c/0/0" for version in ("v1", "v2"))
+    chunk = tmp_path / "v1" / "embed/c/0/0"
+    of_other = tmp_path / "v2" / "embed/c/0/0"
     ours = chunk.read_bytes()
     theirs = of_other.read_bytes()
     for spoilt in (theirs, ours[:-1] + b"x", ours[:-4], None):

@@ -62,8 +62,10 @@ RUNS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 200)), min_size=1,
 def assert_equal_to_blocks(
     vision_processor: TreeMask, *, group: int, asking: slice = slice(None)
 ) -> None:
-    q, d_out = (drawn(seed, 1, 2 * group, COUNT, 8)[:, :, asking] for seed in (0, 1))
-    k, v = (drawn(seed, 1, 2, COUNT, 8) for seed in (2, 3))
+    q = drawn(0, 1, 2 * group, COUNT, 8)[:, :, asking]
+    d_out = drawn(1, 1, 2 * group, COUNT, 8)[:, :, asking]
+    k = drawn(2, 1, 2, COUNT, 8)
+    v = drawn(3, 1, 2, COUNT, 8)
     for got, wanted in zip(
         interpreted(q, k, v, vision_processor, d_out),
         expected(q, k, v, vision_processor, d_out),

@@ -172,7 +172,8 @@ async def test_a_request_whose_engine_dies_is_answered_by_another_one(
     stream: bool, tmp_path: Path, monkeypatch
 ):
     codec = FakeCodec()
-    first, second = (ScriptedBackend(codec, ["one two three four", "five"]) for _ in range(2))
+    first = ScriptedBackend(codec, ["one two three four", "five"])
+    second = ScriptedBackend(codec, ["one two three four", "five"])
     first.share_plans(second)
     engines = {"a": [dies_after(first, 2)], "b": [dies_after(second, 99)]}
     async with running(configured(tmp_path, **REMOTE), engines, codec, monkeypatch) as url:
@@ -202,7 +203,8 @@ async def test_a_request_whose_engine_dies_is_answered_by_another_one(
 
 async def test_an_engine_that_died_is_replaced_and_its_sessions_go_on(tmp_path: Path, monkeypatch):
     codec = FakeCodec()
-    old, new = (ScriptedBackend(codec, ["one", "two"]) for _ in range(2))
+    old = ScriptedBackend(codec, ["one", "two"])
+    new = ScriptedBackend(codec, ["one", "two"])
     old.share_plans(new)
     async with running(
         configured(tmp_path, **REMOTE), {"a": [old, new]}, codec, monkeypatch

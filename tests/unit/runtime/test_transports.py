@@ -174,7 +174,8 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
         await expected.update_weights(
             WeightUpdate(version=1, kind="arrays", payload=learner.params)
         )
-        ours, theirs = (service.core.scheduler.params for service in (receiver, expected))
+        ours = receiver.core.scheduler.params
+        theirs = expected.core.scheduler.params
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             assert a.dtype == b.dtype == jnp.bfloat16
             np.testing.assert_array_equal(
@@ -204,7 +205,8 @@ def test_weights_are_rounded_only_for_engines_that_round_all_of_them_alike():
     assert engine("bfloat16", quantize="int8").capabilities.weight_dtype == "float32", (
         "8 bits are made of 32"
     )
-    rounding, exact = (AsyncServer(engine(dtype), name=dtype) for dtype in ("bfloat16", "float32"))
+    rounding = AsyncServer(engine("bfloat16"), name="bfloat16")
+    exact = AsyncServer(engine("float32"), name="float32")
     assert LLMServerClient([rounding]).pool.weight_dtype() == "bfloat16"
     assert LLMServerClient([rounding, exact]).pool.weight_dtype() == "float32"
     assert LLMServerClient().pool.weight_dtype() == "float32"
@@ -327,7 +329,8 @@ def test_changes_are_computed_where_bytes_are_sent(rollout: dict, sends_changes:
     """``rollout.full_weights_every``; engines of this machine map the files."""
     transport = make_transport(configured(**rollout), TINY, Engines(), probe_ids=[3, 4, 5])
     try:
-        first, second = (transport.offer(Parameters(tiny_params()), version) for version in (1, 2))
+        first = transport.offer(Parameters(tiny_params()), 1)
+        second = transport.offer(Parameters(tiny_params()), 2)
         assert (first.deltas, bool(second.deltas)) == (
             ({}, True) if sends_changes else (None, False)
         )

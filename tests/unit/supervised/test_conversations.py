@@ -184,7 +184,8 @@ def test_only_the_completion_of_a_prompt_carries_loss(tmp_path: Path, name: str)
 
 
 def test_a_preference_finds_its_prompt_where_both_begin_alike(tmp_path: Path):
-    good, bad = ({"role": "assistant", "content": text} for text in ("three", "add"))
+    good = {"role": "assistant", "content": "three"}
+    bad = {"role": "assistant", "content": "add"}
     rows = [{"chosen": [*MESSAGES[:4], good], "rejected": [*MESSAGES[:4], bad]}]
     rows += [{"prompt": MESSAGES[:4], "chosen": [good], "rejected": [bad]}]
     for pair in encoder(pairs=True).pairs(write(tmp_path, rows)):

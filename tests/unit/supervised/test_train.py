@@ -138,10 +138,8 @@ def test_a_resumed_run_ends_where_one_without_a_break_does(model_folder, rows, t
 
     assert lines("short") == lines("run")
     # the learning rate is constant, so that a run that was to be shorter went the same way
-    last, expected = (
-        list(read_metrics(tmp_path / name / "metrics.jsonl"))[-1]["loss"]
-        for name in ("short", "run")
-    )
+    last = list(read_metrics(tmp_path / "short" / "metrics.jsonl"))[-1]["loss"]
+    expected = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))[-1]["loss"]
     assert last == expected
 
 
@@ -229,9 +227,8 @@ def test_a_step_that_was_trained_again_is_exported_again(model_folder, rows, tmp
     )
     exported = Path(resolve_model(str(folder)))
     assert exported.name == abandoned.name == "step-2" and exported != abandoned
-    abandoned_weights, exported_weights = (
-        load_hf(path)[1]["embed"] for path in (abandoned, exported)
-    )
+    abandoned_weights = load_hf(abandoned)[1]["embed"]
+    exported_weights = load_hf(exported)[1]["embed"]
     assert not np.array_equal(abandoned_weights, exported_weights)
     with open_policy(PolicyChoice(run=folder, config=RECIPE)) as subject:
         np.testing.assert_array_equal(
@@ -256,9 +253,9 @@ def test_adapters_are_exported_with_the_alpha_they_were_trained_with(model_folde
         config = changed(config, key, value)
     run(config, resume=True, accept_changes=["learner.lora", "learner.learning_rate"])
     second_export = Path(resolve_model(str(folder)))
-    base, first, second = (
-        load_hf(path)[1]["layers"]["q"] for path in (model_folder, first_export, second_export)
-    )
+    base = load_hf(model_folder)[1]["layers"]["q"]
+    first = load_hf(first_export)[1]["layers"]["q"]
+    second = load_hf(second_export)[1]["layers"]["q"]
     assert np.abs(first - base).max() > 1e-6
     np.testing.assert_allclose(second - base, 2 * (first - base), atol=1e-7)
 
@@ -439,10 +436,8 @@ def given_rows() -> dict[str, list]:
         ids = np.array(prompt + completion, np.int32)
         return (TrainingSequence(token_ids=ids, loss_mask=np.arange(len(ids)) >= len(prompt)),)
 
-    examples, worse = (
-        [example(*parts) for parts in zip(prompts, side, strict=True)]
-        for side in (chosen, rejected)
-    )
+    examples = [example(*parts) for parts in zip(prompts, chosen, strict=True)]
+    worse = [example(*parts) for parts in zip(prompts, rejected, strict=True)]
     return {
         "sft": examples,
         "dpo": [Pair(chosen=c, rejected=r) for c, r in zip(examples, worse, strict=True)],

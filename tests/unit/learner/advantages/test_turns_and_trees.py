@@ -161,7 +161,8 @@ def test_tree_grpo_adds_the_comparison_within_each_tree():
 
 def test_a_branch_at_the_prompt_is_compared_within_its_tree():
     """It shares no turn with it, so ids alone would not tell."""
-    stem, sibling = (trajectory([3], [10 + i], reward=float(i), index=i) for i in range(2))
+    stem = trajectory([3], [10], reward=0.0, index=0)
+    sibling = trajectory([3], [11], reward=1.0, index=1)
     branch = replace(
         trajectory([3], [20], reward=1.0, index=2),
         fork=Fork(tree_id="g-0", parent_id="g-0", turns=0),
