@@ -36,9 +36,10 @@ def write_twins(
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if schema is None:
         columns = dict.fromkeys(name for row in rows for name in row)
-        arrow_table = pa.table(
-            {name: pa.array([row.get(name) for row in rows]) for name in columns}
-        )
+        arrays = {}
+        for name in columns:
+            arrays[name] = pa.array([row.get(name) for row in rows])
+        arrow_table = pa.table(arrays)
     else:
         arrow_table = pa.Table.from_pylist(list(rows), schema=schema)
     pq.write_table(arrow_table, parquet, row_group_size=group)

@@ -28,6 +28,7 @@ from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import Group
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.trajectories import trajectories_of
 
 ROW = {"prompt": [{"role": "user", "content": "go"}], "agent_name": "single_turn_agent"}
 
@@ -174,10 +175,10 @@ class Versions(IdleLearner):
 
     @property
     def ages(self) -> list[set[int]]:
-        return [
-            {step - v for g in groups for v in versions(g.trajectories)}
-            for step, groups in enumerate(self.steps)
-        ]
+        ages = []
+        for step, groups in enumerate(self.steps):
+            ages.append({step - version for version in versions(trajectories_of(groups))})
+        return ages
 
 
 async def finish(training) -> None:

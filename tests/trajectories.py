@@ -22,6 +22,11 @@ from jax_agent_rl.types import (
 from jax_agent_rl.types.supports import encode_supports
 
 
+def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
+    """The trajectories of all groups, in order."""
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
 def trajectory(
     prompt: Sequence[int],
     response: Sequence[int],
@@ -162,13 +167,12 @@ def with_routed_experts(
             at += len(turn.appended_ids)
         return replace(original, turns=tuple(turns))
 
-    return [
-        replace(
-            group,
-            trajectories=tuple(t if i % 2 else routed(t) for i, t in enumerate(group.trajectories)),
-        )
-        for group in groups
-    ]
+    routed_groups = []
+    for group in groups:
+        members = list(group.trajectories)
+        members[::2] = map(routed, members[::2])
+        routed_groups.append(replace(group, trajectories=tuple(members)))
+    return routed_groups
 
 
 def with_supports(
@@ -192,15 +196,14 @@ def with_supports(
             turns=tuple(replace(turn, output=drawn(turn.output)) for turn in original.turns),
         )
 
-    return [
-        replace(
-            group,
-            trajectories=tuple(
-                restricted(t) if i % 3 else t for i, t in enumerate(group.trajectories)
-            ),
-        )
-        for group in groups
-    ]
+    restricted_groups = []
+    for group in groups:
+        members = list(group.trajectories)
+        for i, member in enumerate(members):
+            if i % 3:
+                members[i] = restricted(member)
+        restricted_groups.append(replace(group, trajectories=tuple(members)))
+    return restricted_groups
 
 
 SECOND = 1_000_000_000

@@ -22,6 +22,7 @@ from jax_agent_rl.tools.base import MARKER
 from jax_agent_rl.types import FinishReason, SamplingParams
 from jax_agent_rl.utils.timeouts import DaemonThreads
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.trajectories import trajectories_of
 
 ROWS = [{"prompt": [{"role": "user", "content": "go"}], "agent_name": "tool_agent"}]
 
@@ -118,7 +119,7 @@ async def run(faults, script, *, count=4, timeout=60.0, **limits):
     groups = await collector.collect(
         ROWS, group_size=count, sampling=SamplingParams(max_tokens=500), step=0
     )
-    trajectories = [t for group in groups for t in group.trajectories]
+    trajectories = trajectories_of(groups)
     assert collector.accounting.summary() == {
         "started": count,
         "trained": 0,

@@ -131,12 +131,8 @@ def positions(ids: Sequence[int], grids: Mapping[int, Sequence[Sequence[int]]]) 
         step = (
             2 if placeholder == VIDEO else 1
         )  # a group is 2 frames, a second at 2 a second, and 2 positions a second
-        coordinates += [
-            (start + step * group, start + row, start + column)
-            for group in range(groups)
-            for row in range(rows)
-            for column in range(columns)
-        ]
+        for group, row, column in np.ndindex(groups, rows, columns):
+            coordinates.append((start + step * group, start + row, start + column))
     return [list(axis) for axis in zip(*coordinates, strict=True)]
 
 
@@ -165,11 +161,11 @@ class VisionReference:
             processor = AutoVideoProcessor.from_pretrained(self._folder)
             videos = [np.stack([np.asarray(frame) for frame in video]) for video in media["video"]]
             inputs |= processor(videos=videos, do_sample_frames=False, return_tensors="pt")
-        grids = {
-            placeholder: [(t, h // 2, w // 2) for t, h, w in inputs[f"{kind}_grid_thw"].tolist()]
-            for kind, placeholder in (("image", IMAGE), ("video", VIDEO))
-            if f"{kind}_grid_thw" in inputs
-        }
+        grids = {}
+        for kind, placeholder in (("image", IMAGE), ("video", VIDEO)):
+            if f"{kind}_grid_thw" in inputs:
+                sizes = inputs[f"{kind}_grid_thw"].tolist()
+                grids[placeholder] = [(t, h // 2, w // 2) for t, h, w in sizes]
         position_ids = self._torch.tensor(positions(ids, grids))[:, None]
         with self._torch.no_grad():
             logits = self.model(

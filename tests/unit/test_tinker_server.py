@@ -354,10 +354,10 @@ def test_more_checkpoints_than_the_engine_holds_are_sampled_from_in_turn(model_f
         samplers = [client.save_weights_and_get_sampling_client() for client in clients]
         greedy = tinker.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
         prompt = tinker.ModelInput.from_ints([5, 9, 17])
-        rounds = [[each.sample(prompt, 1, greedy) for each in samplers] for _ in range(2)]
-        first, second = [
-            [future.result().sequences[0].tokens for future in each] for each in rounds
-        ]
+        first_round = [sampler.sample(prompt, 1, greedy) for sampler in samplers]
+        second_round = [sampler.sample(prompt, 1, greedy) for sampler in samplers]
+        first = [future.result().sequences[0].tokens for future in first_round]
+        second = [future.result().sequences[0].tokens for future in second_round]
         assert first == second and len(set(map(tuple, first))) > 1
 
 

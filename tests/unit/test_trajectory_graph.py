@@ -119,8 +119,13 @@ def trees(draw) -> list[Trajectory]:
         turns += draw(
             st.lists(st.lists(ids, min_size=1, max_size=3), min_size=not turns, max_size=2)
         )
-        response = [i for turn in turns for i in (*turn, 7)][:-1]
-        mask = [m for turn in turns for m in (*(1 for _ in turn), 0)][:-1]
+        response = []
+        mask = []
+        for turn in turns:
+            response += [*turn, 7]
+            mask += [1] * len(turn) + [0]
+        response.pop()  # nothing follows the last turn
+        mask.pop()
         trajectories.append(replace(trajectory([3], response, mask=mask, index=number), fork=at))
     return trajectories
 

@@ -14,7 +14,7 @@ from jax_agent_rl.learner.critic import Critic, critic_params, state_values
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.optimized_params import LearnerState
 from tests.tiny import TINY, logprobs_of, tiny_params
-from tests.trajectories import group_of, random_groups, trajectory
+from tests.trajectories import group_of, random_groups, trajectories_of, trajectory
 
 PPO = {"adv_estimator": "gae"}
 
@@ -92,7 +92,7 @@ def test_values_are_those_of_plain_full_passes():
     groups = random_groups(3)
     (mini,) = learner.packer.mini_batches(groups)
     got = learner.scorer.values(learner.critic.weights, mini.batch)
-    for t, values in zip([t for g in groups for t in g.trajectories], got, strict=True):
+    for t, values in zip(trajectories_of(groups), got, strict=True):
         ids = jnp.asarray([t.prompt_ids + t.response_ids])
         count = ids.shape[1]
         plain = {
@@ -132,8 +132,8 @@ def test_after_its_warm_up_ppo_raises_what_was_rewarded():
         learning_rate=3e-3,
     )
     groups = random_groups(3)
-    good = [t for g in groups for t in g.trajectories if t.reward]
-    bad = [t for g in groups for t in g.trajectories if not t.reward]
+    good = [t for t in trajectories_of(groups) if t.reward]
+    bad = [t for t in trajectories_of(groups) if not t.reward]
 
     def mean(ts) -> float:
         each = [
@@ -163,7 +163,7 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
     groups = random_groups(4)
     learner.policy.state = replace(learner.policy.state, params=tiny_params(seed=1))
     _, experience = learner.prepare(groups)
-    ts = [t for g in groups for t in g.trajectories]
+    ts = trajectories_of(groups)
     returns = []
     for t in ts:
         at = np.array(t.response_mask) == 1
@@ -223,7 +223,7 @@ def test_a_step_of_which_every_token_is_rejected_changes_nothing_to_the_bit():
     initial = snapshot(learner)
     result = learner.update(groups)
     same(initial, snapshot(learner))
-    assert result.rejected == {t.trajectory_id for g in groups for t in g.trajectories}
+    assert result.rejected == {t.trajectory_id for t in trajectories_of(groups)}
     assert not result.skipped
     assert result.metrics["rollout_rs_rejected_fraction"] == 1.0
 

@@ -13,7 +13,7 @@ from jax_agent_rl.learner.comparison import AgreementCheck, Comparison, cancel_o
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.types import Group, Trajectory
 from tests.tiny import TINY, logprobs_of, tiny_params
-from tests.trajectories import random_groups, trajectory
+from tests.trajectories import random_groups, trajectories_of, trajectory
 
 
 def _mask(versions: tuple[tuple[int, ...], ...]) -> list[int]:
@@ -150,7 +150,7 @@ def test_the_learner_looks_once_a_step_and_only_at_tokens_of_its_own_version():
     groups = on_policy(random_groups(2))
     learner.update(groups, check=AgreementCheck(since=0, inspect=seen.append))
     learner.update(groups, check=AgreementCheck(since=10_000, inspect=seen.append))
-    assert seen[0].tokens == sum(t.num_sampled for g in groups for t in g.trajectories)
+    assert seen[0].tokens == sum(t.num_sampled for t in trajectories_of(groups))
     assert seen[0].largest < 1e-4 and seen[1].tokens == 0 and len(seen) == 2
 
 
@@ -208,7 +208,7 @@ def test_a_step_without_an_update_does_not_change_what_comes_back():
         for a, b in zip(*map(jax.tree.leaves, (initial_params, learner.params)), strict=True)
     )
     masked = random_groups(3)
-    learner.update(masked, masked={t.trajectory_id for group in masked for t in group.trajectories})
+    learner.update(masked, masked={t.trajectory_id for t in trajectories_of(masked)})
     back = learner.previous_params()
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0),
@@ -220,7 +220,7 @@ def test_a_step_without_an_update_does_not_change_what_comes_back():
 def test_scoring_for_a_diagnosis_gives_what_plain_passes_give():
     groups = on_policy(random_groups(4))
     scored = make_learner().logprobs(groups)
-    for t, log_probs in zip((t for g in groups for t in g.trajectories), scored, strict=True):
+    for t, log_probs in zip(trajectories_of(groups), scored, strict=True):
         np.testing.assert_allclose(
             log_probs, np.asarray(t.rollout_logprobs)[np.asarray(t.loss_mask, bool)], atol=2e-4
         )

@@ -25,7 +25,7 @@ from jax_agent_rl.types import Group, Trajectory
 from tests.gradients import policy_gradient
 from tests.simulated import run_on_devices
 from tests.tiny import TINY, full_logits, tiny_params
-from tests.trajectories import random_groups, trajectory, with_supports
+from tests.trajectories import random_groups, trajectories_of, trajectory, with_supports
 
 ADVANTAGE = {"where": "advantage", "estimator": "k1", "coef": 1.0}
 V = TINY.vocab_size
@@ -79,10 +79,6 @@ def distributions(of: Trajectory, seed: int, model: DecoderConfig = TINY) -> np.
 
 def sampled_ids(of: Trajectory) -> np.ndarray:
     return np.asarray(of.response_ids)[np.flatnonzero(of.response_mask)]
-
-
-def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
-    return [t for group in groups for t in group.trajectories]
 
 
 def test_a_tokens_advantage_is_the_teachers_logprob_minus_the_policys():
@@ -148,13 +144,12 @@ def test_values_and_gradients_over_candidates_are_those_of_torch_in_float64(k: i
 def test_with_the_whole_vocabulary_the_loss_is_the_exact_kl():
     groups = random_groups(2)
     kl = {"where": "loss", "top_k": V, "coef": 0.5}
-    per_token = np.concatenate(
-        [
-            (np.exp(student) * (student - teacher)).sum(-1)
-            for t in trajectories_of(groups)
-            for student, teacher in [(distributions(t, 0), distributions(t, 7))]
-        ]
-    )
+    divergences = []
+    for t in trajectories_of(groups):
+        student = distributions(t, 0)
+        teacher = distributions(t, 7)
+        divergences.append((np.exp(student) * (student - teacher)).sum(-1))
+    per_token = np.concatenate(divergences)
     metrics = distilling(kl).update(groups).metrics
     assert metrics["kl_loss"] == pytest.approx(per_token.mean(), rel=1e-4)
     assert metrics["loss"] == pytest.approx(0.5 * per_token.mean(), rel=1e-4)
@@ -206,13 +201,10 @@ def test_the_gradient_over_candidates_does_not_depend_on_the_layout(layout: dict
 
 
 def test_each_trajectory_is_scored_by_the_first_teacher_of_its_data_source():
-    groups = [
-        replace(
-            group,
-            trajectories=tuple(replace(t, row={"data_source": source}) for t in group.trajectories),
-        )
-        for group, source in zip(random_groups(3), ("math/hard", "code"), strict=False)
-    ]
+    groups = []
+    for group, source in zip(random_groups(3), ("math/hard", "code"), strict=False):
+        members = [replace(t, row={"data_source": source}) for t in group.trajectories]
+        groups.append(replace(group, trajectories=tuple(members)))
     learner = distilling(ADVANTAGE, teachers=[(TINY, 7, "math*"), (WIDER, 8, "*")])
     _, experience = learner.prepare(groups)
     for advantage, t in zip(experience.advantages, trajectories_of(groups), strict=True):
@@ -263,16 +255,14 @@ def test_a_student_learns_its_teachers_distribution(kl: dict):
         probabilities = np.asarray(
             jax.nn.softmax(model.logits(model(contexts)[0])[:, -1]), np.float64
         )
-        groups = [
-            Group(
-                group_id=f"g{row}",
-                trajectories=tuple(
-                    trajectory(context.tolist(), [int(id_)], group=f"g{row}", index=i)
-                    for i, id_ in enumerate(rng.choice(V, 4, p=p / p.sum()))
-                ),
-            )
-            for row, (context, p) in enumerate(zip(contexts, probabilities, strict=True))
-        ]
+        groups = []
+        for row, (context, p) in enumerate(zip(contexts, probabilities, strict=True)):
+            group_id = f"g{row}"
+            members = [
+                trajectory(context.tolist(), [int(id_)], group=group_id, index=i)
+                for i, id_ in enumerate(rng.choice(V, 4, p=p / p.sum()))
+            ]
+            groups.append(Group(group_id=group_id, trajectories=tuple(members)))
         learner.update(groups)
     assert kl_now() < initial_kl * 0.7
 

@@ -17,7 +17,7 @@ from jax_agent_rl.types import Group
 from tests.gradients import policy_gradient
 from tests.simulated import run_on_devices
 from tests.tiny import TINY, logprobs_of, tiny_params
-from tests.trajectories import random_groups, trajectory, with_supports
+from tests.trajectories import random_groups, trajectories_of, trajectory, with_supports
 
 
 def make_learner(**changes) -> Learner:
@@ -36,20 +36,11 @@ REFERENCE = {"share_prefixes": False, "pack_length": 32, "micro_batch_size": 1}
 
 
 def test_halved_rows_give_the_same_gradient_and_logprobs_and_are_no_recompilation():
-    groups = [
-        Group(
-            group_id="g",
-            trajectories=tuple(
-                trajectory(
-                    [3 + i] * 60,
-                    [5 + (i + j) % 20 for j in range(60)],
-                    reward=float(i % 2),
-                    index=i,
-                )
-                for i in range(5)
-            ),
-        )
-    ]
+    members = []
+    for i in range(5):
+        response = [5 + (i + j) % 20 for j in range(60)]
+        members.append(trajectory([3 + i] * 60, response, reward=float(i % 2), index=i))
+    groups = [Group(group_id="g", trajectories=tuple(members))]
     learner = make_learner(pack_length=512)
     assert learner.scorer.lengths == 2
     assert make_learner(pack_length=510).scorer.lengths == 1
@@ -103,7 +94,7 @@ def test_old_logprobs_are_those_of_plain_full_passes():
     got = sorted(np.concatenate(experience.old_logprobs).tolist())
     params = tiny_params()
     expected = []
-    for t in (t for g in groups for t in g.trajectories):
+    for t in trajectories_of(groups):
         scores = logprobs_of(params, t.prompt_ids, t.response_ids)
         expected += scores[np.array(t.response_mask) == 1].tolist()
     np.testing.assert_allclose(got, sorted(expected), atol=1e-4)
@@ -129,8 +120,8 @@ def test_the_gap_is_measured_against_what_the_engine_reported():
 def test_training_raises_the_probability_of_what_was_rewarded():
     groups = random_groups(3)
     learner = make_learner(learning_rate=3e-3)
-    good = [t for g in groups for t in g.trajectories if t.reward]
-    bad = [t for g in groups for t in g.trajectories if not t.reward]
+    good = [t for t in trajectories_of(groups) if t.reward]
+    bad = [t for t in trajectories_of(groups) if not t.reward]
 
     def mean(ts) -> float:
         values = [
@@ -226,20 +217,17 @@ def test_eight_simulated_devices_train_as_one_does():
 @pytest.mark.parametrize("updates", [1, 2])
 def test_observations_are_trained_on_when_asked_for_and_have_no_gap(updates: int):
     groups = random_groups(8, groups=2)
-    learned = [
-        replace(
-            g,
-            trajectories=tuple(
-                replace(t, turns=tuple(replace(turn, learn_appended=True) for turn in t.turns))
-                for t in g.trajectories
-            ),
-        )
-        for g in groups
-    ]
+    learned = []
+    for group in groups:
+        members = []
+        for member in group.trajectories:
+            turns = [replace(turn, learn_appended=True) for turn in member.turns]
+            members.append(replace(member, turns=tuple(turns)))
+        learned.append(replace(group, trajectories=tuple(members)))
     plain = make_learner(num_minibatches=updates).update(groups).metrics
     learner = make_learner(num_minibatches=updates)
     result = learner.update(learned)
-    ids = sum(len(t.response_ids) for g in groups for t in g.trajectories)
+    ids = sum(len(t.response_ids) for t in trajectories_of(groups))
     assert result.metrics["trained_tokens"] == ids > plain["trained_tokens"]
     assert not result.skipped and np.isfinite(list(result.metrics.values())).all()
     if updates == 1:  # later updates start from other weights

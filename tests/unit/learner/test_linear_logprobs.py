@@ -193,14 +193,12 @@ def test_no_array_of_tokens_by_vocabulary_exists_forward_or_backward() -> None:
 
 def _sizes(jaxpr: Jaxpr) -> list[int]:
     """Sizes of all arrays a program makes, inner programs included."""
-    sizes = [
-        v.aval.size for equation in jaxpr.eqns for v in equation.outvars if hasattr(v.aval, "size")
-    ]
-    inner = [
-        value
-        for equation in jaxpr.eqns
-        for value in jax.tree.leaves(list(equation.params.values()))
-    ]
+    sizes = []
+    for equation in jaxpr.eqns:
+        sizes += [v.aval.size for v in equation.outvars if hasattr(v.aval, "size")]
+    inner = []
+    for equation in jaxpr.eqns:
+        inner += jax.tree.leaves(list(equation.params.values()))
     for value in inner:
         if isinstance(value, Jaxpr | ClosedJaxpr):
             sizes += _sizes(value.jaxpr if isinstance(value, ClosedJaxpr) else value)

@@ -13,7 +13,7 @@ from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner, by_adapter, combined
 from jax_agent_rl.types import Group
 from tests.tiny import TINY, tiny_params
-from tests.trajectories import random_groups
+from tests.trajectories import random_groups, trajectories_of
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 NAMES = ("solver", "checker")
@@ -28,16 +28,14 @@ def single(**learner) -> Learner:
 
 def played(groups: list[Group], names=NAMES) -> list[Group]:
     """The same groups, their first two members played with one adapter, the others with another."""
-    return [
-        replace(
-            group,
-            trajectories=tuple(
-                replace(t, role=names[i // 2], adapter=names[i // 2])
-                for i, t in enumerate(group.trajectories)
-            ),
-        )
-        for group in groups
-    ]
+    with_adapters = []
+    for group in groups:
+        members = []
+        for i, member in enumerate(group.trajectories):
+            name = names[i // 2]
+            members.append(replace(member, role=name, adapter=name))
+        with_adapters.append(replace(group, trajectories=tuple(members)))
+    return with_adapters
 
 
 def bits(tree) -> list[bytes]:
@@ -67,7 +65,7 @@ def test_an_adapter_learns_beside_others_what_it_would_alone():
     assert bits(together.state["checker"]) == bits(alone.state)
     assert result.metrics["adapter/checker/loss"] == expected.metrics["loss"]
     assert bits(together.state["solver"].policy.params) != bits(alone.state.policy.params)
-    assert result.tokens.keys() == {t.trajectory_id for group in groups for t in group.trajectories}
+    assert result.tokens.keys() == {t.trajectory_id for t in trajectories_of(groups)}
 
 
 def test_a_step_that_fails_at_one_adapter_changes_none():

@@ -23,7 +23,7 @@ from jax_agent_rl.trainer.record import account
 from jax_agent_rl.types import DropReason, Group
 from tests.messages import raises
 from tests.tiny import TINY, tiny_params
-from tests.trajectories import random_groups
+from tests.trajectories import random_groups, trajectories_of
 
 ADAPTIVE = {"where": "loss", "coef": 0.1, "controller": "adaptive", "target": 1e-4, "horizon": 10}
 
@@ -55,7 +55,7 @@ def groups_with_poison(seed: int = 1, *, groups: int = 2, at: int = 1) -> list[G
 
 
 def ids(groups: list[Group]) -> set[str]:
-    return {t.trajectory_id for group in groups for t in group.trajectories}
+    return {t.trajectory_id for t in trajectories_of(groups)}
 
 
 def bits(tree: object) -> list[bytes]:

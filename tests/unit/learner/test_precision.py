@@ -19,7 +19,7 @@ from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.sharding import make_mesh, replicated
 from tests.gradients import policy_gradient
 from tests.tiny import TINY, logprobs_of, tiny_params
-from tests.trajectories import random_groups
+from tests.trajectories import random_groups, trajectories_of
 
 
 def make_learner(dtype: str, **algorithm) -> Learner:
@@ -102,22 +102,15 @@ def test_updates_too_small_for_bfloat16_add_up_in_the_master_weights():
 
 def test_training_in_bfloat16_raises_the_probability_of_what_was_rewarded():
     groups = random_groups(3)
-    good = [t for g in groups for t in g.trajectories if t.reward]
-    bad = [t for g in groups for t in g.trajectories if not t.reward]
+    good = [t for t in trajectories_of(groups) if t.reward]
+    bad = [t for t in trajectories_of(groups) if not t.reward]
     learner = make_learner("bfloat16")
 
     def gap() -> float:
-        scores = [
-            np.mean(
-                [
-                    logprobs_of(learner.params, t.prompt_ids, t.response_ids)[
-                        np.array(t.response_mask) == 1
-                    ].mean()
-                ]
-            )
-            for ts in (good, bad)
-            for t in ts
-        ]
+        scores = []
+        for t in (*good, *bad):
+            log_probs = logprobs_of(learner.params, t.prompt_ids, t.response_ids)
+            scores.append(log_probs[np.array(t.response_mask) == 1].mean())
         return float(np.mean(scores[: len(good)]) - np.mean(scores[len(good) :]))
 
     initial_gap = gap()

@@ -63,9 +63,11 @@ def estimate(groups: Sequence[Group], config: AlgorithmConfig) -> list[np.ndarra
     samples = valued(scored_batch(groups, turn_reward=config.turn_reward))
     estimates = compute_advantages(samples, config)
     kinds = [estimates.advantages, *([estimates.returns] if estimates.returns else [])]
-    return [
-        values[mask] for kind in kinds for values, mask in zip(kind, samples.masks, strict=True)
-    ]
+    masked = []
+    for kind in kinds:
+        for values, mask in zip(kind, samples.masks, strict=True):
+            masked.append(values[mask])
+    return masked
 
 
 def settings(estimator: str) -> AlgorithmConfig:

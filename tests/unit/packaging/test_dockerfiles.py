@@ -18,10 +18,12 @@ def instructions(file: Path) -> list[tuple[str, str]]:
     """(instruction, its text), continued lines joined."""
     lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
-    return [
-        (name, text.strip())
-        for name, _, text in (line.partition(" ") for line in joined.splitlines() if line)
-    ]
+    named_lines = []
+    for line in joined.splitlines():
+        if line:
+            name, _, text = line.partition(" ")
+            named_lines.append((name, text.strip()))
+    return named_lines
 
 
 def environment_script(file: Path) -> list[str]:
@@ -47,12 +49,10 @@ def test_its_commands_are_valid_shell_and_the_installed_programs_are_on_the_path
         assert name in {"FROM", "RUN", "WORKDIR", "ENV", "COPY", "CMD"}
         if name == "RUN":
             subprocess.run(["bash", "-n", "-c", text], check=True)
-    environment = dict(
-        word.split("=", 1)
-        for name, text in instructions(file)
-        if name == "ENV"
-        for word in shlex.split(text)
-    )
+    environment = {}
+    for name, text in instructions(file):
+        if name == "ENV":
+            environment.update(word.split("=", 1) for word in shlex.split(text))
     assert environment["PATH"].split(":")[0] == environment["JAX_AGENT_RL_VENV"] + "/bin"
     assert ("WORKDIR", "/app") in instructions(file)  # where launch/templates look for it
 

@@ -19,6 +19,7 @@ from tests.fakes import FakeCodec, ScriptedBackend
 from tests.http_service import ToolServer
 from tests.messages import raises
 from tests.ports import free_port
+from tests.trajectories import trajectories_of
 
 MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 ROW = {"prompt": [{"role": "user", "content": "go"}], "data_source": "runtime_agents_test"}
@@ -56,7 +57,7 @@ async def test_evaluations_run_with_the_val_settings():
             groups = await collector.collect(
                 [ROW], group_size=1, sampling=SamplingParams(max_tokens=50), step=0
             )
-            turns += [t.num_turns for group in groups for t in group.trajectories]
+            turns += [t.num_turns for t in trajectories_of(groups)]
         await run_agents.close()
     assert turns == [4, 2]
 

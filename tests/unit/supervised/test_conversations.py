@@ -32,17 +32,19 @@ REWRITTEN = {"qwen3", "qwen3.5", "glm4", "gpt-oss", "gemma4", "qwen3-vl"}
 
 def by_turn(ids: list[int], mask: list[int]) -> list[list[int]]:
     """The runs of ids with loss."""
-    return [
-        [token for token, _ in run]
-        for loss, run in groupby(zip(ids, mask, strict=True), lambda item: item[1])
-        if loss
-    ]
+    runs = []
+    for loss, run in groupby(zip(ids, mask, strict=True), lambda item: item[1]):
+        if loss:
+            runs.append([token for token, _ in run])
+    return runs
 
 
 def conversation(rng: random.Random, turns: int = 3) -> list[dict[str, str]]:
-    return [
-        {"role": role, "content": text(rng)} for _ in range(turns) for role in ("user", "assistant")
-    ]
+    messages = []
+    for _ in range(turns):
+        messages.append({"role": "user", "content": text(rng)})
+        messages.append({"role": "assistant", "content": text(rng)})
+    return messages
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.types import DropReason, PauseMode
 from tests.fake_training import Versions, books, engine_of, finish, make_trainer, parity, steps_of
 from tests.messages import raises
+from tests.trajectories import trajectories_of
 
 LONG = (
     "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
@@ -93,13 +95,9 @@ async def test_weights_change_under_running_generations_and_each_token_keeps_its
         r.request_id.startswith("async-0-1") and engine.policy_version < sampled // 4
     )
     await finish(training)
-    trajectories = [
-        t
-        for groups in learner.steps
-        for g in groups
-        for t in g.trajectories
-        if g.group_id == "async-0-1"
-    ]
+    trajectories = []
+    for groups in learner.steps:
+        trajectories += [t for t in trajectories_of(groups) if t.group_id == "async-0-1"]
     assert [t.response_ids for t in trajectories] == [
         tuple(training.runtime.codec.reply_ids(LONG))
     ] * 2
@@ -107,7 +105,7 @@ async def test_weights_change_under_running_generations_and_each_token_keeps_its
         (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4)
     ] * 2
     last = steps_of(tmp_path)[-1]
-    members = [t for g in learner.steps[4] for t in g.trajectories]
+    members = trajectories_of(learner.steps[4])
     assert last["mixed_version_share"] == sum(len(set(versions([t]))) > 1 for t in members) / 4
     assert last["staleness_max"] == 4, "it was trained on at its last chance"
     ages = Counter(str(4 - v) for v in versions(members))
@@ -143,7 +141,7 @@ async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Pat
     engine.hold = hold
     await finish(training)
     ids = tuple(training.runtime.codec.reply_ids(LONG))
-    members = [t for groups in learner.steps for g in groups for t in g.trajectories]
+    members = trajectories_of(chain.from_iterable(learner.steps))
     assert [t.response_ids for t in members] == [ids] * 24
     assert {t.rollout_logprobs for t in members} == {tuple(-0.01 * (i % 7 + 1) for i in ids)}
     assert all(ages <= {0, 1, 2} for ages in learner.ages)
@@ -165,9 +163,8 @@ async def test_with_wait_a_generation_is_of_one_version(tmp_path: Path):
         tmp_path, steps=6, trainer=trainer, learner=learner, script=[LONG], prompts_per_step=2
     )
     await finish(training)
-    assert all(
-        len(set(versions([t]))) == 1 for s in learner.steps for g in s for t in g.trajectories
-    )
+    for member in trajectories_of(chain.from_iterable(learner.steps)):
+        assert len(set(versions([member]))) == 1
 
 
 async def test_an_update_that_the_engine_cannot_do_is_refused_at_the_start(tmp_path: Path):
@@ -282,7 +279,8 @@ async def test_groups_of_trees_flow_like_any_others(tmp_path: Path, mode: str):
         strategy={"name": "treerl", "treerl": {"m": 2, "n": 2, "l": 1, "t": 1}},
     )
     await finish(training)
-    assert [len(g.trajectories) for groups in learner.steps for g in groups] == [6] * 6
+    groups = list(chain.from_iterable(learner.steps))
+    assert [len(group.trajectories) for group in groups] == [6] * 6
     assert all(ages <= {0, 1} for ages in learner.ages)
     assert (books(training).started, books(training).trained) == (36, 36)
 

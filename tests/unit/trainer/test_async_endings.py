@@ -4,6 +4,7 @@ makes of it.
 
 import asyncio
 import threading
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -149,11 +150,11 @@ async def test_an_interruption_between_updates_undoes_the_step_without_a_compile
 
 
 def trained_numbers(learner: Versions, upto: int, batch: int) -> list[int]:
-    return [
-        int(g.group_id.split("-")[1]) * batch + int(g.group_id.split("-")[2])
-        for groups in learner.steps[:upto]
-        for g in groups
-    ]
+    numbers = []
+    for group in chain.from_iterable(learner.steps[:upto]):
+        _, step, place = group.group_id.split("-")
+        numbers.append(int(step) * batch + int(place))
+    return numbers
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])

@@ -13,6 +13,7 @@ from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import DropReason, FinishReason
 from tests.fake_training import IdleLearner, Notes, make_trainer, parity
 from tests.messages import raises
+from tests.trajectories import trajectories_of
 
 
 async def test_every_step_records_the_seconds_of_its_own_weight_update(tmp_path: Path):
@@ -261,7 +262,7 @@ async def test_a_step_of_trees_balances_its_books_and_counts_shared_ids_once(tmp
     books.check()
     assert (books.started, books.trained) == (12, 12)
     group, _ = training.runtime.learner.groups
-    shared = sum(t.num_inherited for g in training.runtime.learner.groups for t in g.trajectories)
+    shared = sum(t.num_inherited for t in trajectories_of(training.runtime.learner.groups))
     (line,) = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
     assert (line["tree/branches"], line["tree/trees"], line["tree/topped_up"]) == (8, 4, 0)
     assert line["tree/inherited_tokens"] == shared > 0

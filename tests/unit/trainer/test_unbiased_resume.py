@@ -13,6 +13,7 @@ from scipy.stats import ks_2samp
 
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.types import DropReason, Group
+from tests.trajectories import trajectories_of
 from tests.virtual_training import (
     Coin,
     JsonNotes,
@@ -85,7 +86,7 @@ def train(
 
 
 def lengths(groups: list[Group]) -> list[int]:
-    return [trajectory.num_sampled for group in groups for trajectory in group.trajectories]
+    return [trajectory.num_sampled for trajectory in trajectories_of(groups)]
 
 
 def likelihood_of_same_lengths(groups: list[Group], later_groups: list[Group]) -> float:
@@ -95,9 +96,7 @@ def likelihood_of_same_lengths(groups: list[Group], later_groups: list[Group]) -
 
 def assert_every_row_once(groups: list[Group], record: dict) -> None:
     assert record["step"] == STEPS
-    rows = Counter(
-        trajectory.row["number"] for group in groups for trajectory in group.trajectories
-    )
+    rows = Counter(trajectory.row["number"] for trajectory in trajectories_of(groups))
     assert rows == dict.fromkeys(range(ROWS), GROUP)
     accounting = record["accounting"]
     assert accounting["trained"] == ROWS * GROUP

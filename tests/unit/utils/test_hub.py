@@ -366,13 +366,11 @@ def test_the_example_downloads_gsm8k_and_says_when_it_could_not(tmp_path):
         server.shutdown()
 
     def truths(folder: str) -> list[list[str]]:
-        return [
-            [
-                row["reward_model"]["ground_truth"]
-                for row in load_rows(tmp_path / folder / f"{part}.jsonl")
-            ]
-            for part in ("train", "heldout")
-        ]
+        truths = []
+        for part in ("train", "heldout"):
+            rows = load_rows(tmp_path / folder / f"{part}.jsonl")
+            truths.append([row["reward_model"]["ground_truth"] for row in rows])
+        return truths
 
     assert truths("a") == [["0", "1", "2"], ["3", "4"]]
     assert "INSTEAD" not in online.stderr
