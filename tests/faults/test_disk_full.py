@@ -51,7 +51,7 @@ def test_half_a_line_of_metrics_is_said_and_gone_when_the_run_resumes(tmp_path: 
     assert read_records(folder.metrics) == records
 
 
-def test_a_summary_that_cannot_be_written_leaves_the_old_one_and_no_temporary_file(tmp_path: Path):
+def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path):
     folder = RunDir(tmp_path)
     folder.write_json(folder.summary, {"steps": 1})
     with largest_file(50), raises(StorageError, key="summary.json"):

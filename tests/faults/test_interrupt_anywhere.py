@@ -106,7 +106,7 @@ def recipe_in(folder: Path, mode: str) -> Path:
 
 @pytest.mark.timeout(300 + 60 * INTERRUPTS)
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
-def test_an_interrupted_run_ends_with_its_last_step_saved_and_leaves_nothing_behind(
+def test_an_interrupted_run_saves_its_last_step_and_leaves_nothing(
     mode: str, forker: Forker, undisturbed: tuple[float, Path], scratch: Path, tmp_path: Path
 ):
     chance = random.Random(f"{SEED} {mode}")

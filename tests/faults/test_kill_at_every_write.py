@@ -175,7 +175,7 @@ def metrics_of(folder: Path) -> list[tuple[str, int, str]]:
 @pytest.mark.parametrize(
     ("name", "after_step"), [("goes_on", 3), ("goes_back", 1), ("begins_again", -1)]
 )
-def test_a_resumed_run_killed_at_any_write_loses_nothing_without_a_replacement(
+def test_a_resumed_run_killed_at_any_write_loses_nothing(
     lives: Lives, tmp_path: Path, name: str, after_step: int
 ):
     recorded = tmp_path / "recorded"
@@ -260,7 +260,7 @@ def _write(folder: Path, name: str) -> None:
     ("scenario", "name"),
     [("writes_table", "out.parquet"), ("writes_lines", "out.jsonl"), ("writes_folder", "out")],
 )
-def test_whenever_the_writing_of_a_table_is_killed_the_same_command_writes_it(
+def test_a_table_whose_writing_was_killed_is_written_again(
     lives: Lives, tmp_path: Path, scenario: str, name: str
 ):
     folder = tmp_path / "out"

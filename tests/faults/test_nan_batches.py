@@ -75,7 +75,7 @@ def finite(run: Path) -> bool:
     return all(np.isfinite(array).all() for array in final_state(run).values())
 
 
-def test_nan_rewards_logprobs_and_gradients_cost_what_they_touch_and_the_run_goes_on(
+def test_nan_costs_what_it_touches_and_the_run_goes_on(
     tmp_path: Path,
 ):
     recipe = tiny_recipe(tmp_path, trainer={"steps": 4, "checkpoint_every": 1}, data={"eval": None})
@@ -93,7 +93,7 @@ def test_nan_rewards_logprobs_and_gradients_cost_what_they_touch_and_the_run_goe
     assert [line["accounting"]["trained"] for line in steps] == [5, 12, 12, 20]
 
 
-def test_gradients_that_stay_nan_end_the_run_with_the_last_finite_parameters_saved(tmp_path: Path):
+def test_lasting_nan_gradients_end_the_run_with_finite_parameters(tmp_path: Path):
     recipe = tiny_recipe(
         tmp_path,
         data={"eval": None},

@@ -59,7 +59,7 @@ def test_a_run_from_nothing_to_a_deleted_slice(cloud: Cloud):
     assert logs == ["host-0", "host-1"]
 
 
-def test_one_host_without_a_bucket_keeps_its_slice_and_the_next_launch_takes_it(cloud: Cloud):
+def test_one_host_without_a_bucket_keeps_its_slice(cloud: Cloud):
     first = cloud.launch("--config", CONFIG)
     assert first.returncode == 0 and "the slice stays (without --bucket" in first.stdout, (
         first.stdout + first.stderr
@@ -152,7 +152,7 @@ def test_ctrl_c_without_a_network_reaches_the_run_once_there_is_one(cloud: Cloud
     ), output
 
 
-def test_a_launcher_that_has_lost_sight_of_the_run_leaves_it_and_another_finds_it(cloud: Cloud):
+def test_a_run_whose_launcher_lost_it_is_found_by_another(cloud: Cloud):
     cloud.order("trainer", "waits")
     process = cloud.start(*KEPT, "--poll", "0.001")
     read_until(process, "[host-0] training")
@@ -169,7 +169,7 @@ def test_a_launcher_that_has_lost_sight_of_the_run_leaves_it_and_another_finds_i
     assert len(cloud.calls("tpu-vm scp")) == 1
 
 
-def test_a_failed_run_is_left_while_it_is_unknown_whether_its_slice_was_taken(cloud: Cloud):
+def test_a_failed_run_is_left_while_the_fate_of_its_slice_is_unknown(cloud: Cloud):
     cloud.order("trainer", "waits")
     process = cloud.start(*KEPT, "--poll", "0.01")
     read_until(process, "[host-0] training")

@@ -269,9 +269,7 @@ async def test_code_that_holds_the_event_loop_is_named_with_its_line(kind, monke
 
 
 @pytest.mark.parametrize("kind", ["tool", "reward", "environment", "user"])
-async def test_what_held_the_loop_longer_than_its_limit_was_too_late_when_it_returns(
-    kind, monkeypatch
-):
+async def test_what_held_the_loop_beyond_its_limit_was_too_late(kind, monkeypatch):
     code = UserCode(raises=False)
     told = []
     run = run_of(kind, code, PATIENCE / 2, monkeypatch)
@@ -298,7 +296,7 @@ class Blocking(ServerTool):
 
 
 @pytest.mark.parametrize("seconds", [60.0, PATIENCE / 2])
-async def test_a_tool_of_the_tool_server_that_holds_its_loop_is_named_and_was_too_late(seconds):
+async def test_a_served_tool_that_holds_its_loop_is_named(seconds):
     settings = ToolServerSettings(
         tools=("finish",), step_seconds=seconds, limits={"wall_seconds": 0.001}
     )

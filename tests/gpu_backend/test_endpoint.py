@@ -47,7 +47,7 @@ async def add_up(base_url, api_key, row):
                 messages.append({"role": "user", "content": "and"})
 
 
-async def test_a_session_over_vllm_is_one_sequence_with_the_log_probs_of_transformers(
+async def test_a_session_is_one_sequence_with_transformers_log_probs(
     tmp_path: Path,
 ):
     save_hf(tmp_path, CONFIG, tiny_params(5, CONFIG))

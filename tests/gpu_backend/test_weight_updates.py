@@ -144,7 +144,7 @@ async def test_a_partial_update_changes_what_it_names_and_nothing_else(engine: E
     await assert_serves(engine, MIXED)
 
 
-async def test_a_whole_update_that_lacks_a_tensor_is_refused_and_the_old_weights_serve(
+async def test_a_whole_update_that_lacks_a_tensor_is_refused(
     engine: Engine,
 ):
     def drop(tensors, metadata):

@@ -211,7 +211,7 @@ def placed(start: int, row: LayerKV, chunk: LayerKV) -> LayerKV:
     )
 
 
-def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(peer):
+def test_chunks_and_steps_give_what_transformers_gives_at_once(peer):
     model, folder = peer
     config, params = load_hf(folder)
     weights = engine_params(config, params, dtype=jnp.float32)

@@ -164,7 +164,7 @@ def test_every_client_is_known_with_its_bound():
     assert files == CLIENTS.keys()
 
 
-def test_every_client_of_ours_asks_for_uncompressed_answers_and_follows_no_redirect():
+def test_clients_ask_for_plain_answers_and_follow_no_redirect():
     for file, call, name in calls(PACKAGE):
         if not CLIENT.fullmatch(name) or not name.startswith(
             ("httpx.Async", "httpx2.Async", "aiohttp.ClientSession")

@@ -479,7 +479,7 @@ def test_ids_that_cannot_be_scored_are_refused(service, ids, named):
         ).result()
 
 
-def test_a_loss_that_the_sdk_does_not_define_is_refused_before_anything_is_sampled(service):
+def test_a_loss_that_the_sdk_does_not_define_is_refused_early(service):
     client = trainer(service)
     with raises(tinker.RequestFailedError, value="stable_reinforce", fix="SDK"):
         client.forward_backward(data(), "stable_reinforce").result()
@@ -749,7 +749,7 @@ def test_states_of_another_model_or_of_other_adapters_are_not_continued(model_fo
     store.close()
 
 
-async def test_after_a_restart_clients_that_are_there_come_before_those_that_may_be_gone(tmp_path):
+async def test_after_a_restart_clients_that_are_there_come_first(tmp_path):
     store = Database(tmp_path)
     store.add_session("s")
     for model in ("gone", "there"):
@@ -900,9 +900,7 @@ def test_the_life_that_a_client_sets_is_not_changed_by_use(tmp_path, monkeypatch
     assert checkpoint is not None and checkpoint["expires"] == pytest.approx(now + 50)
 
 
-def test_a_silent_session_ends_with_its_training_states_and_leaves_named_ones(
-    model_folder, tmp_path, monkeypatch
-):
+def test_a_silent_session_ends_and_leaves_named_checkpoints(model_folder, tmp_path, monkeypatch):
     now = time.time()
     batch = data()
     with serving(model_folder, tmp_path) as url:

@@ -158,7 +158,7 @@ def test_a_failure_is_recorded_and_raised():
     assert [s.error for s in traces[0].spans] == ["KeyError: 'no such thing'"] * 2
 
 
-async def test_what_ends_after_its_trajectory_is_left_out_and_its_children_are_the_runs():
+async def test_what_ends_after_its_trajectory_is_left_out():
     recorder, traces = tracer()
     ended = asyncio.Event()
     go_on = asyncio.Event()

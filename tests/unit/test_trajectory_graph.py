@@ -64,7 +64,7 @@ def test_a_group_of_nobody_has_an_empty_graph():
     assert (graph.nodes, graph.paths, graph.ends) == ((), (), ())
 
 
-def test_a_sessions_turns_are_in_order_of_their_calls_and_at_their_sequences_places():
+def test_a_sessions_turns_are_in_the_order_of_their_calls():
     recorded = session()
     assert [turn.output.token_ids for _, turn in timeline(recorded)] == [
         (4, 2),

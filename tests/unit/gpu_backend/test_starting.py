@@ -99,7 +99,7 @@ def test_adapters_and_images_are_switched_on_by_naming_them(tmp_path):
     assert SETTINGS.engine_arguments("cpu")["skip_tokenizer_init"]
 
 
-def test_a_model_with_a_tokenizer_follows_grammars_by_the_library_of_the_jax_engine(tmp_path):
+def test_grammars_are_followed_by_the_library_of_the_jax_engine(tmp_path):
     settings = VllmSettings(model=str(tmp_path), max_model_len=128)
     (tmp_path / "tokenizer.json").write_text("{}")
     for platform in ("cpu", "cuda"):
@@ -286,7 +286,7 @@ def test_what_is_missing_is_known_before_anything_is_loaded(monkeypatch, tmp_pat
         check_engine(build(tree, remote))
 
 
-def test_engine_args_that_the_backend_sets_are_refused_with_the_key_that_decides(tmp_path):
+def test_engine_args_that_a_key_decides_are_refused_with_it(tmp_path):
     adapters = {"a": write_rank(tmp_path / "a", 8)}
     (tmp_path / "tokenizer.json").write_text("{}")
     settings = replace(
@@ -321,9 +321,7 @@ def test_engine_args_go_to_vllm_as_they_are(monkeypatch):
     assert (arguments["block_size"], arguments["max_num_batched_tokens"]) == (64, 9)
 
 
-def test_engine_args_that_vllm_does_not_have_are_refused_before_anything_is_loaded(
-    monkeypatch, tmp_path
-):
+def test_unknown_engine_args_are_refused_before_anything_is_loaded(monkeypatch, tmp_path):
     package = tmp_path / "vllm" / "engine"
     package.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('imported')")

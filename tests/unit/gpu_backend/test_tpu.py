@@ -168,7 +168,7 @@ def test_parts_of_a_model_and_models_that_stay_are_refused(checkpoint: Checkpoin
         fixed.check(update(checkpoint), served=0)
 
 
-def test_seeds_are_left_out_and_log_probs_asked_for_in_a_way_the_plugin_answers():
+def test_seeds_and_log_probs_are_asked_for_as_the_plugin_answers():
     sampling = SamplingParams(max_tokens=4, temperature=0.7, seed=3)
     request = GenerateRequest(request_id="r", prompt_ids=(3,), sampling=sampling)
     run = RunningRequest(request, max_tokens=4, eos_ids=frozenset(), seed=0, decode_text=None)

@@ -215,7 +215,7 @@ async def test_a_grammar_that_takes_too_long_to_compile_never_reaches_vllm():
         )
 
 
-def test_experts_begin_where_they_were_asked_for_and_end_with_the_ids_that_are_kept():
+def test_experts_begin_as_asked_and_end_with_the_kept_ids():
     asked = replace(request((5, 6, 7), stop=("d",)), routed_experts_prompt_start=2)
     live = LiveRequest(admission().admit(asked, ()))
     assert vllm_sampling(live.run)["routed_experts_prompt_start"] == 2

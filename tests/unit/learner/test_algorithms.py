@@ -260,7 +260,7 @@ def test_decoupled_ppo_reads_all_three_policies():
     )
 
 
-def test_bypass_takes_the_rollouts_logprobs_as_old_and_saves_the_scoring_pass():
+def test_bypass_takes_rollout_logprobs_and_scores_nothing():
     learner = make_learner({"rollout_correction": {"bypass_mode": True}})
     _, experience = learner.prepare(random_groups(9))
     (update,) = experience.updates

@@ -49,9 +49,7 @@ def of_versions(*versions: tuple[int, ...], learn_appended: bool = False) -> Tra
         (((2, 2),), 0, [1, 1]),  # nothing has been learnt since version 0
     ],
 )
-def test_tokens_of_the_learners_weights_are_compared_unless_they_follow_others(
-    versions, since, expected
-):
+def test_tokens_of_the_learners_version_alone_are_compared(versions, since, expected):
     assert comparable(of_versions(*versions), since).astype(int).tolist() == expected
 
 
@@ -72,7 +70,7 @@ def test_constrained_tokens_are_not_compared():
     assert sum(trajectory.loss_mask) == 3
 
 
-def test_an_infinite_gap_is_a_breach_and_what_is_no_number_is_left_to_the_update():
+def test_an_infinite_gap_is_a_breach_and_nan_is_none():
     assert Comparison.of(np.array([np.inf, 0.0])).largest > 1000
     assert Comparison.of(np.array([np.nan, 0.25])) == Comparison(tokens=1, mean=0.25, largest=0.25)
     assert Comparison.of(np.zeros(0)).tokens == 0

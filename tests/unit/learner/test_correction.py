@@ -105,7 +105,7 @@ def test_weights_that_are_all_zero_have_no_effective_samples():
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-def test_tokens_that_a_rule_rejects_still_count_in_the_weight_of_their_trajectory(normalized: bool):
+def test_rejected_tokens_count_in_the_weight_of_their_trajectory(normalized: bool):
     """verl also makes the weights from the response mask before rejection changes it."""
     settings = {
         "rollout_is": "sequence",

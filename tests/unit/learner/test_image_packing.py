@@ -75,7 +75,7 @@ def test_one_picture_in_two_places_is_looked_at_once():
     assert len(image) == 1 and index[index >= 0].tolist() == [0, 1, 2, 3] * 2
 
 
-def test_rotary_positions_of_shared_nodes_are_those_of_every_trajectory_through_them():
+def test_rotary_positions_of_shared_nodes_fit_all_their_trajectories():
     ts = [
         seeing_trajectory(
             PROMPT, ([7], {"image": [WIDE]}), ([8], {"video": [CLIP]}), ([9], {}), index=0
@@ -307,7 +307,7 @@ def test_what_a_learner_cannot_do_is_said():
         )
 
 
-def test_placeholders_that_do_not_fit_their_picture_are_an_error_of_that_trajectory():
+def test_placeholders_that_do_not_fit_name_their_trajectory():
     wrong = seeing_trajectory(PROMPT, ([7], {"image": [FIRST]}), ([9], {}), index=3)
     turn = wrong.turns[0]
     ids = tuple(i for i in placeholders({"image": [FIRST]}) if i != IMAGE)

@@ -35,7 +35,7 @@ def gradient(learner: Learner, groups) -> list[np.ndarray]:
 REFERENCE = {"share_prefixes": False, "pack_length": 32, "micro_batch_size": 1}
 
 
-def test_halved_rows_give_the_same_gradient_and_logprobs_and_are_no_recompilation():
+def test_halved_rows_change_no_number_and_compile_nothing():
     members = []
     for i in range(5):
         response = [5 + (i + j) % 20 for j in range(60)]
@@ -147,7 +147,7 @@ def test_one_program_serves_batches_of_every_size():
     assert learner.programs_compiled == compiled
 
 
-def test_a_nonfinite_gradient_changes_nothing_and_three_in_a_row_stop_the_run():
+def test_nonfinite_gradients_change_nothing_and_three_stop_the_run():
     learner = make_learner(max_nonfinite_steps=3)
     policy = learner.state.policy
     poisoned = policy.params | {"final_norm": jnp.full_like(policy.params["final_norm"], jnp.nan)}

@@ -296,7 +296,7 @@ def test_a_trajectory_without_a_free_token_leaves_the_kl_to_the_others(where: st
 # --- learners of given sequences ------------------------------------------------------------------
 
 
-def test_each_learner_of_sequences_counts_its_own_steps_and_a_state_holds_them():
+def test_sequence_learners_count_their_own_steps_in_their_state():
     config = LearnerConfig(pack_length=64, remat="none", lora=LoraConfig(rank=2))
     first = SequenceLearner(TINY, tiny_params(), config=config)
     second = first.twin()

@@ -33,7 +33,7 @@ def gradient(learner: Learner) -> Params:
     return policy_gradient(learner, random_groups(0))[0]
 
 
-def test_bfloat16_gradients_are_near_those_of_float32_and_are_summed_in_float32():
+def test_bfloat16_gradients_are_close_and_summed_in_float32():
     exact = gradient(make_learner("float32"))
     rough = gradient(make_learner("bfloat16"))
     for (path, a), b in zip(

@@ -333,7 +333,7 @@ def test_rows_that_are_halved_give_the_same_log_probs():
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def test_an_update_forgets_the_gradient_and_one_that_is_not_finite_changes_nothing():
+def test_an_update_forgets_the_gradient_and_skips_one_not_finite():
     learner = make_learner()
     data = sequences(2)
     learner.forward_backward(data)

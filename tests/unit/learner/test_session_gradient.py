@@ -115,7 +115,7 @@ def by_hand(peer, calls: Calls) -> dict[str, np.ndarray]:
     return {name: weight(peer).grad.numpy().copy() for name, weight in NAMES.items()}
 
 
-async def test_a_compacted_session_with_sub_agents_has_the_gradient_of_its_single_calls(
+async def test_a_session_has_the_gradient_of_its_single_calls(
     tmp_path: Path,
 ):
     from transformers import AutoModelForCausalLM

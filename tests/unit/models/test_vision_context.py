@@ -37,9 +37,7 @@ def multimodal(parts: list[int]) -> MultimodalContext:
 
 @given(pieces, pieces)
 @settings(max_examples=examples(200))
-def test_contexts_have_equal_keys_exactly_as_far_as_their_ids_and_images_are_equal(
-    a: list[int], b: list[int]
-):
+def test_keys_are_equal_as_far_as_ids_and_images_are(a: list[int], b: list[int]):
     names = ImageKeys()
     ours = names.keys(multimodal(a))
     theirs = names.keys(multimodal(b))

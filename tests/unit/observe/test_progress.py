@@ -66,7 +66,7 @@ def test_without_a_terminal_there_are_plain_lines_and_no_bar():
     assert "\x1b" not in file.getvalue()
 
 
-def test_the_heading_comes_first_wherever_a_run_goes_on_and_every_twenty_steps():
+def test_the_heading_is_repeated_every_twenty_steps():
     progress, _, file = plain(total=60)
     progress.resumed(7)
     assert "7/60" in shown(progress)

@@ -57,7 +57,7 @@ def test_engines_differ_by_label_under_one_heading():
     assert ("jax_agent_rl_engine_kv_used_share", "b") not in samples  # an engine that does not say
 
 
-def test_requests_are_counted_by_path_and_status_also_those_whose_client_went_away():
+def test_requests_are_counted_by_path_and_status():
     counts = RequestCounts()
     with counts.request("/a") as status:
         assert (

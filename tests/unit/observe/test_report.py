@@ -111,7 +111,7 @@ def test_a_chart_has_the_steps_that_have_its_metric():
     assert "Staleness" not in by_title
 
 
-def test_drops_are_those_of_each_step_although_the_accounting_counts_from_the_start():
+def test_drops_are_drawn_for_each_step():
     metrics = [step_line(step) for step in (1, 2, 5)]
     (chart,) = [c for c in charts(metrics) if c["title"] == "Dropped trajectories"]
     assert chart["kind"] == "stack"
@@ -504,7 +504,7 @@ def test_few_trajectories_of_many_steps_are_from_steps_equally_far_apart(tmp_pat
     assert "shown: 6 of 36 trajectories, from 3 of 9 steps" in index["notes"][0]
 
 
-def test_members_of_a_group_follow_each_other_on_the_page_wherever_they_are_recorded(
+def test_members_of_a_group_follow_each_other_on_the_page(
     tmp_path: Path,
 ):
     run = make_run(tmp_path / "run", steps=2)

@@ -104,9 +104,7 @@ def test_a_run_that_resumes_tells_the_sink_which_run_it_was(fake_sink: Kept, tmp
     assert fake_sink.facts.step == 3
 
 
-def test_sinks_that_open_at_the_same_time_record_their_runs_one_after_the_other(
-    tmp_path: Path, monkeypatch
-):
+def test_sinks_that_open_together_record_their_runs_in_turn(tmp_path: Path, monkeypatch):
     together = threading.Barrier(2)
     write = metrics.write_atomically
 

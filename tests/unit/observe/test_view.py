@@ -189,7 +189,7 @@ def test_groups_of_different_steps_are_separate(run):
     assert head.startswith("train-3-0 ")
 
 
-def test_the_last_in_an_order_are_shown_and_of_equal_rewards_the_later_is_last(run):
+def test_the_last_in_an_order_are_shown_ties_by_time(run):
     def last(sort: str, limit: int) -> list[str]:
         result = view(run, "--sort", sort, "--limit", str(limit))
         return [line.split()[1] for line in result.stdout.splitlines() if line.startswith("╭")]
@@ -270,7 +270,7 @@ def test_a_line_without_end_is_left_out_and_not_held(tmp_path, monkeypatch):
 # --- sessions of several segments ---
 
 
-def test_a_session_is_shown_as_the_graph_of_its_segments_and_then_segment_by_segment():
+def test_a_session_is_shown_as_a_graph_and_then_by_segment():
     (record,) = records_of(session())
     console = Console(file=io.StringIO(), width=200)
     console.print(render(record, lambda ids: " ".join(map(str, ids))))

@@ -245,7 +245,7 @@ def test_low_and_changing_rewards_are_no_collapse(rewards: list[float]):
     assert watched(conf(), *[{"reward_mean": reward} for reward in rewards])[0] == []
 
 
-def test_programs_compiled_after_warm_up_are_said_in_the_steps_that_compiled_them():
+def test_recompilations_are_told_in_their_steps():
     totals = (0, 1, 1, 4, 6, 6)
     said, watch = watched(conf(), *[{"recompilations_after_warmup": total} for total in totals])
     first, later = said
@@ -256,7 +256,7 @@ def test_programs_compiled_after_warm_up_are_said_in_the_steps_that_compiled_the
     assert (warned.first_step, warned.last_step, warned.steps, warned.active) == (2, 5, 3, False)
 
 
-def test_a_total_that_begins_anew_with_a_resumed_run_has_grown_by_all_it_says():
+def test_a_total_may_begin_anew_with_a_resumed_run():
     grown = SinceLast("x")
     assert [grown(record) for record in ({"x": 2}, {"x": 5}, {}, {"x": 1}, {"x": 1})] == [
         2,

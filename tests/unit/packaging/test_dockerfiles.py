@@ -44,7 +44,7 @@ def test_what_an_image_copies_exists_and_is_not_ignored(file: Path):
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
-def test_its_commands_are_valid_shell_and_the_installed_programs_are_on_the_path(file: Path):
+def test_its_commands_are_valid_shell_and_its_programs_on_the_path(file: Path):
     for name, text in instructions(file):
         assert name in {"FROM", "RUN", "WORKDIR", "ENV", "COPY", "CMD"}
         if name == "RUN":

@@ -124,7 +124,7 @@ def test_every_extra_is_explained_where_installing_is():
     assert set(PROJECT["optional-dependencies"]) - named == set()
 
 
-def test_extras_that_exclude_each_other_are_named_where_installing_is_explained():
+def test_conflicting_extras_are_named_where_installing_is_explained():
     section = INSTALLATION.partition("Some extras exclude each other")[2].partition("\n## ")[0]
     named = set()
     for row in rows_of(section):

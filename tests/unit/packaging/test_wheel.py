@@ -19,7 +19,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("build")))
 
 
-def test_it_holds_every_file_of_the_packages_and_the_recipes_and_nothing_else(
+def test_it_holds_the_packages_and_recipes_and_nothing_else(
     wheel: zipfile.ZipFile,
 ):
     files = {

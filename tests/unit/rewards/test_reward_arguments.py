@@ -110,7 +110,7 @@ async def test_a_function_with_open_arguments_gets_the_classic_four():
     assert sorted(seen) == ["data_source", "extra_info", "ground_truth", "solution_str"]
 
 
-async def test_a_field_that_rows_lack_is_found_before_the_run_and_drops_a_trajectory_in_it():
+async def test_a_missing_field_is_found_early_and_drops_a_trajectory():
     rewards.register_reward("mine")(lambda solution_str, answer_key: 1.0)
     with raises(ConfigError, key="'mine'", value="'answer_key'"):
         rewards.require_rewards([ROW, {**ROW, "answer_key": "x"}])

@@ -107,7 +107,7 @@ async def test_an_async_function_and_a_dict_with_parts():
         ("conversation", "I ask the tool\n\ntool says 9\n\nanswer 9"),
     ],
 )
-def test_tool_output_and_prompt_examples_are_part_of_the_solution_only_if_asked(which, text):
+def test_tool_output_is_part_of_the_solution_only_if_asked(which, text):
     assert rewards.solution_text(trajectory(), which) == text
 
 

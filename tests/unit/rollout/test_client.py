@@ -408,7 +408,7 @@ async def test_what_a_lost_server_had_streamed_is_continued_and_streamed_once():
     assert continued.sampling.max_tokens == 4
 
 
-async def test_an_abandoned_server_lets_go_of_its_requests_whatever_its_engine_does():
+async def test_an_abandoned_server_lets_go_of_its_requests():
     fleet = Fleet(2)
     fleet.backends[0].unpaused.clear()
     task = fleet.ask()

@@ -76,7 +76,7 @@ def update(version: int) -> WeightUpdate:
     return WeightUpdate(version=version, kind="toy", payload=BASE, lasting=True)
 
 
-async def test_an_added_engine_serves_the_current_version_and_a_removed_one_loses_nothing(
+async def test_added_engines_are_current_and_removed_ones_lose_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     async with running(tmp_path) as run:

@@ -41,7 +41,7 @@ def test_where_nothing_lasts_of_an_update_a_server_enters_with_the_next():
     in_virtual_time(main)
 
 
-def test_a_join_and_an_update_at_the_same_time_end_with_one_version_everywhere():
+def test_a_join_during_an_update_ends_with_one_version():
     async def main(fleet):
         await fleet.start("a")
         await fleet.publish(1)
@@ -215,7 +215,7 @@ def test_a_request_that_kills_every_server_fails_in_the_end():
     in_virtual_time(main)
 
 
-def test_an_engine_that_accepts_and_never_answers_is_lost_and_its_requests_move_on():
+def test_an_engine_that_never_answers_loses_its_requests_to_others():
     async def main(fleet):
         await fleet.start("a", "b")
         assert len((await fleet.ask(30)).token_ids) == 30
@@ -251,7 +251,7 @@ def test_an_engine_that_dies_without_being_asked_is_noticed():
     in_virtual_time(main, stall_seconds=20.0)
 
 
-def test_a_server_that_hangs_while_it_takes_weights_does_not_hold_up_the_run_forever():
+def test_a_server_that_hangs_in_an_update_holds_nobody_up_forever():
     async def main(fleet):
         await fleet.start("a", "b")
         fleet["a"].fall_silent()
@@ -280,7 +280,7 @@ def test_a_server_that_refuses_what_another_took_is_fenced_and_tried_again():
     in_virtual_time(main)
 
 
-def test_if_all_refuse_the_old_weights_are_still_served_and_the_error_is_raised():
+def test_if_all_refuse_the_old_weights_are_served():
     async def main(fleet):
         await fleet.start("a", "b")
         fleet["a"].refuses = fleet["b"].refuses = True
@@ -319,7 +319,7 @@ def test_nobody_slips_into_the_rotation_past_the_fence_while_weights_change():
     in_virtual_time(main)
 
 
-def test_a_fenced_server_that_dies_while_it_waits_is_replaced_by_one_that_waits():
+def test_a_server_that_dies_while_it_waits_is_replaced():
     async def main(fleet):
         await fleet.start("a", "b")
         await fleet.publish(1, lasting=False)
@@ -386,7 +386,7 @@ def test_closing_ends_what_waits_for_a_server():
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_server_that_answers_between_losses_is_back_soon_and_others_ever_later(answers):
+def test_a_server_that_keeps_failing_is_tried_ever_later(answers):
     async def main(fleet):
         await fleet.start("a", "b")
         for _ in range(7):

@@ -47,7 +47,7 @@ class Host:
         await self.engine.close()
 
 
-async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_weights(
+async def test_a_restarted_server_comes_back_with_the_served_weights(
     tmp_path: Path,
 ):
     file = tmp_path / "w.safetensors"
@@ -118,7 +118,7 @@ def weights(folder: Path, version: int, content: str) -> WeightUpdate:
     return WeightUpdate(version=version, kind="safetensors", payload=[str(file)], digests=digests)
 
 
-async def test_a_server_with_another_runs_version_takes_no_request_before_our_weights(
+async def test_a_server_of_another_run_waits_for_our_weights(
     tmp_path: Path,
 ):
     """A run was rewound and has written version 2 again; one server still has the abandoned one."""
@@ -148,7 +148,7 @@ async def test_a_server_with_another_runs_version_takes_no_request_before_our_we
             await host.kill()
 
 
-async def test_servers_with_different_weights_of_one_version_are_refused_at_the_start(
+async def test_servers_of_one_version_need_the_same_weights(
     tmp_path: Path,
 ):
     hosts = [Host(), Host()]

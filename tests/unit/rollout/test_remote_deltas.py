@@ -103,7 +103,7 @@ def whole(update: WeightUpdate) -> int:
     return sum(Path(path).stat().st_size for path in update.payload)
 
 
-async def test_only_changes_follow_the_first_version_and_the_engine_opens_the_files(folder: Path):
+async def test_changes_follow_the_first_version(folder: Path):
     learner = Learner(folder / "learner")
     backend = Reader()
     async with serving(backend, folder / "server") as client:

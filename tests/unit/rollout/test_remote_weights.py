@@ -143,7 +143,7 @@ async def test_files_of_another_folder_are_uploaded_even_where_the_disk_is_share
     assert Path(opened).name == file.name
 
 
-async def test_without_a_folder_only_what_a_learner_of_this_machine_has_in_memory_is_read():
+async def test_without_a_folder_a_local_learners_memory_is_read():
     shared = SharedDir(None)
     if not Path("/dev/shm").is_dir():
         pytest.skip("no shared memory")

@@ -32,7 +32,7 @@ def asked(fleet, name):
     return [request.request_id for request in fleet[name].asked]
 
 
-def test_no_server_exceeds_its_limit_and_waiting_requests_go_in_order_of_sessions():
+def test_servers_keep_their_limit_and_sessions_their_order():
     async def main(fleet):
         await fleet.start("a")
         first = fleet.ask(5, session_id="old")
@@ -60,7 +60,7 @@ def test_a_server_that_joins_late_has_work_at_once():
     in_virtual_time(main, **LIMITED)
 
 
-def test_a_session_waits_for_its_server_while_others_have_use_for_the_room_elsewhere():
+def test_a_session_waits_while_others_use_the_room_elsewhere():
     async def main(fleet):
         await fleet.start("a", "b")
         await asyncio.gather(
@@ -77,7 +77,7 @@ def test_a_session_waits_for_its_server_while_others_have_use_for_the_room_elsew
     in_virtual_time(main, **LIMITED)
 
 
-def test_a_session_whose_server_is_full_goes_where_there_is_room_and_stays_there():
+def test_a_session_of_a_full_server_moves_and_stays():
     async def main(fleet):
         await fleet.start("a", "b")
         await fleet.ask(1, session_id="s")
@@ -91,7 +91,7 @@ def test_a_session_whose_server_is_full_goes_where_there_is_room_and_stays_there
     in_virtual_time(main, **LIMITED)
 
 
-def test_a_session_waits_for_its_full_server_where_a_new_prefill_takes_longer():
+def test_a_session_waits_where_a_new_prefill_takes_longer():
     async def main(fleet):
         await fleet.start("a", "b")
         await fleet.ask(1, session_id="s")
@@ -167,7 +167,7 @@ def test_a_waiting_request_can_be_aborted_and_cancelled():
     in_virtual_time(main, **LIMITED)
 
 
-def test_room_given_to_a_request_in_the_moment_it_is_cancelled_goes_to_the_next():
+def test_room_of_a_cancelled_request_goes_to_the_next():
     async def main(fleet):
         queue = RequestQueue(max_in_flight=1, wait_seconds=0.0)
         queue.add(AsyncServer(fleet.make("a")()))

@@ -33,7 +33,7 @@ def test_any_counter_that_moves_is_work():
     assert looks((0, (5, 1), WORKING), (9, (5, 2), WORKING), (18, (6, 2), WORKING)) == [False] * 3
 
 
-def test_an_idle_engine_has_not_stalled_and_its_time_begins_with_the_first_request():
+def test_an_idle_engine_has_not_stalled():
     idle = {"busy": False, "updating": False}
     seen = looks(
         (0, (5,), WORKING),

@@ -105,7 +105,7 @@ async def test_in_a_hybrid_it_leaves_and_its_requests_go_on_elsewhere():
     await close(client)
 
 
-async def test_requests_of_a_hybrid_wait_for_the_engine_that_sleeps_if_all_others_are_lost():
+async def test_requests_of_a_hybrid_wait_for_the_engine_that_sleeps():
     backends = {"here": Sleeper(), "there": ToyBackend()}
     for backend in backends.values():
         await backend.start()

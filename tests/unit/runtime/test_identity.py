@@ -145,9 +145,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_what_defines_the_run_is_refused_by_its_key_and_can_be_accepted_by_it(
-    tree: Tree, tmp_path: Path, name: str
-):
+def test_what_defines_the_run_is_refused_or_accepted_by_key(tree: Tree, tmp_path: Path, name: str):
     change, key, named = CHANGED[name]
     old = identity(tree)
     change(tree, tmp_path)

@@ -135,7 +135,7 @@ async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
         await asyncio.to_thread(broken_host.close)
 
 
-async def test_an_engine_that_is_not_wanted_any_more_ends_before_anybody_has_asked_for_it():
+async def test_an_engine_that_nobody_wants_any_more_ends():
     engine = Engine()
     host_engine = HostEngine(lambda: engine, HostRegistry(Store()), number=1, host="127.0.0.1")
     await asyncio.to_thread(host_engine.close)
@@ -196,7 +196,7 @@ def test_two_processes_sample_what_all_four_devices_have_trained(tmp_path: Path,
     assert lines[0]["found"] != lines[2]["found"], "the weights did not change"
 
 
-async def test_a_run_whose_processes_have_other_models_ends_with_the_one_that_differs(tmp_path):
+async def test_a_process_with_another_model_is_named(tmp_path):
     """Hosts read their own disks: one with an older model would train a mixture of both."""
     for name, seed in (("zero", 0), ("one", 0), ("two", 1)):
         save_hf(tmp_path / name, TINY, tiny_params(seed))

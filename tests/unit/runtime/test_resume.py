@@ -32,7 +32,7 @@ def saved(folder: Path, *steps: int) -> Path:
     return folder
 
 
-def test_a_run_begins_in_an_empty_folder_of_checkpoints_and_does_not_resume_from_one(
+def test_an_empty_folder_of_checkpoints_is_a_new_run(
     tmp_path: Path,
 ):
     config = configured(tmp_path, checkpoint_dir=str(tmp_path / "bucket"))
@@ -133,7 +133,7 @@ def test_what_was_not_killed_is_not_begun_again(tmp_path: Path):
     assert choose_run(config, "if_any") == (running, False)
 
 
-def test_a_run_with_a_checkpoint_comes_before_one_without_and_that_one_is_named(tmp_path: Path):
+def test_a_run_with_a_checkpoint_comes_before_one_without(tmp_path: Path):
     without = killed(tmp_path / "run")
     saved(tmp_path / "run-2" / "checkpoints", 4)
     config = configured(tmp_path)

@@ -62,7 +62,7 @@ async def test_evaluations_run_with_the_val_settings():
     assert turns == [4, 2]
 
 
-async def test_a_tool_server_that_is_gone_loses_trajectories_by_reason_and_not_the_run():
+async def test_a_lost_tool_server_costs_trajectories_and_not_the_run():
     async with ToolServer() as server:
         run_agents = await agents(
             [ROW],

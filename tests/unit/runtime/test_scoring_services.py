@@ -53,7 +53,7 @@ async def test_the_policy_may_be_the_judge():
     assert (sampling.max_tokens, sampling.temperature) == (20, 0.5)
 
 
-def test_a_judge_nobody_asks_for_is_not_started_and_one_that_is_missing_is_named():
+def test_a_judge_is_started_if_asked_for_and_named_if_missing():
     assert (
         needed_services(settings(judge={"model": "policy"}), [{"data_source": "calculator"}])
         == set()
@@ -63,7 +63,7 @@ def test_a_judge_nobody_asks_for_is_not_started_and_one_that_is_missing_is_named
 
 
 @pytest.mark.parametrize(("count", "elsewhere"), [(1, True), (0, False)])
-async def test_synchronous_functions_of_reward_path_run_in_as_many_workers_as_configured(
+async def test_synchronous_reward_functions_run_in_the_configured_workers(
     tmp_path, count, elsewhere
 ):
     path = tmp_path / "mine.py"

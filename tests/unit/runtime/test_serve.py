@@ -229,7 +229,7 @@ async def test_an_engine_that_died_is_replaced_and_its_sessions_go_on(tmp_path: 
         assert await recorded_turns(url) == [2]
 
 
-async def test_where_no_engine_is_left_a_request_fails_with_503_and_its_session_stands(
+async def test_without_an_engine_a_request_fails_and_its_session_stands(
     tmp_path: Path, monkeypatch
 ):
     codec = FakeCodec()

@@ -122,7 +122,7 @@ def engine(dtype: str, *, quantize: EightBits | None = None) -> JetStreamBackend
 
 
 @pytest.mark.parametrize("path", ["files", "tensorstore", "upload", "object_store"])
-async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_rounded(
+async def test_weights_are_rounded_for_the_transfer_as_an_engine_would(
     tmp_path: Path, path: str, monkeypatch
 ):
     """Bit by bit, in half the bytes; the yardstick is the learner's own arrays, given to an engine

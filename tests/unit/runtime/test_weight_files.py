@@ -40,7 +40,7 @@ def leave_stale(file: Path) -> None:
     shutil.copytree(file.parent.parent / "before", file.parent, dirs_exist_ok=True)
 
 
-async def test_files_of_others_than_the_learner_are_refused_before_anything_is_taken(
+async def test_files_the_learner_did_not_write_are_refused(
     tmp_path: Path,
 ):
     files = FileTransport(TINY, probe_ids=[[3, 4, 5]], folder=tmp_path, shard_bytes=20000)

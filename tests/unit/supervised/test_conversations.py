@@ -48,7 +48,7 @@ def conversation(rng: random.Random, turns: int = 3) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_assistants_text_and_the_end_of_its_turns_carry_loss_and_nothing_else(name: str):
+def test_only_the_assistants_turns_carry_loss(name: str):
     codec = codec_of(name)
     rng = random.Random(name)
     for _ in range(20):
@@ -92,13 +92,13 @@ def test_a_turn_closes_the_think_block_that_its_prompt_opens(name: str):
     assert turn == f"{OPEN_THINKING[name]}4"
 
 
-def test_the_reasoning_of_a_turn_stands_in_the_think_block_that_its_prompt_opens():
+def test_reasoning_stands_in_the_think_block_of_its_prompt():
     codec = codec_of("deepseek")
     turn = codec.encode_turn({"role": "assistant", "content": "4", "reasoning_content": "2 + 2\n"})
     assert codec.decode(turn) == "2 + 2\n</think>\n\n4"
 
 
-def test_calls_are_written_as_the_template_does_and_their_results_carry_no_loss():
+def test_calls_follow_the_template_and_results_carry_no_loss():
     codec = codec_of("qwen2.5")
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     row = {
@@ -226,7 +226,7 @@ def first_ids(examples) -> list[list[int]]:
     return [[int(sequence.token_ids[3]) for sequence in example] for example in examples]
 
 
-def test_rejection_sampling_keeps_the_best_of_each_group_with_its_sampled_ids(tmp_path: Path):
+def test_rejection_sampling_keeps_the_best_of_each_group(tmp_path: Path):
     sources = write(tmp_path, ROLLOUTS)
     assert first_ids(encoder().examples(sources)) == [[11, 11], [10], [13], [14]]
     best = encoder(best_of=1).examples(sources)
@@ -235,7 +235,7 @@ def test_rejection_sampling_keeps_the_best_of_each_group_with_its_sampled_ids(tm
     assert first_ids(encoder(best_of=1, min_reward=0.9).examples(sources)) == [[11, 11]]
 
 
-def test_the_best_and_the_worst_of_a_group_are_a_preference_unless_they_are_equal(tmp_path: Path):
+def test_the_best_and_the_worst_of_a_group_are_a_preference(tmp_path: Path):
     (pair,) = encoder(pairs=True).pairs(write(tmp_path, ROLLOUTS))
     assert first_ids([pair.chosen, pair.rejected]) == [[11, 11], [10]]
 

@@ -310,9 +310,7 @@ def test_an_interrupted_run_saves_the_step_it_was_at(model_folder, rows, tmp_pat
     assert steps[-1] >= 3
 
 
-def test_a_run_whose_gradients_are_not_finite_ends_with_the_parameters_before_them(
-    model_folder, rows, tmp_path
-):
+def test_nonfinite_gradients_end_a_run_with_the_last_parameters(model_folder, rows, tmp_path):
     config = settings(SftConfig, model_folder, rows, tmp_path)
     learner = config.learner.model_copy(update={"learning_rate": 1e30, "max_nonfinite_steps": 2})
     with raises(NonFiniteError, key="max_nonfinite_steps", value="2 training steps"):

@@ -162,7 +162,7 @@ def test_scores_are_cosines_of_the_models_embeddings(corpus, encoder):
     assert len(other_hits) == 2
 
 
-def test_embeddings_are_made_once_and_again_when_the_prompt_of_passages_changes(corpus, encoder):
+def test_embeddings_are_made_again_when_the_prompt_changes(corpus, encoder):
     from jax_agent_rl.tool_server.plugins.search import DenseIndex
 
     settings = SearchSettings(corpus=str(corpus), encoder=encoder)

@@ -117,7 +117,7 @@ async def test_a_session_survives_what_code_does_to_its_streams_and_forks(code):
 
 
 @needs_bwrap
-async def test_bash_keeps_its_folder_variables_and_files_and_survives_broken_commands():
+async def test_bash_keeps_its_state_and_survives_broken_commands():
     async with agent("tools=[bash]") as act:
         await act("<bash>mkdir d; cd d; name=world</bash>")
         assert "/tmp/d\nhello world" in text_of(await act("```bash\npwd\necho hello $name\n```"))

@@ -148,7 +148,7 @@ async def test_a_body_that_cannot_be_read_is_refused_and_counted(one_server, dat
 
 
 @shares_a_server
-async def test_escapes_that_spell_no_character_are_replaced_in_actions_and_refused_in_ids(
+async def test_escapes_of_no_character_are_replaced_or_refused(
     one_server,
 ):
     data = b'{"trajectory_ids": ["a"], "actions": ["echo \\ud800!"]}'

@@ -15,7 +15,7 @@ from tests.capabilities import needs_bwrap
 from tests.tool_serving import FAKES, serving, total, until_healthy
 
 
-async def test_a_tool_that_kills_its_worker_costs_only_its_trajectories_and_is_counted():
+async def test_a_tool_that_kills_its_worker_costs_its_trajectories():
     """Both workers hold state; one dies in the middle of an action. Only its trajectories fail."""
     async with serving("workers=2") as client:
         ids = [f"trajectory-{n}" for n in range(10)]

@@ -113,7 +113,7 @@ async def test_an_action_that_no_tool_accepts_has_a_default_observation():
     assert (speaking.text, speaking.error) == ("use <python>", "invalid_action")
 
 
-async def test_an_answer_that_ends_the_trajectory_is_no_mistake_though_no_valid_action():
+async def test_an_answer_that_ends_the_trajectory_is_no_mistake():
     async with ToolServer(lambda action: ("", True, False)) as server:
         (answered,) = await ask(server, "<answer>4</answer>")
     assert (answered.text, answered.done, answered.error) == ("", True, None)
@@ -232,9 +232,7 @@ def test_whatever_a_server_answers_is_an_observation_or_a_named_error(answer, co
 
 
 @pytest.mark.parametrize("released", [True, False])
-async def test_closing_waits_for_what_outlives_a_cancelled_trajectory_and_then_ends_it(
-    released, monkeypatch
-):
+async def test_closing_ends_what_outlives_a_cancelled_trajectory(released, monkeypatch):
     monkeypatch.setattr("jax_agent_rl.tools.client.CLOSE_SECONDS", 60.0 if released else 0.0)
     it = client("http://127.0.0.1:1")
     release = asyncio.Event()

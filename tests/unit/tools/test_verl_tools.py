@@ -379,9 +379,7 @@ LAYOUTS = {
 
 @needs_no_verl
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_whatever_is_called_verl_in_the_working_directory_the_interface_is_there(
-    write, alone, layout
-):
+async def test_the_interface_is_there_whatever_is_called_verl(write, alone, layout):
     files(alone, **LAYOUTS[layout])
     async with open_tools(write()) as tools, session(tools.select()) as opened:
         assert (await opened.call("grade", {"answer": "3"})).observation == "score=1.0"
@@ -447,9 +445,7 @@ async def test_verls_own_classes_run_from_its_files_without_all_that_verl_needs(
         ),
     ],
 )
-async def test_a_failed_import_of_a_class_names_its_key_its_cause_and_what_to_install(
-    write, alone, layout, class_name, named
-):
+async def test_a_failed_import_names_key_cause_and_package(write, alone, layout, class_name, named):
     files(alone, **layout)
     with pytest.raises(ConfigError) as refused:
         async with open_tools(write(class_name=class_name)):

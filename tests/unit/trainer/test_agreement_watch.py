@@ -35,7 +35,7 @@ def evidence(folder: Path) -> dict:
     return json.loads((folder / "disagreement.json").read_text())
 
 
-async def test_a_breach_stops_the_run_before_it_is_learnt_from_and_leaves_its_evidence(
+async def test_a_breach_stops_the_run_and_leaves_its_evidence(
     tmp_path: Path,
 ):
     learner = Compares(CLOSE, FAR)

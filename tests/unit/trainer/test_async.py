@@ -77,7 +77,7 @@ async def test_one_step_off_rolls_out_the_next_batch_while_it_learns(tmp_path: P
     assert books(training).trained == 6
 
 
-async def test_weights_change_under_running_generations_and_each_token_keeps_its_version(
+async def test_each_token_keeps_its_version_when_weights_change(
     tmp_path: Path,
 ):
     """One group samples four tokens of each version, while the others are complete at once."""

@@ -77,9 +77,7 @@ async def test_an_error_of_a_group_ends_the_run_and_leaves_no_task(tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
-async def test_an_interruption_in_the_only_update_finishes_the_step_without_rollouts(
-    tmp_path: Path, mode: str
-):
+async def test_an_interruption_in_the_only_update_finishes_the_step(tmp_path: Path, mode: str):
     """Everything but the first batch never ends. The engine does not get what was learnt: the run
     is over.
     """

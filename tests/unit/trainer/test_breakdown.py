@@ -57,7 +57,7 @@ def test_what_the_learner_compiles_is_compilation_and_not_learning(clock: Time):
     assert stages["compilation"] == 8.0 and stages["learning"] == 9.0
 
 
-def test_compilation_during_sampling_counts_once_though_the_learner_works_as_well(clock: Time):
+def test_compilation_during_sampling_counts_once(clock: Time):
     breakdown = Breakdown(clock, clock)
     breakdown.started()
     clock.now = 106.0

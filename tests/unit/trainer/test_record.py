@@ -19,7 +19,7 @@ def test_the_summary_weighs_idle_time_by_seconds_and_age_by_tokens():
     assert overlap_summary(lines) == pytest.approx(expected)
 
 
-def test_a_synchronous_run_has_no_stale_tokens_and_a_run_without_steps_has_none():
+def test_synchronous_and_empty_runs_have_no_stale_tokens():
     fresh = {"staleness_mean": 0, "staleness_max": 0}
     assert (
         overlap_summary([{"step_seconds": 4.0, "learner_idle_share": 0.25}])

@@ -17,7 +17,7 @@ def test_each_has_its_temperature_and_both_the_length_of_the_engines_context():
     assert (evaluation.temperature, evaluation.max_tokens) == (0.2, 1030)
 
 
-def test_training_samples_from_a_part_of_the_vocabulary_and_evaluation_does_not():
+def test_training_alone_samples_from_a_part_of_the_vocabulary():
     config = build(MINIMAL, ["rollout.top_p=0.9", "rollout.top_k=40", "rollout.min_p=0.05"])
     training = training_sampling(config)
     evaluation = evaluation_sampling(config)

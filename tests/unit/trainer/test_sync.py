@@ -48,7 +48,7 @@ class Averaging(IdleLearner):
         return averaged
 
 
-async def test_evaluations_sample_from_the_average_and_training_from_the_weights_alone(
+async def test_evaluations_sample_from_the_average_and_training_does_not(
     tmp_path: Path,
 ):
     """Before training nothing was averaged yet. Every set of weights has a version of its own,

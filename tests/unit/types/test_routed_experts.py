@@ -56,7 +56,7 @@ def test_joined_parts_are_the_whole_and_positions_never_move(cuts: tuple[int, in
     np.testing.assert_array_equal(array(joined), WHOLE[joined.start : joined.end])
 
 
-def test_what_both_parts_have_is_the_first_ones_and_nothing_is_joined_across_a_gap():
+def test_the_first_part_wins_and_gaps_are_not_joined():
     zeros = np.zeros_like(WHOLE)
     np.testing.assert_array_equal(
         array(join_routed(span(0, 5), span(3, 7, zeros))), np.concatenate([WHOLE[:5], zeros[5:7]])
@@ -86,7 +86,7 @@ def test_ids_that_are_cut_off_take_their_positions_along():
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16])
-def test_a_position_takes_a_byte_per_layer_and_choice_or_two_beyond_256_experts(kind: type):
+def test_a_choice_takes_a_byte_or_two_beyond_256_experts(kind: type):
     chosen = np.arange(24, dtype=kind).reshape(4, 3, 2) * (1 if kind is np.uint8 else 300)
     routed = RoutedExperts.of(7, chosen)
     assert len(routed.data) == 24 * np.dtype(kind).itemsize

@@ -249,9 +249,7 @@ async def test_an_answer_of_another_shape_is_an_error_of_ours(client, content, t
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_a_server_that_never_answers_is_left_and_the_error_says_after_how_long(
-    client, tmp_path, monkeypatch
-):
+async def test_a_server_that_never_answers_is_left_after_its_seconds(client, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "SECONDS", 0.25)
     monkeypatch.setattr(membership, "COMMAND_SECONDS", 0.25)
     async with answering(b"", silent=True) as (url, _):

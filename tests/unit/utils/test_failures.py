@@ -25,7 +25,7 @@ class Told:
         self.log.report(kind, message, **fields)
 
 
-def test_the_first_of_a_kind_is_told_in_full_and_the_others_as_one_line_of_counts():
+def test_the_first_of_a_kind_is_told_and_the_others_counted():
     told = Told()
     for at in range(100):
         told.report("a reward", f"reward of row {at} raised", at=at, hint="mend it")

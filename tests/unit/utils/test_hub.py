@@ -182,7 +182,7 @@ def test_without_the_hub_a_folder_is_asked_for(hub, tmp_path):
     assert "Traceback" not in process.stderr
 
 
-def test_a_hub_that_does_not_answer_is_not_waited_for_and_what_is_cached_is_used(hub, tmp_path):
+def test_the_cache_is_used_where_the_hub_does_not_answer(hub, tmp_path):
     cache = tmp_path / "cache"
     assert load(hub, cache, "some/model").returncode == 0
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -142,7 +142,7 @@ def test_the_conformance_suite_takes_a_backend_of_an_installed_package(plugins, 
     assert subject.name == "jax_default" and isinstance(subject.make(), RolloutBackend)
 
 
-def test_keys_of_the_algorithm_are_open_to_installed_losses_and_the_critic_is_not(plugins):
+def test_installed_losses_may_have_keys_and_the_critic_may_not(plugins):
     config = configured(*NAMES[:2], "algorithm.clip_ratio_low=0.1", "algorithm.gamma=0.9")
     assert config.algorithm.policy_loss.loss_mode == "plain_gradient"
     assert json.loads(config.model_dump_json())["algorithm"]["adv_estimator"] == "sign"

@@ -109,6 +109,6 @@ def test_code_of_the_user_is_told_of_with_its_line(inside):
 @pytest.mark.parametrize(
     "inside", ["async own > async plugin > library", "async own > own > async plugin"]
 )
-def test_a_coroutine_of_an_installed_package_is_named_where_others_code_works(inside):
+def test_a_coroutine_of_an_installed_package_is_named(inside):
     assert line_told(inside, is_named=True).partition(":")[0].endswith("some_tools/search.py")
     assert line_told(inside, is_named=False) is None

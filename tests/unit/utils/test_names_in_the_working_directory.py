@@ -123,9 +123,7 @@ def test_reward_functions_run_beside_such_files(cwd: Path):
 
 
 @pytest.mark.parametrize("name", ["calendar", "code", "types"])
-def test_a_users_module_with_the_name_of_one_of_pythons_has_to_be_named_as_a_file(
-    cwd: Path, name: str
-):
+def test_a_users_module_with_pythons_name_is_named_as_a_file(cwd: Path, name: str):
     (cwd / f"{name}.py").write_text("FOUND = 'mine'\n")
     with raises(ConfigError, key="tools.function_tool_path", value=f"'{name}'", fix=f"{name}.py"):
         load_user_module(name, key="tools.function_tool_path")

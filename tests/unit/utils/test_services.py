@@ -101,7 +101,7 @@ async def test_what_nobody_waits_for_any_more_is_ended():
 
 
 @BOTH
-async def test_processes_that_end_with_their_starting_thread_live_as_long_as_the_service(call):
+async def test_processes_live_as_long_as_their_service(call):
     ended = threading.Event()
 
     def start():

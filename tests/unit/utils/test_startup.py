@@ -60,9 +60,7 @@ class Stream(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_warning_is_printed_above_a_live_display_unless_standard_error_is_a_file(
-    monkeypatch, terminal
-):
+def test_a_warning_is_printed_above_a_live_display(monkeypatch, terminal):
     live = Stream(True)
     errors = Stream(terminal)
     monkeypatch.setattr(sys, "stderr", errors)
@@ -94,7 +92,7 @@ main()
 """
 
 
-def test_neither_a_log_record_nor_an_error_forges_a_line_or_steers_the_terminal():
+def test_nothing_logged_forges_a_line_or_steers_the_terminal():
     child = subprocess.run([sys.executable, "-c", FORGING], capture_output=True, text=True)
     assert child.returncode == 2
     lines = child.stderr.split("\n")
@@ -108,7 +106,7 @@ def test_neither_a_log_record_nor_an_error_forges_a_line_or_steers_the_terminal(
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 @pytest.mark.parametrize("setting", [None, "glibc.malloc.arena_max=2"])
-def test_a_process_begins_anew_once_to_keep_freed_memory_unless_told_otherwise(setting):
+def test_a_process_begins_anew_once_to_keep_freed_memory(setting):
     program = (
         "import os, sys\n"
         "from jax_agent_rl.utils.startup import keep_freed_memory\n"

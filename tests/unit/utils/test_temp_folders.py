@@ -41,7 +41,7 @@ def test_a_process_that_leaves_in_haste_takes_its_folders_with_it(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_the_next_process_removes_what_a_killed_one_left_and_not_a_living_ones(tmp_path: Path):
+def test_the_next_process_removes_what_a_killed_one_left(tmp_path: Path):
     (tmp_path / "other-kind").mkdir()
     killed, orphaned_folder = owner(tmp_path)
     living, living_folder = owner(tmp_path)

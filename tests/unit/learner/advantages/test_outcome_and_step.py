@@ -171,7 +171,7 @@ def test_none_learns_from_no_reward():
 @pytest.mark.parametrize(
     "name", sorted(set(ADV_ESTIMATORS) - {"gae", "gdpo", "remax", "grpo_passk", "none"})
 )
-def test_estimators_leave_inserted_tokens_at_zero_and_put_the_better_above_the_worse(name: str):
+def test_inserted_tokens_have_no_advantage_and_better_ones_more(name: str):
     groups = random_groups(0)
     config = AlgorithmConfig(
         adv_estimator=name, turn_reward="tool_success" if name == "mt_grpo" else "none"

@@ -21,7 +21,7 @@ from jax_agent_rl.types import Fork
 from tests.trajectories import call, group_of, trajectory
 
 
-def test_gigpo_adds_what_a_step_is_worth_among_those_from_the_same_observation():
+def test_gigpo_compares_steps_from_the_same_observation():
     # Two episodes: both start from s, then a sees x and b sees y, then both see z. Their rewards at
     # the end are 1 and 0.
     s = (1,)
@@ -220,7 +220,7 @@ def test_credit_changes_where_a_branch_left_its_parent_within_a_turn():
     np.testing.assert_allclose(got[1], [0, 0, -2, -2], atol=1e-12)
 
 
-def test_observations_that_are_trained_on_share_the_credit_of_the_turn_before_them():
+def test_trained_observations_share_the_credit_of_their_turn():
     def with_learned_observation(t):
         turns = tuple(replace(turn, learn_appended=bool(turn.appended_ids)) for turn in t.turns)
         return replace(t, turns=turns)

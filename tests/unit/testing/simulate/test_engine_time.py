@@ -47,7 +47,7 @@ def times(results):
     return [pytest.approx(at, abs=1e-4) for at, _ in results]
 
 
-def test_slots_advance_together_and_the_next_in_line_takes_the_slot_that_is_free():
+def test_slots_advance_together_and_a_free_one_is_taken():
     async def main(engine):
         return await finish(engine, request("a", 10), request("b", 3), request("c", 4))
 
@@ -128,7 +128,7 @@ def test_new_weights_under_a_running_request(mode, seconds, versions):
     assert version == 1
 
 
-def test_pauses_that_wait_end_together_and_one_that_is_given_up_holds_nothing():
+def test_waiting_pauses_end_together():
     async def main(engine):
         first = asyncio.create_task(finish(engine, request("a", 5)))
         await asyncio.sleep(2.5)

@@ -57,7 +57,7 @@ def test_one_step_off_takes_the_slower_part_and_the_publication():
     assert (result.staleness_mean, result.staleness_max) == (1.0, 1)
 
 
-def test_fully_asynchronous_the_learner_never_waits_where_the_engines_keep_up():
+def test_the_asynchronous_learner_never_waits_for_fast_engines():
     result = outcome("fully_async 2", BALANCED)
     assert result.step_seconds == pytest.approx(LEARNER + PUBLISH, rel=1e-2)
     assert result.staleness_max <= 2

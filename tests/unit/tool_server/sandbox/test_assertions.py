@@ -239,7 +239,7 @@ async def test_an_honest_program_passes(case, local):
     assert result.ok, (result.stdout, result.stderr)
 
 
-async def test_a_failure_shows_what_was_printed_the_line_and_the_programs_own_trace(local):
+async def test_a_failure_shows_the_output_the_line_and_the_trace(local):
     program = "def f(x):\n    print('here')\n    return 1 / 0"
     result = await local.run_tests(program, "x = 1\nassert f(x) == 2")
     assert result.stdout == "here\n" and result.exit_code == 1

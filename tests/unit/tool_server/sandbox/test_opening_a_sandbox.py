@@ -83,7 +83,7 @@ def test_limits_must_be_positive(name):
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_system_call_filter_is_whole_instructions_whose_jumps_stay_inside(machine):
+def test_the_system_call_filter_is_well_formed(machine):
     import struct
 
     code = list(struct.iter_unpack("<HBBI", seccomp.build_filter(machine)))
