@@ -78,10 +78,10 @@ def tiny_adapter(config: DecoderConfig = TINY, *, rank: int = 2, seed: int = 0) 
 
     shapes = config.parameter_shapes()["layers"]
     names = sorted(ADAPTABLE.intersection(shapes))
-    weights = {
-        name: (draw(layers, rank, inputs), draw(layers, out, rank))
-        for name, (layers, out, inputs) in zip(names, (shapes[name] for name in names), strict=True)
-    }
+    weights = {}
+    for name in names:
+        layers, out, inputs = shapes[name]
+        weights[name] = (draw(layers, rank, inputs), draw(layers, out, rank))
     return PeftAdapter(rank=rank, weights=weights)
 
 

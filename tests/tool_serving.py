@@ -43,10 +43,12 @@ class Client:
         async with self.session.get("/metrics") as response:
             assert response.content_type == "text/plain"
             lines = (await response.text()).splitlines()
-        return {
-            name: float(value)
-            for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
-        }
+        values = {}
+        for line in lines:
+            if line[0] != "#":
+                name, _, value = line.rpartition(" ")
+                values[name] = float(value)
+        return values
 
 
 class serving:

@@ -97,7 +97,10 @@ class ToyMedia:
     placeholders = {"image": IMAGE}
 
     def expand(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
-        return [i for id_ in ids for i in ([id_] * 2 if id_ == IMAGE else [id_])]
+        expanded = []
+        for id_ in ids:
+            expanded += [IMAGE, IMAGE] if id_ == IMAGE else [id_]
+        return expanded
 
 
 def toy_subject(make: Callable[[], RolloutBackend], **fields: Any) -> BackendUnderTest:

@@ -66,7 +66,8 @@ class Life:
     def command(self) -> list[str]:
         """What a user would type now."""
         try:
-            self.run = newest_run(recipe_run := self.recipe.parent / "run")
+            recipe_run = self.recipe.parent / "run"
+            self.run = newest_run(recipe_run)
         except CheckpointError:
             self.run = recipe_run  # nothing was saved: it starts anew
             return ["train", str(self.recipe)]

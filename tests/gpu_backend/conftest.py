@@ -218,5 +218,6 @@ def recipe(tmp_path: Path) -> Path:
     tree["agent"] |= {"max_response_length": 24}
     tree["algorithm"] = {"filter_zero_variance": False}
     tree["learner"] |= {"pack_length": 384}
-    (file := tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(tree))
     return file

@@ -91,7 +91,8 @@ async def test_the_next_turn_reuses_whole_blocks_of_its_prefix(engine: Engine):
 async def test_eos_ends_a_generation_and_is_kept_with_its_log_prob(engine: Engine):
     reference = engine.reference(0)
     for seed in range(300):
-        expected = reference.greedy(prompt := prompt_of(seed, 5), 12, frozenset({2}))
+        prompt = prompt_of(seed, 5)
+        expected = reference.greedy(prompt, 12, frozenset({2}))
         if expected[-1] == 2:
             break
     output = await engine.backend.generate(request("r", prompt, max_tokens=12, ignore_eos=False))

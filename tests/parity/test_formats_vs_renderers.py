@@ -118,6 +118,10 @@ texts = st.text(
 arguments = st.dictionaries(st.sampled_from("ab"), texts, min_size=1, max_size=2)
 
 
+def without_edges(arguments: dict[str, str]) -> dict[str, str]:
+    return {key: value.strip() for key, value in arguments.items()}
+
+
 @settings(max_examples=examples(40))
 @given(
     calls=st.lists(
@@ -133,13 +137,9 @@ def test_what_it_writes_is_read_alike_by_both(name, calls):
     theirs = [
         call for call in renderer.parse_response(ids, tools=TOOLS).tool_calls if call.status == "ok"
     ]
-    stripped = [
-        (tool, {key: value.strip() for key, value in given_values.items()})
-        for tool, given_values in calls
-    ]
+    stripped = [(tool, without_edges(arguments)) for tool, arguments in calls]
     parsed = [
-        (c.name.removeprefix("functions."), {k: v.strip() for k, v in c.arguments.items()})
-        for c in theirs
+        (call.name.removeprefix("functions."), without_edges(call.arguments)) for call in theirs
     ]
     assert parsed == stripped
 

@@ -58,11 +58,10 @@ def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int
                     int(batch.target_id[row, target]),
                 )
             )
-    wanted = [
-        (i, (*t.prompt_ids, *t.response_ids[:k]), t.response_ids[k])
-        for i, t in enumerate(ts)
-        for k in range(len(t.response_ids))
-    ]
+    wanted = []
+    for i, t in enumerate(ts):
+        for k, id_ in enumerate(t.response_ids):
+            wanted.append((i, (*t.prompt_ids, *t.response_ids[:k]), id_))
     assert sorted(seen) == sorted(wanted)
     assert batch.num_tokens == sum(len(p) + len(s) for p, s in pairs)
     assert batch.num_nodes <= batch.num_tokens
@@ -173,11 +172,10 @@ def test_packing_takes_work_in_proportion_to_the_trajectories():
     """
     rng = np.random.default_rng(0)
     prompts = [[3] * 100 + rng.integers(3, 40000, 30).tolist() for _ in range(32)]
-    ts = [
-        trajectory(p, rng.integers(3, 40000, 120).tolist(), index=i)
-        for p in prompts
-        for i in range(8)
-    ]
+    ts = []
+    for prompt in prompts:
+        for i in range(8):
+            ts.append(trajectory(prompt, rng.integers(3, 40000, 120).tolist(), index=i))
     batch = pack(ts, pack_length=1024)
     assert batch.num_tokens == 256 * 250
     half, total = (

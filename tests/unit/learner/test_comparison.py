@@ -17,7 +17,10 @@ from tests.trajectories import random_groups, trajectories_of, trajectory
 
 
 def _mask(versions: tuple[tuple[int, ...], ...]) -> list[int]:
-    return [mine for v in versions for mine in [1] * len(v) + [0, 0]]
+    mask = []
+    for of_turn in versions:
+        mask += [1] * len(of_turn) + [0, 0]
+    return mask
 
 
 def of_versions(*versions: tuple[int, ...], learn_appended: bool = False) -> Trajectory:

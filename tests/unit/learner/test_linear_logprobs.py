@@ -107,8 +107,10 @@ K = 5
 
 def candidates(vocab: int) -> jax.Array:
     rng = np.random.default_rng(vocab + 1)
-    drawn = [[rng.choice(vocab, K, replace=False) for _ in range(TOKENS)] for _ in range(CHUNKS)]
-    return jnp.asarray(np.array(drawn), jnp.int32)
+    drawn = np.zeros((CHUNKS, TOKENS, K), int)
+    for chunk, token in np.ndindex(CHUNKS, TOKENS):
+        drawn[chunk, token] = rng.choice(vocab, K, replace=False)
+    return jnp.asarray(drawn, jnp.int32)
 
 
 @pytest.mark.parametrize(("vocab", "shards"), LAYOUTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import jax
@@ -134,7 +135,8 @@ def test_loss_and_gradient_are_those_of_pytorch(peer, loss):
         np.testing.assert_allclose(
             gradients[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name
         )
-    for sequence, logprobs in zip(data, [x for part in parts for x in part.logprobs], strict=True):
+    logprobs_of_parts = chain.from_iterable(part.logprobs for part in parts)
+    for sequence, logprobs in zip(data, logprobs_of_parts, strict=True):
         np.testing.assert_allclose(
             logprobs, peer_logprobs(peer, sequence).detach().numpy(), rtol=1e-5
         )
@@ -157,7 +159,9 @@ def test_several_targets_per_token_count_as_a_sequence_for_each_of_them(peer):
                 **(bare | {"targets": targets, "weight": rng.choice([0.0, 0.2, 1.5], shape)}),
             )
         )
-    columns = [column for sequence in data for column in sequence.columns()]
+    columns = []
+    for sequence in data:
+        columns += sequence.columns()
     learner = make_learner()
     result = learner.forward_backward(data)
     peer.zero_grad()
@@ -200,11 +204,10 @@ def test_targets_of_ones_own_are_scored_in_the_sequences_context(peer):
     """Some score the same context several times, with other ids; others keep their own ids."""
     data = sequences()
     rng = np.random.default_rng(1)
-    drawn = [
-        rng.integers(1, TINY.vocab_size, sequence.num_scored).astype(np.int32)
-        for sequence in data
-        for _ in "ab"
-    ]
+    drawn = []
+    for sequence in data:
+        for _ in "ab":
+            drawn.append(rng.integers(1, TINY.vocab_size, sequence.num_scored).astype(np.int32))
     data = [replace(data[n // 2], targets=targets) for n, targets in enumerate(drawn)] + data[:2]
     learner = make_learner()
     result = learner.forward_backward(data, loss="importance_sampling")

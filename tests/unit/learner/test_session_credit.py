@@ -161,9 +161,10 @@ def test_discounts_and_critic_values_follow_the_order_of_sampling():
     values = np.append(np.cos(IN_TIME), 0.0)
     rewards = np.array([0, 0, 0, 0, 0, 1.0])
     deltas = rewards + gamma * values[1:] - values[:-1]
-    by_time = [
-        sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, 6)) + values[t] for t in range(6)
-    ]
+    by_time = []
+    for t in range(6):
+        discounts = (gamma * lam) ** np.arange(6 - t)
+        by_time.append(discounts @ np.asarray(deltas[t:6]) + values[t])
     np.testing.assert_allclose(returns[samples.masks[0]], in_layout(by_time), atol=1e-12)
 
     config = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=gamma)

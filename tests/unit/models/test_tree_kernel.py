@@ -26,10 +26,12 @@ def forest(runs: list[tuple[int, int]]) -> tuple[jax.Array, jax.Array]:
         begin = max(0, depths[-1] + 1 - back) if depths else 0
         depths += range(begin, begin + length)
     depths = (depths + [0] * COUNT)[:COUNT]
-    ends = [
-        next((j for j in range(i + 1, COUNT) if depths[j] <= d), COUNT)
-        for i, d in enumerate(depths)
-    ]
+    ends = []
+    for i, depth in enumerate(depths):
+        end = i + 1
+        while end < COUNT and depths[end] > depth:
+            end += 1
+        ends.append(end)
     return jnp.array([ends], jnp.int32), jnp.array([depths], jnp.int32)
 
 

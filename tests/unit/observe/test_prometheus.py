@@ -20,7 +20,11 @@ CAPABILITIES = Capabilities(max_model_len=64, max_concurrent=4)
 def read(text: bytes) -> dict[tuple[str, ...], float]:
     """Samples by name and label values."""
     families = text_string_to_metric_families(text.decode())
-    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    values = {}
+    for family in families:
+        for sample in family.samples:
+            values[sample.name, *sample.labels.values()] = sample.value
+    return values
 
 
 def test_everything_an_engine_counts_has_a_name_and_says_what_it_is():

@@ -5,6 +5,7 @@ import random
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -491,7 +492,7 @@ def test_a_place_that_cannot_be_written_is_said_with_what_helps(
 def test_of_many_trajectories_every_step_keeps_its_best_and_worst(tmp_path: Path):
     index, trajectories = page_of(make_run(tmp_path / "run", steps=6), limit=14)
     assert index["run"]["total"] == 24 and len(trajectories) == 12
-    assert listed(index, "step") == [step for step in range(1, 7) for _ in range(2)]
+    assert listed(index, "step") == sorted([*range(1, 7)] * 2)
     assert listed(index, "reward") == [1.0, -1.0] * 6
     (note,) = index["notes"]
     assert "shown: 12 of 24 trajectories, from 6 of 6 steps" in note
@@ -521,7 +522,8 @@ def test_members_of_a_group_follow_each_other_on_the_page(
 
 
 def test_a_page_holds_few_trajectories_at_a_time_however_many_there_are():
-    records = CountedRecords([record for step in range(1, 51) for record in records_of(step)])
+    of_steps = chain.from_iterable(map(records_of, range(1, 51)))
+    records = CountedRecords(list(of_steps))
     pieces = render_report(RunData(name="run", trajectories=records), decode=decode)
     assert sum('"turns":' in piece for piece in pieces) >= 200
     assert records.most <= 2
@@ -566,11 +568,9 @@ def a_fact(
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(1, 60))
 def test_no_more_are_chosen_than_were_asked_for(sizes, limit):
-    facts = [
-        a_fact(step, split=("train", "heldout")[step % 2])
-        for step, size in enumerate(sizes)
-        for _ in range(size)
-    ]
+    facts = []
+    for step, size in enumerate(sizes):
+        facts += [a_fact(step, split=("train", "heldout")[step % 2])] * size
     chosen, is_full = choose(facts, limit)
     assert 1 <= len(chosen) <= limit and not is_full
     assert len(chosen) == min(limit, len(facts)) or len(chosen) > limit // 4
@@ -584,11 +584,9 @@ def test_all_are_chosen_where_nothing_was_asked_for_or_there_are_no_more():
 
 
 def test_long_trajectories_are_fewer_but_there_is_one():
-    facts = [
-        a_fact(step, tokens=MAX_TOKENS // 20, group=f"{step}")
-        for step in range(10)
-        for _ in range(8)
-    ]
+    facts = []
+    for step in range(10):
+        facts += [a_fact(step, tokens=MAX_TOKENS // 20, group=f"{step}")] * 8
     chosen, is_full = choose(facts, 80)
     assert is_full and 10 <= len(chosen) < 20
     assert choose([a_fact(1, tokens=2 * MAX_TOKENS, reward=r) for r in (0, 1, 0)], 3) == ({1}, True)

@@ -6,7 +6,7 @@ import io
 import json
 import math
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import pytest
@@ -208,9 +208,8 @@ def test_the_last_in_an_order_are_shown_ties_by_time(run):
 )
 def test_few_trajectories_are_held_at_a_time_however_many_are_shown(options):
     group = [STEM, BRANCH]
-    records = CountedRecords(
-        [record for step in range(100) for record in records_of(*group, step=step)]
-    )
+    of_steps = chain.from_iterable(records_of(*group, step=step) for step in range(100))
+    records = CountedRecords(list(of_steps))
     data = RunData(name="run", trajectories=records)
     view_run(
         data, TrajectoryFilter(), **{"sort": "time", "limit": 1000, "whole_prompt": False} | options
@@ -219,9 +218,8 @@ def test_few_trajectories_are_held_at_a_time_however_many_are_shown(options):
 
 
 def test_the_best_and_the_worst_are_found_without_holding_others():
-    records = CountedRecords(
-        [record for step in range(100) for record in records_of(STEM, BRANCH, step=step)]
-    )
+    of_steps = chain.from_iterable(records_of(STEM, BRANCH, step=step) for step in range(100))
+    records = CountedRecords(list(of_steps))
     extremes = best_and_worst(record for record in records if record["split"] == "train")
     assert {name: (extreme["step"], extreme["reward"]) for name, extreme in extremes.items()} == {
         "best": (99, 1.0),

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def environment_script(file: Path) -> list[str]:
 def test_what_an_image_copies_exists_and_is_not_ignored(file: Path):
     ignored = {line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().split()}
     copied = [text.split()[:-1] for name, text in instructions(file) if name == "COPY"]
-    sources = [source for sources in copied for source in sources]
+    sources = list(chain.from_iterable(copied))
     assert {source for source in sources if not (ROOT / source).exists()} == set()
     assert not ignored & {part for source in sources for part in Path(source).parts}
 

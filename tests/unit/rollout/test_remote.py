@@ -326,7 +326,9 @@ async def test_a_server_that_closes_in_the_middle_is_an_engine_that_died():
         async with asyncio.timeout(60):  # less than the silence
             with raises(EngineDiedError, key=http.url, value="gone"):
                 await task
-        assert not (health := await remote.health()).ok and "gone" in health.detail
+        health = await remote.health()
+        assert not health.ok
+        assert "gone" in health.detail
 
 
 async def test_a_silent_server_is_an_engine_that_died_and_a_slow_one_is_not():
@@ -553,7 +555,10 @@ async def test_prometheus_reads_what_the_engine_did_and_who_asked():
         async with send(http.url, "/metrics") as response:  # without headers of ours
             assert response.status == 200 and response.content_type == "text/plain"
             families = text_string_to_metric_families(await response.text())
-    samples = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    samples = {}
+    for family in families:
+        for sample in family.samples:
+            samples[sample.name, *sample.labels.values()] = sample.value
     assert samples["jax_agent_rl_engine_generated_tokens_total", "0"] == 5
     assert samples["jax_agent_rl_engine_requests_finished_total", "0"] == 1
     assert samples["jax_agent_rl_engine_up", "0"] == 1

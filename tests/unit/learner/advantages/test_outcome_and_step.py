@@ -125,8 +125,12 @@ def test_a_reward_on_a_tool_result_belongs_to_the_token_before_it():
     )
 )
 def test_whitening_gives_zero_mean_and_unit_variance(rows):
-    values = [np.array([v for v, _ in row]) for row in rows]
-    masks = [np.array([m for _, m in row]) for row in rows]
+    values = []
+    masks = []
+    for row in rows:
+        row_values, row_mask = zip(*row, strict=True)
+        values.append(np.array(row_values))
+        masks.append(np.array(row_mask))
     out = estimators.whiten(values, masks)
     inside = np.concatenate([o[m] for o, m in zip(out, masks, strict=True)])
     raw_values = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)])

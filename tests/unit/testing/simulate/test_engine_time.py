@@ -109,7 +109,8 @@ def test_outputs_are_token_exact():
 )
 def test_new_weights_under_a_running_request(mode, seconds, versions):
     async def main(engine):
-        client = LLMServerClient([server := AsyncServer(engine)])
+        server = AsyncServer(engine)
+        client = LLMServerClient([server])
         sampling = SamplingParams(max_tokens=10)
         running = asyncio.create_task(
             client.generate("a", prompt_ids=PROMPT, sampling_params=sampling)
