@@ -128,7 +128,8 @@ def assert_token_exact(trajectory: Trajectory, requests: Any) -> None:
             assert len(context) < len(further) < len(said)
             assert further == said[: len(further)]
         context = said + turn.appended_ids
-    assert not remaining and context == trajectory.prompt_ids + trajectory.response_ids
+    assert not remaining
+    assert context == trajectory.prompt_ids + trajectory.response_ids
 
 
 def assert_forks_are_exact(

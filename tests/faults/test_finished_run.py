@@ -81,7 +81,8 @@ def test_a_finished_run_has_nothing_to_do_and_says_how_to_go_on(
 ):
     files = content(finished.parent / "run")
     printed = " ".join(run(forker, tmp_path, "train", str(finished), *arguments).split())
-    assert "nothing to do" in printed and all(words in printed for words in said)
+    assert "nothing to do" in printed
+    assert all(words in printed for words in said)
     assert content(finished.parent / "run") == files
 
 

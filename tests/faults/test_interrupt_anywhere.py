@@ -133,7 +133,8 @@ def test_an_interrupted_run_saves_its_last_step_and_leaves_nothing(
         )
         assert resumed.wait() == 0, (tmp_path / "resumed.txt").read_text()[-3000:]
         summary = json.loads((run / "summary.json").read_text())
-        assert summary["steps"] == STEPS and summary["trained"] == STEPS * 8
+        assert summary["steps"] == STEPS
+        assert summary["trained"] == STEPS * 8
         assert summary["started"] == summary["trained"] + sum(summary["dropped"].values())
         if mode == "sync":
             expected = final_state(undisturbed[1])

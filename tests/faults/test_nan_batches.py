@@ -103,4 +103,5 @@ def test_lasting_nan_gradients_end_the_run_with_finite_parameters(tmp_path: Path
     result = train(recipe, "every gradient")
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr[-3000:]
     assert_message(result.stderr.replace("\n", " "), value="2 training steps")
-    assert "learner.learning_rate" in result.stderr and finite(tmp_path / "run")
+    assert "learner.learning_rate" in result.stderr
+    assert finite(tmp_path / "run")

@@ -52,7 +52,8 @@ def test_a_run_from_nothing_to_a_deleted_slice(cloud: Cloud):
     )
     assert "[host-0] arguments: train" in result.stdout
     assert "[host-1] arguments: train" in result.stdout
-    assert cloud.node() is None and "the run is in gs://b/try" in result.stdout
+    assert cloud.node() is None
+    assert "the run is in gs://b/try" in result.stdout
     logs = sorted(
         file.name.partition("-2")[0] for file in (cloud.folder / "buckets/b/try/logs").iterdir()
     )
@@ -65,9 +66,12 @@ def test_one_host_without_a_bucket_keeps_its_slice(cloud: Cloud):
         first.stdout + first.stderr
     )
     again = cloud.launch("--config", CONFIG)
-    assert again.returncode == 0 and "try is there already" in again.stdout
-    assert len(cloud.calls("tpu-vm create")) == 1 and len(cloud.runs()) == 2
-    assert cloud.launch("--delete").returncode == 0 and cloud.node() is None
+    assert again.returncode == 0
+    assert "try is there already" in again.stdout
+    assert len(cloud.calls("tpu-vm create")) == 1
+    assert len(cloud.runs()) == 2
+    assert cloud.launch("--delete").returncode == 0
+    assert cloud.node() is None
     assert "there is no try" in cloud.launch("--delete").stdout
 
 
@@ -105,7 +109,8 @@ def test_a_preempted_slice_ends_the_launch_and_resume_continues_on_a_new_one(clo
     )
     first, second = sorted(cloud.runs(), key=len)
     assert "resume" not in first and second.endswith("--resume")
-    assert len(cloud.calls("tpu-vm create")) == 2 and cloud.node() is None
+    assert len(cloud.calls("tpu-vm create")) == 2
+    assert cloud.node() is None
 
 
 def test_a_broken_connection_loses_neither_the_run_nor_a_line(cloud: Cloud):
@@ -177,7 +182,8 @@ def test_a_failed_run_is_left_while_the_fate_of_its_slice_is_unknown(cloud: Clou
     cloud.power_off()
     output = said_by(process)
     assert process.returncode == 1 and "an internal error has occurred" in output, output
-    assert "the slice stays and costs" in output and cloud.node() is not None
+    assert "the slice stays and costs" in output
+    assert cloud.node() is not None
 
 
 def test_ctrl_c_lets_the_run_save_before_its_slice_is_deleted(cloud: Cloud):
@@ -210,7 +216,8 @@ def test_logs_shows_the_run_from_its_beginning_and_its_exit_status(cloud: Cloud)
     cloud.order("trainer", "ends 2")
     assert cloud.launch(*KEPT, "--keep").returncode == 2
     result = cloud.launch("--logs")
-    assert result.returncode == 2 and "[host-0] arguments: train" in result.stdout
+    assert result.returncode == 2
+    assert "[host-0] arguments: train" in result.stdout
     assert (cloud.folder / "logs" / "host-0.log").read_text().count("arguments: train") == 1
     assert cloud.node() is not None and len(cloud.runs()) == 1
 
@@ -242,7 +249,9 @@ def test_variables_reach_what_prepares_and_what_runs_and_are_shown_nowhere(cloud
 
 def test_a_preparation_that_fails_with_variables_ends_the_launch(cloud: Cloud):
     result = cloud.launch("--prepare", "exit 7", "--env", "GIVEN=1")
-    assert result.returncode == 1 and "host-0:" in result.stderr and not cloud.runs()
+    assert result.returncode == 1
+    assert "host-0:" in result.stderr
+    assert not cloud.runs()
 
 
 def test_a_slice_whose_run_has_ended_is_given_back_when_the_cloud_answers(cloud: Cloud):
@@ -325,7 +334,8 @@ def test_a_slice_that_another_launcher_creates_is_left_to_it(cloud: Cloud):
     ],
 )
 def test_what_schedulers_do_is_left_to_them(cloud: Cloud, arguments: list[object], message: str):
-    assert message in refused(cloud, *KEPT, *arguments) and cloud.calls() == []
+    assert message in refused(cloud, *KEPT, *arguments)
+    assert cloud.calls() == []
 
 
 def test_without_gcloud_its_installation_is_named(cloud: Cloud):
@@ -349,6 +359,7 @@ def test_a_name_that_is_another_slices_is_left_alone(cloud: Cloud):
 def test_a_host_that_cannot_be_prepared_is_named(cloud: Cloud):
     result = cloud.launch(*KEPT, "--prepare", "cp /nowhere .")
     assert result.returncode == 1 and cloud.runs() == []
-    assert "host-0:" in result.stderr and "failed, see above" in result.stderr
+    assert "host-0:" in result.stderr
+    assert "failed, see above" in result.stderr
     assert_message(result.stdout, key="slice", value="costs", fix="--delete")
     assert cloud.node() is not None

@@ -96,7 +96,8 @@ async def test_eos_ends_a_generation_and_is_kept_with_its_log_prob(engine: Engin
         if expected[-1] == 2:
             break
     output = await engine.backend.generate(request("r", prompt, max_tokens=12, ignore_eos=False))
-    assert list(output.token_ids) == expected and output.stop_reason is StopReason.EOS
+    assert list(output.token_ids) == expected
+    assert output.stop_reason is StopReason.EOS
     np.testing.assert_allclose(output.log_probs, reference.logprobs(prompt, expected), atol=5e-5)
 
 
@@ -123,7 +124,8 @@ async def test_the_context_limit_ends_a_generation(engine: Engine):
     output = await engine.backend.generate(
         request("r", prompt_of(1, MAX_MODEL_LEN - 5), max_tokens=50)
     )
-    assert len(output.token_ids) == 5 and output.stop_reason is StopReason.LENGTH
+    assert len(output.token_ids) == 5
+    assert output.stop_reason is StopReason.LENGTH
 
 
 async def test_bad_requests_are_refused_and_the_engine_lives_on(engine: Engine):
@@ -156,7 +158,8 @@ async def test_abort_returns_what_there_is_and_the_rest_follows_seamlessly(engin
     assert await backend.abort("r")
     async for chunk in stream:
         part = chunk.final
-    assert part.stop_reason is StopReason.ABORTED and 0 < len(part.token_ids) < 100
+    assert part.stop_reason is StopReason.ABORTED
+    assert 0 < len(part.token_ids) < 100
     continuation = await backend.generate(
         request("r", [*prompt, *part.token_ids], max_tokens=100 - len(part.token_ids))
     )
@@ -171,7 +174,8 @@ async def test_a_request_can_be_aborted_before_it_ran(engine: Engine):
         await asyncio.sleep(0)
     output = await task
     await engine.backend.resume()
-    assert output.token_ids == () and output.stop_reason is StopReason.ABORTED
+    assert output.token_ids == ()
+    assert output.stop_reason is StopReason.ABORTED
 
 
 async def test_cancelling_a_caller_frees_its_slot(engine: Engine):
@@ -186,7 +190,8 @@ async def test_cancelling_a_caller_frees_its_slot(engine: Engine):
     await asyncio.gather(*tasks, return_exceptions=True)
     output = await backend.generate(request("after", prompt_of(1, 4)))
     health = await backend.health()
-    assert len(output.token_ids) == 8 and (health.running, health.waiting) == (0, 0)
+    assert len(output.token_ids) == 8
+    assert (health.running, health.waiting) == (0, 0)
 
 
 async def test_two_living_requests_cannot_share_a_name(engine: Engine):
@@ -238,7 +243,8 @@ async def test_pausing_with_abort_returns_partial_outputs(engine: Engine):
     async for chunk in stream:
         part = chunk.final
     await backend.resume()
-    assert part.stop_reason is StopReason.ABORTED and 0 < len(part.token_ids) < 200
+    assert part.stop_reason is StopReason.ABORTED
+    assert 0 < len(part.token_ids) < 200
 
 
 async def test_freezing_and_going_on_changes_nothing(engine: Engine):

@@ -57,4 +57,5 @@ async def test_an_answer_is_one_of_its_schema_and_survives_an_abort(tmp_path: Pa
         assert json.loads(decode(output.token_ids[:-1])) in SCHEMA["enum"]
         assert output.stop_reason is StopReason.EOS
         assert output.constrained == (True,) * len(output.token_ids)
-    assert in_batch.token_ids == alone.token_ids and in_batch.constrained == ()
+    assert in_batch.token_ids == alone.token_ids
+    assert in_batch.constrained == ()

@@ -94,7 +94,8 @@ def test_tensors_arrive_bit_by_bit_and_without_pickle(monkeypatch: pytest.Monkey
     memory = Memory(monkeypatch, seen=("GPU-0", UUID))
     memory.of(UUID)
     info, copies = cuda_ipc.export(arrays)
-    assert len(copies) == 2 and all(not tensor.requires_grad for tensor in copies)
+    assert len(copies) == 2
+    assert all(not tensor.requires_grad for tensor in copies)
     json.dumps(info, default=bytes.hex)  # plain values and bytes, as vLLM's own messages have
     memory.of("GPU-0", UUID)  # the worker's numbers are others
     model = Model()

@@ -313,7 +313,8 @@ async def test_changes_sent_to_a_server_become_the_files_that_the_engine_loads(
             await remote.update_weights(update)
         assert update.deltas, "the second brought what changed"
         largest, _ = engine.backend.updater.last_difference
-        assert largest < 1e-4 and engine.backend.policy_version == version
+        assert largest < 1e-4
+        assert engine.backend.policy_version == version
     finally:
         await remote.close()
         await server.close()

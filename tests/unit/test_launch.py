@@ -115,7 +115,8 @@ def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Pat
     imports, tests, types = (
         command.removeprefix(f"{tmp_path}/venv/bin/") for command in commands[-3:]
     )
-    assert imports == "lint-imports" and types.startswith("pyright --pythonpath")
+    assert imports == "lint-imports"
+    assert types.startswith("pyright --pythonpath")
     assert tests == "python -m pytest -m not vllm --durations=10 -k config"
 
 

@@ -336,7 +336,8 @@ def test_samples_of_adapters_and_base_have_the_log_probs_of_their_weights(servic
         [*clients, clients[0]], answers, strict=True
     ):  # an untrained adapter changes nothing
         for sequence in sequences:
-            assert len(sequence.tokens) == 8 and sequence.stop_reason == "length"
+            assert len(sequence.tokens) == 8
+            assert sequence.stop_reason == "length"
             datum = datum_of([*prompt.to_ints(), *sequence.tokens])
             (scored,) = logprobs_of(client.forward([datum], "cross_entropy").result())
             np.testing.assert_allclose(np.array(sequence.logprobs), scored[2:], atol=1e-4)
@@ -399,7 +400,8 @@ def test_the_likeliest_ids_of_prompt_and_sample_are_those_of_the_model(service, 
     ]
     alone, answer = (future.result() for future in answers)
     assert answer.topk_prompt_logprobs is not None
-    assert alone.topk_prompt_logprobs == [None] and alone.prompt_logprobs == [None]
+    assert alone.topk_prompt_logprobs == [None]
+    assert alone.prompt_logprobs == [None]
     for sequence in answer.sequences:
         ids = [*prompt, *sequence.tokens]
         every = np.tile(np.arange(CONFIG.vocab_size), (len(ids) - 1, 1))
@@ -407,7 +409,8 @@ def test_the_likeliest_ids_of_prompt_and_sample_are_those_of_the_model(service, 
             client.forward([datum_of(ids, target_tokens=every)], "cross_entropy").result()
         )
         best = np.argsort(-log_probs, axis=1)
-        assert sequence.topk_logprobs is not None and len(sequence.topk_logprobs) == 3
+        assert sequence.topk_logprobs is not None
+        assert len(sequence.topk_logprobs) == 3
         likeliest = [*answer.topk_prompt_logprobs[1:], *sequence.topk_logprobs]
         for place, (row, order) in enumerate(zip(likeliest, best, strict=True)):
             assert row is not None
@@ -885,7 +888,8 @@ def test_a_checkpoint_that_a_waiting_request_needs_does_not_expire(
     store.finish(request, b"")  # it was in use until now
     assert store.remove_expired() == []
     monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + 111)
-    assert store.remove_expired() == [path] and store.checkpoints(expired=True) == []
+    assert store.remove_expired() == [path]
+    assert store.checkpoints(expired=True) == []
 
 
 def test_the_life_that_a_client_sets_is_not_changed_by_use(tmp_path, monkeypatch):
@@ -897,7 +901,8 @@ def test_the_life_that_a_client_sets_is_not_changed_by_use(tmp_path, monkeypatch
     store.set_expiry(path, now + 50)
     store.add_sampler("s:sampler:0", path)
     checkpoint = store.checkpoint(path)
-    assert checkpoint is not None and checkpoint["expires"] == pytest.approx(now + 50)
+    assert checkpoint is not None
+    assert checkpoint["expires"] == pytest.approx(now + 50)
 
 
 def test_a_silent_session_ends_and_leaves_named_checkpoints(model_folder, tmp_path, monkeypatch):
@@ -966,7 +971,8 @@ def test_what_is_known_of_old_samples_is_forgotten_and_of_training_is_not(tmp_pa
     assert store.request("sample") is not None
     monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + 25 * 3600)
     store.remove_old_requests()
-    assert store.request("sample") is None and store.request("optim_step") is not None
+    assert store.request("sample") is None
+    assert store.request("optim_step") is not None
 
 
 def test_a_model_does_not_need_the_checkpoint_that_it_was_loaded_from(model_folder, tmp_path):

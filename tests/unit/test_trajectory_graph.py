@@ -55,7 +55,8 @@ def test_segments_are_part_of_their_trajectorys_path():
     segment = trajectory([3], [10, 11], index=0)
     in_segments = replace(trajectory([3, 4], [20], index=1), segments=(segment,))
     graph = TrajectoryGraph.of([in_segments, trajectory([3], [10, 11], index=2)])
-    assert graph.paths == ((0, 1), (0,)) and graph.ends == ((2, 3), (2,))
+    assert graph.paths == ((0, 1), (0,))
+    assert graph.ends == ((2, 3), (2,))
     assert [node.parent for node in graph.nodes] == [None, None]
 
 

@@ -44,7 +44,8 @@ def test_a_video_is_its_frames_and_their_times():
     ((frames, times),) = media["video"]
     assert frames.shape == (4, 2, 4, 3)
     assert (times["fps"], times["duration"]) == (2.0, 2.0)
-    assert times["frames_indices"] == [0, 1, 2, 3] and not times["do_sample_frames"]
+    assert times["frames_indices"] == [0, 1, 2, 3]
+    assert not times["do_sample_frames"]
     assert media["image"][0].size == (4, 2)
 
 

@@ -235,7 +235,8 @@ def test_too_little_memory_is_a_config_error_with_the_keys(tmp_path, cause: str)
 def test_too_little_shared_memory_is_not_the_devices(tmp_path, cause: str):
     error = explained(tmp_path, cause)
     assert isinstance(error, ConfigError)
-    assert "--shm-size" in str(error) and "gpu_memory_utilization" not in str(error)
+    assert "--shm-size" in str(error)
+    assert "gpu_memory_utilization" not in str(error)
 
 
 @pytest.mark.parametrize(

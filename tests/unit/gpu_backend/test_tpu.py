@@ -108,7 +108,8 @@ def test_a_load_that_fails_leaves_the_runner_with_a_state():
 
     with pytest.raises(OSError, match="gone"):
         tpu_weights.replace_weights(runner, broken())
-    assert runner.state_leaves and runner.state_leaves[0].shape == (3, 2)
+    assert runner.state_leaves
+    assert runner.state_leaves[0].shape == (3, 2)
 
 
 def test_a_torch_model_says_that_its_weights_stay():

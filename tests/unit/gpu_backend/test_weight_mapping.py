@@ -54,7 +54,8 @@ def write(path: Path, shapes: dict, metadata: dict | None = None) -> str:
 
 def test_a_model_folder_says_what_an_update_consists_of(checkpoint: Checkpoint):
     assert checkpoint.shapes["model.embed_tokens.weight"] == (97, 32)
-    assert len(checkpoint.shapes) == 2 + 3 * 9 and checkpoint.eos_token_ids == {2}
+    assert len(checkpoint.shapes) == 2 + 3 * 9
+    assert checkpoint.eos_token_ids == {2}
     assert checkpoint.optional == {"lm_head.weight"}
 
 
@@ -298,7 +299,8 @@ def test_the_learner_writes_all_weights_in_shards_with_its_own_log_probs(
     second = files.write(params, 2).payload
     checkpoint.check(update_shapes(second), partial=False)
     probe = read_probe(second)
-    assert len(second) > 2 and not any(Path(path).exists() for path in first)
+    assert len(second) > 2
+    assert not any(Path(path).exists() for path in first)
     np.testing.assert_allclose(probe.log_probs[0], logprobs_of(params, ids[:1], ids[1:]), atol=2e-5)
     files.release()
     assert not list(tmp_path.iterdir())

@@ -116,7 +116,8 @@ def test_eos_is_kept_with_its_log_prob():
     state = live()
     assert state.take(output([30, 31]), [(4, 0)]).final is None
     final = state.take(output([2], finished="stop", cached=2), [(4, 0)]).final
-    assert final.token_ids == (30, 31, 2) and final.log_probs == (-0.5,) * 3
+    assert final.token_ids == (30, 31, 2)
+    assert final.log_probs == (-0.5,) * 3
     assert (final.stop_reason, final.stop_match, final.cached_tokens) == (StopReason.EOS, None, 2)
     assert final.context_digest == digest_ids([5, 6, 7, 30, 31, 2])
 
@@ -124,7 +125,8 @@ def test_eos_is_kept_with_its_log_prob():
 def test_a_stop_string_keeps_the_ids_up_to_the_one_that_completes_it():
     state = live(stop=("bc",))
     chunk = state.take(output([0, 1, 2 + 26, 3]), [(0, 0)])
-    assert chunk.final.token_ids == (0, 1, 28) and chunk.token_ids == (0, 1, 28)
+    assert chunk.final.token_ids == (0, 1, 28)
+    assert chunk.token_ids == (0, 1, 28)
     assert (chunk.stop_reason, chunk.final.stop_match) == (StopReason.STOP, "bc")
     assert not state.left_engine  # vLLM does not know: it must be aborted there
 

@@ -132,7 +132,8 @@ def test_terms_count_where_few_nodes_have_many():
     ts = [trajectory([3], [4, 5], index=i) for i in range(9)]
     batch = weighted(pack(ts, pack_length=16), [1.0] * 9)
     (arrays,) = batch.micro_batches(1, lengths=2)
-    assert np.count_nonzero(batch.copies) == 3 and arrays["token_ids"].shape == (1, 16)
+    assert np.count_nonzero(batch.copies) == 3
+    assert arrays["token_ids"].shape == (1, 16)
 
 
 def test_nodes_stand_depth_first_the_oldest_branch_first():

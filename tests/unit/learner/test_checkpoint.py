@@ -27,7 +27,8 @@ def test_the_newest_state_and_progress_come_back(checkpointer: Checkpointer):
         checkpointer.save(step, state(step), {"step": step, "nested": {"a": [1, None]}})
     checkpointer.wait()
     step, restored, progress = checkpointer.restore(state(0))
-    assert step == 3 and progress == {"step": 3, "nested": {"a": [1, None]}}
+    assert step == 3
+    assert progress == {"step": 3, "nested": {"a": [1, None]}}
     np.testing.assert_array_equal(restored["params"]["w"], [3.0] * 3)
 
 

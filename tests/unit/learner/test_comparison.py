@@ -138,7 +138,8 @@ def test_a_check_before_the_first_update_can_stop_it_with_nothing_changed(config
     with pytest.raises(DisagreementError):
         learner.update(groups, check=AgreementCheck(since=0, inspect=refuse))
     (comparison,) = seen
-    assert comparison.tokens > 10 and comparison.largest == pytest.approx(0.5, abs=1e-3)
+    assert comparison.tokens > 10
+    assert comparison.largest == pytest.approx(0.5, abs=1e-3)
     assert comparison.mean == pytest.approx(0.5 / comparison.tokens, abs=1e-4)
     jax.tree.map(
         np.testing.assert_array_equal, jax.device_get(learner.state.policy), initial_policy
@@ -152,7 +153,9 @@ def test_the_learner_looks_once_a_step_and_only_at_tokens_of_its_own_version():
     learner.update(groups, check=AgreementCheck(since=0, inspect=seen.append))
     learner.update(groups, check=AgreementCheck(since=10_000, inspect=seen.append))
     assert seen[0].tokens == sum(t.num_sampled for t in trajectories_of(groups))
-    assert seen[0].largest < 1e-4 and seen[1].tokens == 0 and len(seen) == 2
+    assert seen[0].largest < 1e-4
+    assert seen[1].tokens == 0
+    assert len(seen) == 2
 
 
 def test_a_breach_cancels_the_step_and_raises_once_it_is_given_up():

@@ -72,7 +72,8 @@ def test_one_picture_in_two_places_is_looked_at_once():
     batch = packed(seeing_trajectory(PROMPT, ([7], {"image": [FIRST, FIRST]}), ([9], {})))
     (image,) = batch.images.images
     index = batch.images.feature_index
-    assert len(image) == 1 and index[index >= 0].tolist() == [0, 1, 2, 3] * 2
+    assert len(image) == 1
+    assert index[index >= 0].tolist() == [0, 1, 2, 3] * 2
 
 
 def test_rotary_positions_of_shared_nodes_fit_all_their_trajectories():
@@ -144,7 +145,8 @@ def test_by_default_a_row_takes_all_that_its_tokens_can_show(length: int):
         pack_length=length,
         image_packing=rows,
     )
-    assert rows.sizes[-1] >= 16 * len(new_pictures) and len(batch.images.images[0]) == 1
+    assert rows.sizes[-1] >= 16 * len(new_pictures)
+    assert len(batch.images.images[0]) == 1
 
 
 def test_rows_without_pictures_are_those_of_a_model_of_text():

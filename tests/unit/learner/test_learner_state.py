@@ -151,7 +151,8 @@ def test_a_step_whose_updates_changed_nothing_can_be_cancelled():
     cancellation = StepCancellation()
     with cancellation.update():
         cancellation.unchanged()
-    assert not cancellation.has_begun and not cancellation.is_partly_applied
+    assert not cancellation.has_begun
+    assert not cancellation.is_partly_applied
     with cancellation.update():
         pass
     with cancellation.update():

@@ -90,7 +90,9 @@ def test_a_chunk_without_valid_tokens_gives_zeros_and_no_gradient(kept_logits: i
     hidden, head, ids, valid = inputs(67)
     valid = valid.at[1].set(False)
     logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept_logits)
-    assert not logprob[1].any() and not entropy[1].any() and logprob[0].all()
+    assert not logprob[1].any()
+    assert not entropy[1].any()
+    assert logprob[0].all()
 
     def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
         return linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept_logits)[0].sum()

@@ -134,5 +134,6 @@ def test_conversion_keeps_the_tower_and_the_processors(tmp_path: Path):
         (tmp_path / "source" / f"{name}.json").write_text(json.dumps({"name": name}))
     target = convert(tmp_path / "source", tmp_path / "target")
     config, converted = load_hf(target)
-    assert config == TINY_VL and (target / "video_preprocessor_config.json").is_file()
+    assert config == TINY_VL
+    assert (target / "video_preprocessor_config.json").is_file()
     jax.tree.map(np.testing.assert_array_equal, converted, params)

@@ -110,7 +110,8 @@ def test_text_goes_on_after_the_last_group_of_a_long_video():
 
 def test_text_alone_stands_at_its_index():
     positions, offset = rope_positions(VISION, 4, [])
-    assert positions.tolist() == [[0] * 3, [1] * 3, [2] * 3, [3] * 3] and offset == 0
+    assert positions.tolist() == [[0] * 3, [1] * 3, [2] * 3, [3] * 3]
+    assert offset == 0
 
 
 def test_features_take_the_places_of_their_item():

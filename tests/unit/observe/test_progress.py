@@ -97,5 +97,6 @@ def test_no_line_steers_the_terminal():
     Progress(console, total_steps=1).print_line("best: \x1b[2J\u202eadd\u061c")
     print_line(console, "joined \x1b]0;owned\x07")
     text = console.file.getvalue()
-    assert "\\x1b[2J\\u202eadd\\u061c" in text and "\\x1b]0;owned\\x07" in text
+    assert "\\x1b[2J\\u202eadd\\u061c" in text
+    assert "\\x1b]0;owned\\x07" in text
     assert not set(text) & set("\x1b\x07\u202e\u061c")

@@ -36,7 +36,8 @@ def test_a_line_without_an_object_is_left_out_and_counted(tmp_path: Path, line: 
         objects = list(read(file))
         put(file, line, at=1)
         records = read(file)
-        assert list(records) == objects and (records.damaged, records.invalid) == (1, 0)
+        assert list(records) == objects
+        assert (records.damaged, records.invalid) == (1, 0)
         assert list(records) == objects and records.damaged == 1, "a second reading counts again"
         assert records.notes == [f"lines left out of {file.name}: 1 (cut off or damaged)"]
 
@@ -70,7 +71,8 @@ def test_a_trajectory_without_what_is_read_of_it_is_left_out_and_counted(
     file = tmp_path / "trajectories.jsonl"
     file.write_text("\n".join(map(json.dumps, [{"a": 1}, record, record | broken, missing])))
     records = read_trajectories(file)
-    assert list(records) == [record] and (records.damaged, records.invalid) == (0, 3)
+    assert list(records) == [record]
+    assert (records.damaged, records.invalid) == (0, 3)
     assert records.notes == [
         "lines left out of trajectories.jsonl: 3 (not as this version writes them)"
     ]

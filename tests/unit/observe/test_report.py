@@ -192,7 +192,8 @@ def test_numbers_that_are_none_are_left_out():
 def test_thinning_keeps_the_extremes_the_order_and_few_points(values):
     points = [(float(x), y) for x, y in enumerate(values)]
     thin = thinned(points)
-    assert len(thin) <= max(MAX_POINTS, 1) + 2 and set(thin) <= set(points)
+    assert len(thin) <= max(MAX_POINTS, 1) + 2
+    assert set(thin) <= set(points)
     assert thin == sorted(thin) and len(set(thin)) == len(thin)
     assert {max(values), min(values)} <= {y for _, y in thin}
 
@@ -206,7 +207,8 @@ def test_a_value_of_every_step_is_near_a_point_that_is_drawn():
     for line in [
         chart["lines"][0] for chart in charts(metrics) if chart["title"] in ("Entropy", "Reward")
     ]:
-        assert len(line["x"]) < 700 and (line["x"][0], line["x"][-1]) == (1, 5000)
+        assert len(line["x"]) < 700
+        assert (line["x"][0], line["x"][-1]) == (1, 5000)
         assert max(min(abs(s - x) for x in line["x"]) for s in steps) == line["reach"] <= 20
 
 
@@ -240,7 +242,8 @@ def test_a_long_pause_is_cut_out_of_the_time_axis():
 
 def test_a_short_pause_stays():
     axis = TimeAxis.from_intervals([(100, 110), (110 + MAX_PAUSE_SECONDS, 300)])
-    assert axis(110 + MAX_PAUSE_SECONDS) == 10 + MAX_PAUSE_SECONDS and axis.cuts == ()
+    assert axis(110 + MAX_PAUSE_SECONDS) == 10 + MAX_PAUSE_SECONDS
+    assert axis.cuts == ()
 
 
 def test_phases_updates_engine_and_traces_share_one_axis(tmp_path: Path):
@@ -260,7 +263,8 @@ def test_phases_updates_engine_and_traces_share_one_axis(tmp_path: Path):
 
 def test_a_run_without_times_has_an_empty_timeline():
     lanes = timeline([{"kind": "step", "step": 1, "engine_busy_share": 0.5}], [], {})
-    assert lanes["phases"] == lanes["traces"] == [] and lanes["seconds"] == 0
+    assert lanes["phases"] == lanes["traces"] == []
+    assert lanes["seconds"] == 0
 
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -281,8 +285,10 @@ def test_a_token_keeps_its_text_log_prob_advantage_and_version():
         "world ",
         "<|im_end|>",
     ]
-    assert page["l"] == [-1000] * 4 and page["a"] == [500, -500, 1250, 2000]
-    assert page["o"] == [-2000, -2000, -2000, None] and page["v"] == [[0, 4]]
+    assert page["l"] == [-1000] * 4
+    assert page["a"] == [500, -500, 1250, 2000]
+    assert page["o"] == [-2000, -2000, -2000, None]
+    assert page["v"] == [[0, 4]]
     assert [(turn["s"], turn["i"]) for turn in page["turns"]] == [(2, 1), (2, 0)]
 
 
@@ -339,7 +345,8 @@ def test_constrained_tokens_are_shown_as_not_trained_on():
     assert record["advantages"] == [None, 0.5, None, 0.0, -1.0]
     vocabulary = Vocabulary(decode)
     page = tokens(record, vocabulary, Prompts(vocabulary))
-    assert page["a"] == [500, -1000] and page["o"] == [None, -1500, None, -1000]
+    assert page["a"] == [500, -1000]
+    assert page["o"] == [None, -1500, None, -1000]
     assert [turn.get("c") for turn in page["turns"]] == [[1, 0, 1], None]
     assert restore_trajectory(record).loss_mask == trained.loss_mask == (0, 1, 0, 0, 1)
 
@@ -599,13 +606,15 @@ def test_a_prompt_counts_once_for_its_group():
         fact = a_fact(1, tokens=0, group=f"{n}")._replace(prompt=MAX_TOKENS // 2)
         alone.append(fact)
         together.append(fact._replace(group="0"))
-    assert choose(together, 4) == ({0, 1, 2, 3}, False) and choose(alone, 4)[1]
+    assert choose(together, 4) == ({0, 1, 2, 3}, False)
+    assert choose(alone, 4)[1]
 
 
 def test_the_page_says_that_more_tokens_would_be_too_many(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(selection, "MAX_TOKENS", 30)
     index, trajectories = page_of(make_run(tmp_path / "run"), limit=12)
-    assert 1 <= len(trajectories) < 12 and "--limit 0 shows all" in index["notes"][0]
+    assert 1 <= len(trajectories) < 12
+    assert "--limit 0 shows all" in index["notes"][0]
     assert len(page_of(tmp_path / "run")[1]) == 12
 
 
@@ -650,7 +659,8 @@ def test_the_page_allows_its_own_script_only_and_loads_nothing():
     text = "".join(page(title="<b>run</b>", trajectories=[], index=dict))
     assert "&lt;b&gt;run&lt;/b&gt;" in text
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
-    assert policy.startswith("default-src 'none';") and "script-src 'sha256-" in policy
+    assert policy.startswith("default-src 'none';")
+    assert "script-src 'sha256-" in policy
     assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", text)
 
 

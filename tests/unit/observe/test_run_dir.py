@@ -162,7 +162,8 @@ def test_a_run_that_goes_on_is_not_finished(tmp_path: Path):
 def test_a_record_holds_everything_training_used():
     sample = trajectory([3], [4, 5, 2], mask=[1, 0, 1])
     record = json.loads(json.dumps(trajectory_record(sample, step=1, split="train")))
-    assert record["response_ids"] == [4, 5, 2] and record["response_mask"] == [1, 0, 1]
+    assert record["response_ids"] == [4, 5, 2]
+    assert record["response_mask"] == [1, 0, 1]
     assert [turn["sampled"] for turn in record["turns"]] == [1, 1]
 
 

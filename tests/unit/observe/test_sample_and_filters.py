@@ -39,7 +39,8 @@ def pick(items, limit, seed=0):
 def test_a_sample_has_the_best_the_worst_and_keeps_the_order(rows, limit, seed):
     items = [Item(number, *row) for number, row in enumerate(rows)]
     sample = pick(items, limit, seed)
-    assert len(sample) == min(limit, len(items)) and sample == sorted(sample)
+    assert len(sample) == min(limit, len(items))
+    assert sample == sorted(sample)
     if items:
         rewards = [i.reward for i in sample]
         assert {max(i.reward for i in items), min(i.reward for i in items)} <= set(rewards)

@@ -142,7 +142,8 @@ def test_a_sink_that_fails_is_given_up_and_counted_and_the_others_go_on(caplog):
         threads.put(a_trace())
     threads.close()
     assert len(good.taken) == MAX_FAILURES + 3
-    assert bad.tried == MAX_FAILURES and threads.lost()["bad"] == MAX_FAILURES + 3
+    assert bad.tried == MAX_FAILURES
+    assert threads.lost()["bad"] == MAX_FAILURES + 3
     assert_message(caplog.text, key="bad", value=f"{MAX_FAILURES + 3} traces")
     assert "out of reach" in caplog.text
     assert_message(caplog.text, key="bad", value=(f"{MAX_FAILURES} times", "disabled"))
@@ -248,7 +249,8 @@ def test_trackio_keeps_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
     assert step == 3
     assert end == "finished"
     assert trace["messages"][1] == {"role": "assistant", "content": "3"}
-    assert trace["metadata"]["rollout"] == "2" and trace["metadata"]["reward"] == 1.0
+    assert trace["metadata"]["rollout"] == "2"
+    assert trace["metadata"]["reward"] == 1.0
     tool = trace["spans"][3]
     assert (tool["kind"], tool["parent_id"], tool["duration_ms"]) == ("tool", "0", 1000.0)
     assert [(s["status"], s.get("error")) for s in trace["spans"][2:]] == [

@@ -127,7 +127,8 @@ def test_a_damaged_folder_is_shown_as_far_as_it_can_be_read(tmp_path):
 def test_notes_do_not_steer_the_terminal(tmp_path):
     run = make_run(tmp_path / "run", steps=1)
     (run / "config.json").write_text(json.dumps({"model": {"path": "\x1b[2Jnowhere"}}))
-    assert "\\x1b[2Jnowhere" in view(run).stderr and "\x1b" not in view(run).stderr
+    assert "\\x1b[2Jnowhere" in view(run).stderr
+    assert "\x1b" not in view(run).stderr
 
 
 # --- groups as trees ---
@@ -273,7 +274,8 @@ def test_a_session_is_shown_as_a_graph_and_then_by_segment():
     console = Console(file=io.StringIO(), width=200)
     console.print(render(record, lambda ids: " ".join(map(str, ids))))
     lines = [line.strip("│╭╮╰╯─ ") for line in console.file.getvalue().splitlines()]
-    assert lines[1].endswith("sampled 7 of 9 response tokens") and "turns 5" in lines[1]
+    assert lines[1].endswith("sampled 7 of 9 response tokens")
+    assert "turns 5" in lines[1]
     assert lines[2:6] == [
         "3 segments",
         "└── segment 1  calls 1, 5  3 trained tokens (43%)",
@@ -447,8 +449,11 @@ def test_long_messages_end_early_and_controls_are_spelt_out():
         title="worst",
     )
     question, answer = long.splitlines()[1:]
-    assert question.endswith("  a b") and "\x1b" not in long and "\\x1b[2J" in answer
-    assert answer.endswith("x…") and len(answer) == len("  assistant  ") + 100
+    assert question.endswith("  a b")
+    assert "\x1b" not in long
+    assert "\\x1b[2J" in answer
+    assert answer.endswith("x…")
+    assert len(answer) == len("  assistant  ") + 100
 
 
 def test_a_trajectory_that_was_never_sampled_shows_its_prompt():
@@ -486,4 +491,5 @@ def test_a_model_folder_with_code_of_its_own_is_neither_run_nor_asked_about(tmp_
     (run / "config.json").write_text(json.dumps(config))
     result = CliRunner().invoke(app, ["view", str(run)], input="y\n")
     assert result.exit_code == 0 and not ran.exists()
-    assert "auto_map" in result.stderr and "trust_remote_code" not in result.stderr
+    assert "auto_map" in result.stderr
+    assert "trust_remote_code" not in result.stderr

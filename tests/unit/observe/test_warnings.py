@@ -79,7 +79,8 @@ def test_between_its_two_thresholds_a_warning_neither_begins_nor_ends():
     see(watch, 0.4, 0.5, 0.4, 0.3, 0.4)
     assert len(said) == 1 and watch.active == ["bad"]
     see(watch, 0.29)
-    assert watch.active == [] and [warned.name for warned in watch.warnings] == ["bad"]
+    assert watch.active == []
+    assert [warned.name for warned in watch.warnings] == ["bad"]
 
 
 def test_a_warning_that_comes_back_is_said_again_and_stays_one_entry():
@@ -123,7 +124,8 @@ def test_a_metric_is_compared_with_the_first_steps_that_learnt_something():
     value = SinceStart("x", lambda now, start: now / start, steps=2)
     steps = [{"x": 9.0}, {"x": 1.0, "trained_tokens": 5}, {"x": 3.0, "trained_tokens": 5}]
     assert [value(step) for step in steps] == [None, None, None]
-    assert value({"x": 8.0, "trained_tokens": 5}) == 4.0 and value({"x": 0.0}) is None
+    assert value({"x": 8.0, "trained_tokens": 5}) == 4.0
+    assert value({"x": 0.0}) is None
 
 
 # --- what -----------------------------------------------------------------------------------------
@@ -184,7 +186,8 @@ def test_the_key_against_wrong_calls_is_named_where_it_helps(sections: dict, is_
 def test_the_limit_that_cuts_most_off_is_named():
     ends = {"answer": 2, "max_user_turns": 1, "response_length": 3}
     said, _ = watched(conf(), *[{"truncated_share": 0.6, "finish_reasons": ends}] * 3)
-    assert "60% of the trajectories" in said[0] and "(response_length)" in said[0]
+    assert "60% of the trajectories" in said[0]
+    assert "(response_length)" in said[0]
 
 
 def test_rewards_that_nothing_learns_from_are_not_watched():
@@ -198,7 +201,9 @@ def test_steps_without_reward_are_another_matter_once_something_was_earned():
     said, watch = watched(
         conf(), {"reward_max": 0.0}, {"reward_max": 0.5}, *[{"reward_max": 0.0}] * 3
     )
-    assert len(said) == 1 and watch.active == [] and watch.warnings[0].steps == 1
+    assert len(said) == 1
+    assert watch.active == []
+    assert watch.warnings[0].steps == 1
 
 
 def test_a_reward_that_only_punishes_is_a_reward():

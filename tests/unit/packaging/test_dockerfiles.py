@@ -76,7 +76,8 @@ def test_its_python_gets_the_pinned_versions(file: Path, tmp_path: Path):
         check=True,
     )
     (lock,) = set(re.findall(r" --constraints (\S+)", result.stdout))
-    assert Path(lock).name == f"{file.stem}.txt" and Path(lock).is_file()
+    assert Path(lock).name == f"{file.stem}.txt"
+    assert Path(lock).is_file()
 
 
 def test_there_is_one_for_every_kind_of_accelerator():

@@ -82,7 +82,8 @@ async def test_tool_turn_and_final_rewards_are_separate_and_all_available():
         return {"score": 10.0, "mixed": 10.0 + sum(tool_rewards) + sum(turn_scores)}
 
     scored = await rewards.score(trajectory())
-    assert scored.reward == 10.0 and scored.reward_parts == {"mixed": 11.75}
+    assert scored.reward == 10.0
+    assert scored.reward_parts == {"mixed": 11.75}
     assert (scored.metrics["tool_reward"], scored.metrics["turn_score"]) == (0.25, 1.5)
 
 

@@ -96,7 +96,8 @@ async def test_an_async_function_and_a_dict_with_parts():
         return {"score": np.float32(0.5), "format": 1.0, "note": "ignored"}
 
     scored = await rewards.score(trajectory())
-    assert scored.reward == 0.5 and scored.reward_parts == {"format": 1.0}
+    assert scored.reward == 0.5
+    assert scored.reward_parts == {"format": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ def test_the_fake_obeys_the_protocol():
 async def test_ids_go_in_and_one_output_comes_out():
     fleet = Fleet()
     output = await fleet.ask()
-    assert output.token_ids == fleet.whole and output.stop_reason is StopReason.EOS
+    assert output.token_ids == fleet.whole
+    assert output.stop_reason is StopReason.EOS
 
 
 async def test_an_abort_from_elsewhere_is_resumed_with_the_exact_budget():
@@ -91,7 +92,8 @@ async def test_an_abort_after_the_last_id_of_the_budget_is_a_full_output():
 
     fleet = Fleet(backend=LateAbort)
     output = await fleet.ask(max_tokens=3)
-    assert output.stop_reason is StopReason.LENGTH and len(output.token_ids) == 3
+    assert output.stop_reason is StopReason.LENGTH
+    assert len(output.token_ids) == 3
     assert len(fleet.backends[0].requests) == 1
 
 
@@ -113,7 +115,8 @@ async def test_an_abort_before_the_first_id_returns_an_empty_output():
     await asyncio.sleep(0)
     await fleet.client.abort("r")
     output = await task
-    assert output.token_ids == () and output.context_digest == digest_ids(PROMPT)
+    assert output.token_ids == ()
+    assert output.context_digest == digest_ids(PROMPT)
 
 
 async def test_an_engine_that_aborts_forever_fails_the_request():
@@ -259,7 +262,8 @@ async def test_a_server_that_dies_of_an_update_leaves_the_others():
     fleet.backends[1].die()
     with pytest.raises(BackendError, match="no server is"):
         await fleet.client.pool.update_weights(WeightUpdate(version=2, kind="arrays", payload=None))
-    assert fleet.client.pool.policy_version == 1 and not fleet.client.pool.servers
+    assert fleet.client.pool.policy_version == 1
+    assert not fleet.client.pool.servers
 
 
 async def test_a_server_that_refuses_what_another_took_is_lost():
@@ -416,7 +420,8 @@ async def test_an_abandoned_server_lets_go_of_its_requests():
     assert fleet.servers[0].running
     fleet.servers[0].abandon("it does nothing")
     assert (await task).token_ids == fleet.whole
-    assert fleet.client.stats().servers_lost == 1 and not fleet.servers[0].running
+    assert fleet.client.stats().servers_lost == 1
+    assert not fleet.servers[0].running
     with pytest.raises(EngineDiedError, match="it does nothing"):
         await fleet.servers[0].update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
 

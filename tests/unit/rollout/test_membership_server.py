@@ -135,7 +135,8 @@ async def test_a_command_that_is_interrupted_leaves_no_engine_half_way(tmp_path:
         joining.cancel()
         while run.held:
             await asyncio.sleep(0.001)
-        assert run.names == ["first"] and len(run.client.pool.backends) == 1
+        assert run.names == ["first"]
+        assert len(run.client.pool.backends) == 1
 
 
 async def test_only_the_holder_of_the_runs_token_changes_engines(tmp_path: Path):

@@ -50,7 +50,8 @@ async def test_arrays_come_back_as_they_were():
         assert (fetched.kind, fetched.version) == ("arrays", 3)
         np.testing.assert_array_equal(fetched.payload["embed"], TREE["embed"])
         scale = fetched.payload["layers"][0]["scale"]
-        assert scale.dtype == ml_dtypes.bfloat16 and scale.tolist() == [1, 1, 1]
+        assert scale.dtype == ml_dtypes.bfloat16
+        assert scale.tolist() == [1, 1, 1]
         assert fetched.payload["layers"][1]["scale"].shape == ()
 
 

@@ -84,7 +84,8 @@ def test_a_join_that_fails_leaves_everything_as_it_was(why):
             await asyncio.sleep(0.5)  # it is loading weights
             joining.cancel()
             await asyncio.gather(joining, return_exceptions=True)
-        assert fleet.up == ["a"] and len(fleet.client.pool.backends) == 1
+        assert fleet.up == ["a"]
+        assert len(fleet.client.pool.backends) == 1
         assert all(engine.closed for engine in fleet.engines.get("b", []))
         await fleet.publish(2)
         fleet.unreachable.clear()
@@ -121,7 +122,8 @@ def test_a_lost_server_is_replaced_updated_and_takes_part_again():
         fleet["a"].die()
         await asyncio.sleep(5)
         assert fleet.up == ["a", "b"] and len(fleet.engines["a"]) == 2
-        assert fleet["a"].updates == [1] and fleet.engines["a"][0].closed
+        assert fleet["a"].updates == [1]
+        assert fleet.engines["a"][0].closed
         assert [len(output.token_ids) for output in await asyncio.gather(*tasks)] == [10, 10]
         stats = fleet.client.stats()
         assert (stats.servers_up, stats.servers_lost, stats.servers_joined, stats.stale_served) == (
@@ -286,7 +288,8 @@ def test_if_all_refuse_the_old_weights_are_served():
         fleet["a"].refuses = fleet["b"].refuses = True
         with raises(WeightUpdateError, key="a refuses", value="version 1"):
             await fleet.publish(1)
-        assert fleet.up == ["a", "b"] and fleet.client.pool.policy_version == 0
+        assert fleet.up == ["a", "b"]
+        assert fleet.client.pool.policy_version == 0
         output = await fleet.ask(5)
         assert output.stop_reason is StopReason.LENGTH
         assert set(output.policy_versions) == {0}

@@ -36,7 +36,8 @@ async def test_it_answers_with_capabilities_outputs_and_versions():
     host = EngineHost(ToyBackend)
     assert (await host.start()).value.max_model_len == 200
     answer = await host.call("generate", request())
-    assert len(answer.value.token_ids) == 5 and answer.policy_version == 0
+    assert len(answer.value.token_ids) == 5
+    assert answer.policy_version == 0
     await host.call("close")
 
 

@@ -459,7 +459,8 @@ async def test_uploaded_weights_are_checked_used_and_deleted(tmp_path: Path):
         file.write_text("nonsense")
         with pytest.raises(WeightUpdateError, match="no weight set"):
             await remote.update_weights(WeightUpdate(version=4, kind="safetensors", payload=[file]))
-        assert [p.name for p in folder.iterdir()] == [] and remote.policy_version == 3
+        assert [p.name for p in folder.iterdir()] == []
+        assert remote.policy_version == 3
     assert not folder.exists()
 
 
@@ -553,7 +554,8 @@ async def test_prometheus_reads_what_the_engine_did_and_who_asked():
         async with send(http.url, "/v1/nothing", headers=PROTOCOL) as response:
             assert response.status == 404
         async with send(http.url, "/metrics") as response:  # without headers of ours
-            assert response.status == 200 and response.content_type == "text/plain"
+            assert response.status == 200
+            assert response.content_type == "text/plain"
             families = text_string_to_metric_families(await response.text())
     samples = {}
     for family in families:

@@ -108,7 +108,8 @@ async def test_changes_follow_the_first_version(folder: Path):
     backend = Reader()
     async with serving(backend, folder / "server") as client:
         first = learner.publish()
-        assert first.deltas == {} and await client.send(first) == whole(first)
+        assert first.deltas == {}
+        assert await client.send(first) == whole(first)
         for _ in range(3):
             update = learner.publish()
             assert await client.send(update) < 0.4 * whole(update), (
@@ -141,7 +142,8 @@ async def test_a_server_that_missed_a_version_gets_all_of_the_next(folder: Path)
         await client.send(learner.publish())
         learner.publish()
         update = learner.publish()
-        assert update.deltas and await client.send(update) == whole(update)
+        assert update.deltas
+        assert await client.send(update) == whole(update)
         assert backend.contents == [Path(path).read_bytes() for path in update.payload]
         update = learner.publish()
         assert await client.send(update) < whole(update), "then changes again"
@@ -179,5 +181,6 @@ async def test_a_learner_that_sends_no_deltas_leaves_nothing_on_the_server(folde
     learner = Learner(folder / "learner", full_every=1)
     async with serving(Reader(), folder / "server") as client:
         update = learner.publish()
-        assert update.deltas is None and await client.send(update) == whole(update)
+        assert update.deltas is None
+        assert await client.send(update) == whole(update)
         assert not list((folder / "server").rglob("*.safetensors"))

@@ -124,7 +124,8 @@ def test_a_session_does_not_wait_for_ever_for_a_server_that_hangs():
         await asyncio.sleep(25)
         assert fleet.client.waiting == 1
         await asyncio.sleep(2)
-        assert fleet.client.waiting == 0 and asked(fleet, "b") == ["r3", "r5"]
+        assert fleet.client.waiting == 0
+        assert asked(fleet, "b") == ["r3", "r5"]
         await waiting
         for task in held:
             task.cancel()
@@ -162,7 +163,8 @@ def test_a_waiting_request_can_be_aborted_and_cancelled():
         assert now() < 2
         cancelled.cancel()
         await asyncio.gather(*held, last)
-        assert asked(fleet, "a") == ["r1", "r2", "r5"] and cancelled.cancelled()
+        assert asked(fleet, "a") == ["r1", "r2", "r5"]
+        assert cancelled.cancelled()
 
     in_virtual_time(main, **LIMITED)
 
@@ -184,7 +186,9 @@ def test_room_of_a_cancelled_request_goes_to_the_next():
         await asyncio.sleep(0)
         queue.release(server)  # it is the turn of the one that waits, which does not know it yet
         waiting.cancel()
-        assert await last is server and waiting.cancelled() and not queue.waiting
+        assert await last is server
+        assert waiting.cancelled()
+        assert not queue.waiting
 
     in_virtual_time(main)
 

@@ -78,7 +78,8 @@ async def test_the_only_engine_sleeps_where_it_is_if_it_may(rollout: dict[str, A
     engine = Sleeper()
     client = await serving(here=engine)
     async with room_for_learning(settings(**rollout), client, ["here"])():
-        assert names(client) == {"here"} and engine.asleep == (rollout is not SLEEPING)
+        assert names(client) == {"here"}
+        assert engine.asleep == (rollout is not SLEEPING)
     assert not engine.asleep
     await close(client)
 
@@ -96,7 +97,9 @@ async def test_in_a_hybrid_it_leaves_and_its_requests_go_on_elsewhere():
         await asyncio.sleep(0)
     with pytest.raises(ArithmeticError):
         async with room_for_learning(settings(**SLEEPING), client, ["here"])():
-            assert names(client) == {"there"} and local.asleep and not local.running
+            assert names(client) == {"there"}
+            assert local.asleep
+            assert not local.running
             outputs = await asyncio.gather(*running)
             raise ArithmeticError("the learner fails")
     assert [len(output.token_ids) for output in outputs] == [150, 150]
@@ -124,7 +127,8 @@ async def test_requests_of_a_hybrid_wait_for_the_engine_that_sleeps():
         await asyncio.sleep(0)
         client.require_server()
         assert names(client) == set() and not running.done()
-    assert names(client) == {"here"} and len((await running).token_ids) == 150
+    assert names(client) == {"here"}
+    assert len((await running).token_ids) == 150
     await close(client)
 
 

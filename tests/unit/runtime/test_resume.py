@@ -60,7 +60,8 @@ def test_checkpoints_of_another_run_are_not_written_over(tmp_path: Path):
 def test_a_checkpoint_whose_writing_was_cut_off_does_not_count(tmp_path: Path):
     bucket = saved(tmp_path / "bucket", 3)
     (bucket / "5.orbax-checkpoint-tmp").mkdir()
-    assert complete_steps(bucket) == [3] and cut_off_steps(bucket) == [5]
+    assert complete_steps(bucket) == [3]
+    assert cut_off_steps(bucket) == [5]
     (tmp_path / "other" / "4.orbax-checkpoint-tmp-7").mkdir(parents=True)
     config = configured(tmp_path, checkpoint_dir=str(tmp_path / "other"))
     with raises(
@@ -166,7 +167,8 @@ def test_a_run_that_is_asked_to_resume_has_nothing_to_do_if_it_has_ended(
     finished = nothing_to_do(tmp_path, [4, 8], steps, advice="set trainer.steps", **asked)
     assert (finished is not None) == is_done
     if finished is not None:
-        assert finished.summary == summary and "nothing to do" in finished.message
+        assert finished.summary == summary
+        assert "nothing to do" in finished.message
         assert (
             "trainer.target_accuracy" if "target_accuracy" in asked else "trainer.steps"
         ) in finished.message

@@ -221,7 +221,8 @@ async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
     joining = asyncio.create_task(client.pool.join("late", lambda: backend))
     while backend not in client.pool.backends:
         await asyncio.sleep(0)
-    assert client.pool.weight_dtype() == "float32" and len(client.pool.servers) == 1
+    assert client.pool.weight_dtype() == "float32"
+    assert len(client.pool.servers) == 1
     with raises(WeightUpdateError, key="late", value="rounded to bfloat16", fix="float32"):
         await AsyncServer(backend, name="late").update_weights(rounded)
     await client.pool.update_weights(
@@ -269,7 +270,9 @@ def test_what_is_broadcast_are_tensors_on_one_device_with_a_probe():
     )
     params = tiny_params()
     update = transport.offer(Parameters(params), 1)
-    assert update.kind == "broadcast" and update.lasting and update.probe is not None
+    assert update.kind == "broadcast"
+    assert update.lasting
+    assert update.probe is not None
     assert {array.dtype.name for array in update.payload.values()} == {"bfloat16"}
     expected = {name: np.shape(array) for name, array in hf_tensors(TINY, params)}
     assert {name: array.shape for name, array in update.payload.items()} == expected
@@ -293,7 +296,8 @@ def test_an_engine_that_reads_gpu_memory_gets_tensors_and_no_files(tmp_path: Pat
     expected = dict(hf_tensors(TINY, learner.params, dtype="bfloat16"))
     assert update.payload.keys() == expected.keys()
     for name, tensor in update.payload.items():
-        assert isinstance(tensor, jax.Array) and len(tensor.devices()) == 1
+        assert isinstance(tensor, jax.Array)
+        assert len(tensor.devices()) == 1
         np.testing.assert_array_equal(
             np.asarray(tensor).view(np.uint16), expected[name].view(np.uint16)
         )

@@ -207,7 +207,8 @@ def test_what_is_changed_when_a_run_resumes_is_on_record(model_folder, rows, tmp
         (2, "trainer.steps", 2, 3),
     }
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert recorded["command"] == "sft" and recorded["learner"]["learning_rate"] == 0.02
+    assert recorded["command"] == "sft"
+    assert recorded["learner"]["learning_rate"] == 0.02
     run(
         changed(longer, "trainer.steps", 4), resume=True
     )  # the checkpoint of step 3 is of the accepted settings
@@ -226,7 +227,8 @@ def test_a_step_that_was_trained_again_is_exported_again(model_folder, rows, tmp
         accept_changes=["learner.learning_rate"],
     )
     exported = Path(resolve_model(str(folder)))
-    assert exported.name == abandoned.name == "step-2" and exported != abandoned
+    assert exported.name == abandoned.name == "step-2"
+    assert exported != abandoned
     abandoned_weights = load_hf(abandoned)[1]["embed"]
     exported_weights = load_hf(exported)[1]["embed"]
     assert not np.array_equal(abandoned_weights, exported_weights)

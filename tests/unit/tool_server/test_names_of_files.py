@@ -31,7 +31,8 @@ def folder(tmp_path):
 async def test_a_page_that_cannot_be_is_not_there(folder, name):
     async with agent("tools=[page]", f"page.root={folder}") as act:
         reply = await act(f"<page>open {name}</page>")
-        assert reply.error is Failure.TOOL and "there is no page" in text_of(reply)
+        assert reply.error is Failure.TOOL
+        assert "there is no page" in text_of(reply)
         assert str(folder) not in text_of(reply)
 
 

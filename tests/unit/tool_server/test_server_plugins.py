@@ -166,7 +166,8 @@ async def test_the_judge_takes_asserts_and_cannot_be_skipped_by_exiting_early():
         source = "<python>def add(a, b): return a + b</python>"
         asserts = ["assert add(1, 2) == 3", "assert add(2, 2) == 5"]
         reply = await act(source, tests=asserts)
-        assert reply.observation["reward"] == 0.5 and "AssertionError" in text_of(reply)
+        assert reply.observation["reward"] == 0.5
+        assert "AssertionError" in text_of(reply)
         assert (await act("<python>raise SystemExit(1)</python>", tests=asserts)).observation[
             "reward"
         ] == 0.0
@@ -180,14 +181,16 @@ async def test_the_judge_takes_asserts_and_cannot_be_skipped_by_exiting_early():
 async def test_a_task_without_proper_tests_is_an_error_not_a_reward(tests):
     async with agent("tools=[judge]") as act:
         reply = await act(ADDS, public_tests=tests)
-        assert reply.error is Failure.TOOL and "public_tests" in text_of(reply)
+        assert reply.error is Failure.TOOL
+        assert "public_tests" in text_of(reply)
 
 
 @needs_bwrap
 async def test_tests_that_a_silent_program_passes_are_an_error():
     async with agent("tools=[judge]") as act:
         reply = await act(ADDS, public_tests={"inputs": ["a", "b"], "outputs": ["", "\n"]})
-        assert reply.error is Failure.TOOL and "print nothing" in text_of(reply)
+        assert reply.error is Failure.TOOL
+        assert "print nothing" in text_of(reply)
 
 
 # --- sql ------------------------------------------------------------------------------------------
@@ -380,7 +383,8 @@ async def test_zooming_returns_the_crop_and_can_go_on_from_it(quarters):
     async with agent("tools=[image_zoom]", images=[data_url(quarters)]) as act:
         reply = await act(zoom(10, 0, 30, 20))
         (url,) = reply.observation["image"]
-        assert decoded(url).size == (20, 20) and "Image Size: 20x20" in text_of(reply)
+        assert decoded(url).size == (20, 20)
+        assert "Image Size: 20x20" in text_of(reply)
         assert [decoded(url).getpixel((x, 0)) for x in (9, 10)] == [(0, 0, 255), (255, 0, 0)]
         (url,) = (await act(zoom(0.5, 0, 1, 1, target=2))).observation["image"]
         assert decoded(url).size == (10, 20)
@@ -430,7 +434,8 @@ async def test_numbers_without_an_end_make_no_call(quarters):
 async def test_images_that_cannot_be_read_are_explained(images):
     async with agent("tools=[image_zoom]") as act:
         reply = await act(zoom(0, 0, 1, 1), images=images)
-        assert reply.error is Failure.TOOL and "extra_fields.images" in text_of(reply)
+        assert reply.error is Failure.TOOL
+        assert "extra_fields.images" in text_of(reply)
 
 
 async def test_files_are_read_below_the_root_only_and_bombs_refused(quarters, tmp_path):
@@ -489,7 +494,8 @@ async def test_tools_of_a_stdio_mcp_server_are_called_and_a_dead_one_comes_back(
         )
         assert "5" in text_of(await act(call("test.add", a=2, b=3)))
         reply = await act(call("fail"))
-        assert reply.observation["metrics"] == {"failed": 1.0} and reply.valid
+        assert reply.observation["metrics"] == {"failed": 1.0}
+        assert reply.valid
         assert (await act(call("add", a="two", b=3))).observation["metrics"] == {"failed": 1.0}
         reply = await act(call("nope"))
         assert reply.error is Failure.TOOL

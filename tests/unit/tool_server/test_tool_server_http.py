@@ -36,7 +36,8 @@ async def test_a_batch_is_answered_in_its_order_across_workers():
         assert body["dones"] == [False] * 24
         assert body["valids"] == [True] * 24
         assert body["tools"] == ["echo"] * 24
-        assert body["errors"] == [None] * 24 and body["processing_time_ms"] > 0
+        assert body["errors"] == [None] * 24
+        assert body["processing_time_ms"] > 0
 
 
 async def test_a_trajectory_stays_where_its_state_is():
@@ -55,7 +56,8 @@ async def test_a_trajectory_stays_where_its_state_is():
             "open_environments": 12,
         }
         body = await client.step(*[""] * 12, ids=ids, finish=[True] * 12)
-        assert body["dones"] == [True] * 12 and body["tools"] == ["finish"] * 12
+        assert body["dones"] == [True] * 12
+        assert body["tools"] == ["finish"] * 12
         assert (await client.send("/health", "GET"))[1]["open_environments"] == 0
 
 
@@ -79,7 +81,8 @@ async def test_no_depth_is_a_failure_of_the_server(one_server):
         fields = json.dumps(nested(400)).replace("[]", "[" * (levels - 399) + "]" * (levels - 399))
         data = f'{{"trajectory_ids": ["a"], "actions": ["x"], "extra_fields": [{fields}]}}'
         status, answer = await one_server.send(data=data, headers=JSON)
-        assert status == 400 and "more than 100 levels deep" in answer["detail"]
+        assert status == 400
+        assert "more than 100 levels deep" in answer["detail"]
 
 
 @shares_a_server
@@ -195,7 +198,8 @@ async def test_with_a_token_nobody_gets_in_without_it(monkeypatch):
                 ("/metrics", "GET"),
             ):
                 status, body = await client.send(path, method, headers=headers)
-                assert status == 401 and "s3cret" not in json.dumps(body)
+                assert status == 401
+                assert "s3cret" not in json.dumps(body)
         assert (await client.send("/health", "GET", headers={"Authorization": "Bearer s3cret"}))[
             0
         ] == 200

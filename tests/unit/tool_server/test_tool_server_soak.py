@@ -16,7 +16,8 @@ soak = load_user_module(
 async def test_many_hostile_trajectories_leave_nothing_behind():
     report = await soak(seconds=4, trajectories=12, idle_seconds=2)
     assert report.problems == []
-    assert report.environments["opened"] > 12 and report.environments["lost"] == 0
+    assert report.environments["opened"] > 12
+    assert report.environments["lost"] == 0
 
 
 async def test_nor_do_they_when_workers_die():

@@ -123,7 +123,8 @@ async def test_state_lasts_until_finish_and_is_then_reset():
     assert (await served.step("count", trajectory="other")).observation == "1"
     reply = await served.step("count", finish=True)
     assert (reply.observation, reply.done, reply.valid, reply.tool) == ("", True, True, "finish")
-    assert served.diary[-1] == ("close", "t") and served.closed("finish") == 1
+    assert served.diary[-1] == ("close", "t")
+    assert served.closed("finish") == 1
     assert (await served.step("count")).observation == "1"
 
 
@@ -131,7 +132,8 @@ async def test_the_last_step_closes_after_it_acted():
     served = Served()
     reply = await served.step("count", is_last_step=True)
     assert (reply.observation, reply.open) == ("1", False)
-    assert served.closed("last_step") == 1 and served.service.environments.count == 0
+    assert served.closed("last_step") == 1
+    assert served.service.environments.count == 0
 
 
 async def test_a_tool_that_is_done_closes():
@@ -247,7 +249,8 @@ async def test_idle_environments_are_closed_and_the_next_action_fails():
     await served.step("count", trajectory="young")
     served.clock.now = 110
     await served.service.environments.close_idle()
-    assert served.closed("idle") == 1 and served.diary[-1] == ("close", "old")
+    assert served.closed("idle") == 1
+    assert served.diary[-1] == ("close", "old")
     assert (await served.step("count", trajectory="old")).error is Failure.GONE
     assert (await served.step("count", trajectory="young")).observation == "2"
 
@@ -255,7 +258,8 @@ async def test_idle_environments_are_closed_and_the_next_action_fails():
 async def test_a_refused_environment_is_a_reply_and_leaves_nothing():
     served = Served()
     reply = await served.step("count", extra_fields={"refuse": True})
-    assert reply.error is Failure.TOOL and served.service.environments.count == 0
+    assert reply.error is Failure.TOOL
+    assert served.service.environments.count == 0
     assert served.metric("toolserver_environments_opened_total", worker="0", tool="counter") == 0
 
 
@@ -285,7 +289,8 @@ async def test_stopping_closes_everything():
     for name in "abc":
         await served.step("count", trajectory=name)
     await served.service.close()
-    assert served.closed("shutdown") == 3 and served.service.environments.count == 0
+    assert served.closed("shutdown") == 3
+    assert served.service.environments.count == 0
 
 
 @settings(max_examples=examples(60))

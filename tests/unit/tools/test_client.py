@@ -159,7 +159,8 @@ async def test_a_wrong_answer_is_an_error_that_names_the_server(answer):
 async def test_a_wrong_observation_is_an_error_of_its_own_entry(content):
     async with ToolServer(lambda action: content if action == "bad" else "fine") as server:
         bad, good = await ask(server, "bad", "good")
-    assert isinstance(bad, ToolServerError) and "gave a wrong observation" in str(bad)
+    assert isinstance(bad, ToolServerError)
+    assert "gave a wrong observation" in str(bad)
     assert good.text == "fine"
 
 
@@ -173,7 +174,8 @@ async def test_a_reward_must_be_finite():
 
         server.respond = infinite
         (observation,) = await ask(server, "a")
-    assert isinstance(observation, ToolServerError) and "reward" in str(observation)
+    assert isinstance(observation, ToolServerError)
+    assert "reward" in str(observation)
 
 
 async def test_half_a_surrogate_pair_becomes_text_that_can_be_tokenized():

@@ -86,8 +86,10 @@ async def test_a_servers_tools_are_called(kind):
             wrong = await session.call("add", {"a": "x", "b": 1})
             failed = await session.call("fail", {})
     assert [record.observation for record in records] == [str(n + 1) for n in range(8)]
-    assert wrong.error == "bad_arguments" and "argument a" in wrong.observation
-    assert failed.error == "raised" and failed.observation.startswith("Error: ")
+    assert wrong.error == "bad_arguments"
+    assert "argument a" in wrong.observation
+    assert failed.error == "raised"
+    assert failed.observation.startswith("Error: ")
 
 
 @pytest.mark.parametrize("kind", ["stdio", "http"])
@@ -124,7 +126,8 @@ async def test_a_server_that_dies_is_an_observation_and_is_restarted():
         dead = await session.call("die", {})
         restarted = await session.call("count", {})
     assert counts == ["1", "2"]
-    assert dead.error == "raised" and "the server tests" in dead.observation
+    assert dead.error == "raised"
+    assert "the server tests" in dead.observation
     assert (restarted.error, restarted.observation) == (None, "1"), "a new process"
 
 
@@ -269,7 +272,8 @@ async def test_a_server_and_a_file_with_one_name_are_both_named(tmp_path):
     with pytest.raises(ToolDefinitionError) as error:
         async with open_tools(config):
             raise AssertionError("never reached")
-    assert "mine.py" in str(error.value) and "server 'tests'" in str(error.value)
+    assert "mine.py" in str(error.value)
+    assert "server 'tests'" in str(error.value)
 
 
 @pytest.mark.parametrize(

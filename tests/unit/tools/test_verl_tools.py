@@ -251,7 +251,8 @@ async def test_images_reach_the_model(write):
         )
         trajectory = await stage.run()
     (image,) = stage.backend.requests[1].multi_modal["image"]
-    assert isinstance(image, Image.Image) and image.getpixel((0, 0)) == (255, 0, 0)
+    assert isinstance(image, Image.Image)
+    assert image.getpixel((0, 0)) == (255, 0, 0)
     assert "<image> a wall" in stage.text(trajectory)
     assert trajectory.tool_calls[0].reward == 0.0
 

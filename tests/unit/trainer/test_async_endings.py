@@ -107,7 +107,8 @@ async def test_an_interruption_in_the_only_update_finishes_the_step(tmp_path: Pa
         interrupted.set()
         await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled() and tasks() == earlier_tasks
-    assert list(notes.saved) == [1] and engine_of(training).policy_version == 0
+    assert list(notes.saved) == [1]
+    assert engine_of(training).policy_version == 0
     assert (notes.saved[1]["accounting"]["trained"], books(training).trained) == (2, 2)
     assert notes.saved[1]["buffer"]["open"] == notes.saved[1]["cursor"]["again"] == [1]
 

@@ -25,7 +25,8 @@ class Failing:
         self.closed = False
 
     def open(self, run):
-        assert run.project == "mine" and run.config["model"]["path"] == "none"
+        assert run.project == "mine"
+        assert run.config["model"]["path"] == "none"
         return {}
 
     def write(self, item):
@@ -68,7 +69,8 @@ async def test_a_warning_of_the_run_is_in_its_summary_with_what_to_do(tmp_path: 
     (warned,) = [w for w in summary["warnings"] if w["name"] == "zero_variance"]
     assert (warned["first_step"], warned["last_step"], warned["active"]) == (3, 5, True)
     assert "algorithm.max_resample_rounds=3" in warned["advice"]
-    assert "zero_variance" not in printed[2] and "zero_variance" in printed[-1]
+    assert "zero_variance" not in printed[2]
+    assert "zero_variance" in printed[-1]
     text = format_warnings(summary["warnings"])
     assert "zero_variance (step 3 to the end, 3 steps): 100% of the groups" in text
     assert format_warnings([]) == ""

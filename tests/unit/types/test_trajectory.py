@@ -67,7 +67,8 @@ def test_the_worked_example_of_a_fork():
     )
     assert (branch.num_sampled, branch.num_inherited, branch.tree_id) == (6, 4, "t")
     assert (parent.num_inherited, parent.tree_id) == (0, "t")
-    assert not fork.at_prompt and Fork(tree_id="t", parent_id="t", turns=0).at_prompt
+    assert not fork.at_prompt
+    assert Fork(tree_id="t", parent_id="t", turns=0).at_prompt
 
 
 def test_the_worked_example_of_a_history_window():
@@ -102,7 +103,8 @@ def test_a_trajectory_without_prompt_or_sample_is_refused(changes: dict):
 
 def test_a_resumed_output_keeps_both_parts_and_their_versions():
     joined = output([5, 6], [-1.0, -2.0], 1).then(output([2], [-0.5], 2))
-    assert joined.token_ids == (5, 6, 2) and joined.policy_versions == (1, 1, 2)
+    assert joined.token_ids == (5, 6, 2)
+    assert joined.policy_versions == (1, 1, 2)
     assert joined.stop_reason is StopReason.EOS
 
 
@@ -113,7 +115,8 @@ def test_constrained_ids_are_sampled_ids_without_loss():
         Turn(output=output([40], [-0.3], 5)),
     ]
     t = trajectory(turns)
-    assert t.response_mask == (1, 1, 1, 0, 1) and t.rollout_logprobs[:3] == (-0.1,) * 3
+    assert t.response_mask == (1, 1, 1, 0, 1)
+    assert t.rollout_logprobs[:3] == (-0.1,) * 3
     assert t.loss_mask == (0, 1, 0, 1, 1)
     assert marked.first(2).constrained == (True, False)
     assert marked.then(marked).constrained == (True, False, True) * 2

@@ -144,12 +144,14 @@ def test_a_model_of_the_hub_is_downloaded_once_and_its_weights_when_needed(hub, 
     described = load(hub, cache, "some/model")
     assert described.returncode == 0, described.stderr
     assert described.stdout == "2 True\n"
-    assert "config.json" in hub.sent and "model.safetensors" not in hub.sent
+    assert "config.json" in hub.sent
+    assert "model.safetensors" not in hub.sent
     with_weights = load(hub, cache, "some/model@main", "weights")
     assert with_weights.returncode == 0, with_weights.stderr
     assert with_weights.stdout.startswith(described.stdout)
     assert sorted(hub.sent) == sorted(set(hub.sent)), "nothing came twice"
-    assert "model.safetensors" in hub.sent and "pytorch_model.bin" not in hub.sent
+    assert "model.safetensors" in hub.sent
+    assert "pytorch_model.bin" not in hub.sent
     alone = load(
         hub, cache, "some/model", "weights", HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9"
     )

@@ -139,7 +139,8 @@ def test_the_conformance_suite_takes_a_backend_of_an_installed_package(plugins, 
     subject = select_backend(
         "jax_default", BackendOptions(folders=ModelDirs(base=folder, scratch=tmp_path))
     )
-    assert subject.name == "jax_default" and isinstance(subject.make(), RolloutBackend)
+    assert subject.name == "jax_default"
+    assert isinstance(subject.make(), RolloutBackend)
 
 
 def test_installed_losses_may_have_keys_and_the_critic_may_not(plugins):
@@ -235,7 +236,8 @@ def test_a_configuration_without_foreign_names_looks_for_no_package():
         "trace.sinks=[files]",
         "rollout.backend=vllm",
     )
-    assert get_agent("tool_agent") and installed.cache_info().misses == 0
+    assert get_agent("tool_agent")
+    assert installed.cache_info().misses == 0
 
 
 def test_the_example_has_one_thing_of_each_kind(plugins):

@@ -34,7 +34,8 @@ def cwd(tmp_path, monkeypatch):
 
 def test_a_mere_folder_is_no_installed_package(cwd: Path):
     (cwd / "wandb_or_so" / "run-1").mkdir(parents=True)
-    assert not is_installed("wandb_or_so") and package_folder("wandb_or_so") is None
+    assert not is_installed("wandb_or_so")
+    assert package_folder("wandb_or_so") is None
     with pytest.raises(ImportError, match="wandb_or_so"):
         import_installed("wandb_or_so")
     (cwd / "real_one").mkdir()

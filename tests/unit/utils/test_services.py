@@ -119,7 +119,8 @@ async def test_processes_live_as_long_as_their_service(call):
         )
         ended.set()
         thread.join(60)
-        assert not thread.is_alive() and process.wait(60) == -signal.SIGKILL
+        assert not thread.is_alive()
+        assert process.wait(60) == -signal.SIGKILL
     finally:
         process.kill()
         process.wait()

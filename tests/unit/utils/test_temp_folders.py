@@ -36,7 +36,8 @@ def owner(parent: Path) -> tuple[subprocess.Popen[str], Path]:
 
 def test_a_process_that_leaves_in_haste_takes_its_folders_with_it(tmp_path: Path):
     process, folder = owner(tmp_path)
-    assert (folder / "file").read_text() == "some" and folder.parent == tmp_path
+    assert (folder / "file").read_text() == "some"
+    assert folder.parent == tmp_path
     process.communicate("go\n", timeout=60)
     assert not list(tmp_path.iterdir())
 

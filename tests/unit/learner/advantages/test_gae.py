@@ -72,7 +72,8 @@ def test_a_response_with_tool_results_is_worth_what_it_is_without_them(
     np.testing.assert_allclose(
         returns[positions], advantages[positions] + values[positions], atol=1e-12
     )
-    assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
+    assert (advantages[~mask] == 0).all()
+    assert (returns[~mask] == 0).all()
 
 
 def test_values_at_inserted_tokens_do_not_matter():

@@ -183,7 +183,8 @@ def test_inserted_tokens_have_no_advantage_and_better_ones_more(name: str):
     samples = scored_batch(groups, turn_reward=config.turn_reward)
     per_token = compute_advantages(samples, config).advantages
     for advantages, mask in zip(per_token, samples.masks, strict=True):
-        assert advantages.shape == mask.shape and (advantages[~mask] == 0).all()
+        assert advantages.shape == mask.shape
+        assert (advantages[~mask] == 0).all()
     means = [a[m].mean() for a, m in zip(per_token, samples.masks, strict=True)]
     good = [x for x, t in zip(means, samples.trajectories, strict=True) if t.reward]
     bad = [x for x, t in zip(means, samples.trajectories, strict=True) if not t.reward]

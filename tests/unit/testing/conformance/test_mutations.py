@@ -618,7 +618,8 @@ def test_what_is_not_declared_is_skipped_by_name():
     assert report.ok
     assert skipped["prefix-reuse"] == "Capabilities.prefix_reuse is False"
     assert skipped["pause-wait"] == "Capabilities.pause_modes does not hold 'wait'"
-    assert "weights-round-trip" in skipped and "seeds-reproduce" not in skipped
+    assert "weights-round-trip" in skipped
+    assert "seeds-reproduce" not in skipped
 
 
 def test_a_backend_that_dies_is_replaced_and_the_suite_goes_on():
@@ -657,7 +658,8 @@ def test_an_unknown_check_is_refused():
 
 def test_every_check_states_its_rule():
     results = run_suite(toy_subject(ToyBackend)).results
-    assert len(results) == 58 and all(result.claim.endswith(".") for result in results)
+    assert len(results) == 58
+    assert all(result.claim.endswith(".") for result in results)
 
 
 def test_a_failure_says_what_was_expected_what_came_and_why():
@@ -666,7 +668,8 @@ def test_a_failure_says_what_was_expected_what_came_and_why():
 
 
 def test_the_toy_weights_differ():
-    assert not np.allclose(MODELS["base"].last, MODELS["other"].last) and EOS == 2
+    assert not np.allclose(MODELS["base"].last, MODELS["other"].last)
+    assert EOS == 2
 
 
 def test_a_backend_that_is_not_there_is_a_config_error(tmp_path):

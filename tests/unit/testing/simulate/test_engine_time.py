@@ -81,7 +81,8 @@ def test_prompts_take_their_time_and_what_a_session_left_behind_does_not():
         return first, second - first, again.cached_tokens, (await engine.metrics()).prefill_tokens
 
     first, second, cached, prefilled = run(main, prefill_tokens_per_step=4)
-    assert first == pytest.approx(8 / 4 + 5) and second == pytest.approx(7 / 4 + 5)
+    assert first == pytest.approx(8 / 4 + 5)
+    assert second == pytest.approx(7 / 4 + 5)
     assert cached == 8 + 5 and prefilled == 8 + 7
 
 
@@ -170,5 +171,6 @@ def test_busy_is_the_time_in_which_something_runs():
         return await engine.metrics()
 
     metrics = run(main)
-    assert metrics.busy_seconds == pytest.approx(7.0) and metrics.generated_tokens == 9
+    assert metrics.busy_seconds == pytest.approx(7.0)
+    assert metrics.generated_tokens == 9
     assert metrics.requests_finished == 3

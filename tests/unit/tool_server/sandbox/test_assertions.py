@@ -642,7 +642,8 @@ def test_plain_data_cross_unchanged(value):
 )
 def test_a_subclass_crosses_as_its_base_class(value, plain_value):
     received = crossed(value)
-    assert received == plain_value and type(received) is type(plain_value)
+    assert received == plain_value
+    assert type(received) is type(plain_value)
 
 
 @pytest.mark.parametrize(

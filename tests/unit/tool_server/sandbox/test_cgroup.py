@@ -116,7 +116,8 @@ def test_a_command_enters_before_it_runs(tmp_path):
         enter_cgroup(tmp_path, ["sh", "-c", "echo $$ $0", "a b"]), capture_output=True, text=True
     )
     pid, argument = entered.stdout.rstrip("\n").split(" ", 1)
-    assert argument == "a b" and (tmp_path / "cgroup.procs").read_text().strip() == pid
+    assert argument == "a b"
+    assert (tmp_path / "cgroup.procs").read_text().strip() == pid
 
 
 @needs_bwrap

@@ -297,7 +297,8 @@ except OSError as error:
 """
     (line,) = await out(sandbox, source)
     reason, written = line.rsplit(" ", 1)
-    assert reason == "No space left on device" and int(written) <= LIMITS.disk_bytes
+    assert reason == "No space left on device"
+    assert int(written) <= LIMITS.disk_bytes
 
 
 async def test_nothing_else_is_writable(sandbox):
@@ -379,7 +380,9 @@ except OSError:
     print("refused")
 """
     identity, held, become = await out(sandbox, source)
-    assert identity == "True True True True" and held == "{0}" and become == "refused"
+    assert identity == "True True True True"
+    assert held == "{0}"
+    assert become == "refused"
 
 
 @pytest.mark.parametrize(
