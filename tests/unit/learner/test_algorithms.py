@@ -268,4 +268,4 @@ def test_bypass_takes_rollout_logprobs_and_scores_nothing():
         update.policy["old_logprob"], update.policy["rollout_logprob"], strict=True
     ):
         np.testing.assert_array_equal(old, rollout)
-    assert learner.programs_compiled == 0
+    assert learner.scorer.programs_compiled == 0

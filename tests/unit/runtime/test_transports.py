@@ -16,7 +16,6 @@ import pytest
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import score_probe
@@ -37,16 +36,9 @@ from jax_agent_rl.testing.conformance.backends import BASE, OTHER
 from jax_agent_rl.types import SamplingParams
 from tests.messages import raises
 from tests.served import note_uploads
-from tests.tiny import TINY, greedy, tiny_params
+from tests.tiny import TINY, TWO_SLOTS, greedy, tiny_params
 from tests.toy_backend import ToyBackend
 
-SHAPES = EngineShapes(
-    max_model_len=32,
-    max_concurrent_decodes=2,
-    kv_cache_tokens=64,
-    decode_steps=4,
-    prefill_buckets=(8,),
-)
 PROMPT = (5, 6, 7)
 
 
@@ -86,7 +78,7 @@ class Parameters:
 async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, kind: str):
     config = configured(weight_dir=str(tmp_path), weight_transport=kind)
     transport = make_transport(config, TINY, Engines(), probe_ids=[3, 4, 5])
-    backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=-1)
+    backend = JetStreamBackend(TINY, tiny_params(), TWO_SLOTS, version=-1)
     await backend.start()
     server = RolloutServer(backend, weight_dir=str(tmp_path))
     await server.start()
@@ -118,7 +110,7 @@ async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, k
 def engine(dtype: str, *, quantize: EightBits | None = None) -> JetStreamBackend:
     """An engine that was started with weights in the dtype it takes."""
     params = jax.tree.map(lambda x: x.astype("float32" if quantize else dtype), tiny_params())
-    return JetStreamBackend(TINY, params, SHAPES, version=-1, dtype=dtype, quantize=quantize)
+    return JetStreamBackend(TINY, params, TWO_SLOTS, version=-1, dtype=dtype, quantize=quantize)
 
 
 @pytest.mark.parametrize("path", ["files", "tensorstore", "upload", "object_store"])
@@ -133,7 +125,7 @@ async def test_weights_are_rounded_for_the_transfer_as_an_engine_would(
     folder.mkdir()
     receiver = engine("bfloat16")
     # Its parameters are float32, so it takes the learner's and rounds them itself.
-    expected = JetStreamBackend(TINY, tiny_params(), SHAPES, version=-1, dtype="bfloat16")
+    expected = JetStreamBackend(TINY, tiny_params(), TWO_SLOTS, version=-1, dtype="bfloat16")
     server = RolloutServer(receiver, weight_dir=None if path == "upload" else str(folder))
     remote = RemoteBackend(server.url, shares_disk=path != "upload")
     for service in (receiver, expected, server):
@@ -346,7 +338,7 @@ async def test_an_engine_serves_what_changes_make_of_the_version_before():
     transport = make_transport(
         configured(urls=["http://10.0.0.5:8100"]), TINY, Engines(), probe_ids=[3, 4, 5]
     )
-    backend = JetStreamBackend(TINY, tiny_params(), SHAPES)
+    backend = JetStreamBackend(TINY, tiny_params(), TWO_SLOTS)
     server = RolloutServer(backend)
     uploads = note_uploads(server)
     await backend.start()

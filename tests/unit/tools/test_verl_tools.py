@@ -121,11 +121,14 @@ def write(tmp_path):
 
 
 def session(tools, row=ROW, **fields):
-    codec = FakeCodec()
-    limits = {"timeout": 5.0, "max_response_length": 50, "truncate_side": "right"}
     kwargs = row["extra_info"]["tools_kwargs"]
     return ToolSession(
-        tools, "t", kwargs=kwargs, encode=codec.encode_text, decode=codec.decode, **limits, **fields
+        tools,
+        "t",
+        kwargs=kwargs,
+        timeout=5.0,
+        shorten=lambda text: FakeCodec().truncate(text, 50, "right"),
+        **fields,
     )
 
 
