@@ -245,29 +245,34 @@ async def test_an_unmodified_agent_is_one_exact_trajectory_that_is_trained_on(cl
         try:
             for seed in (1, 3) if demands_calls else range(4):
                 sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
-                made = await loop.play(episode_request(ROW, sampling, trajectory_id=f"t-{seed}"))
+                played = await loop.play(episode_request(ROW, sampling, trajectory_id=f"t-{seed}"))
                 trajectories.append(
-                    replace(made, reward=float(seed if demands_calls else made.num_turns))
+                    replace(
+                        played,
+                        reward=float(seed if demands_calls else played.num_turns),
+                    )
                 )
         finally:
             await loop.close()
         for trajectory in trajectories:
             assert_exact(trajectory, context.client.pool.servers[0].backend)
-    messages = [
-        str(message["content"]) for t in trajectories for s in t.sequences for message in s.messages
-    ]
+    sequences = [sequence for t in trajectories for sequence in t.sequences]
+    messages = []
+    for sequence in sequences:
+        messages += [str(message["content"]) for message in sequence.messages]
     assert client is not smolagents or any(
         "Observation:" in text for text in messages
     )  # a tool's, not an error
     assert any(t.segments for t in trajectories) == (client in REWRITE_THEIR_HISTORY)
     # A random model's turns are cut, which ends a run of OpenAI's SDK over the Responses API.
-    turns = [sum(sequence.num_turns for sequence in t.sequences) for t in trajectories]
+    turns = []
+    for trajectory in trajectories:
+        turns.append(sum(sequence.num_turns for sequence in trajectory.sequences))
     assert max(turns) >= (2 if client in (openai_agents, smolagents) else 3)
     config = LearnerConfig(pack_length=4096 if demands_calls else LONGEST)
     learner = Learner(CONFIG, params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0)
     metrics = learner.update([Group(group_id="g", trajectories=tuple(trajectories))]).metrics
-    assert metrics["logprob_gap_max"] < 1e-3 and metrics["grad_norm"] > 0
-    assert metrics["trained_tokens"] == sum(
-        sum(s.loss_mask) for t in trajectories for s in t.sequences
-    )
+    assert metrics["logprob_gap_max"] < 1e-3
+    assert metrics["grad_norm"] > 0
+    assert metrics["trained_tokens"] == sum(sum(sequence.loss_mask) for sequence in sequences)
     assert np.isfinite(metrics["loss"])

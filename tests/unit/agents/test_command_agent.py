@@ -70,24 +70,26 @@ async def run(
         try:
             await loop.preflight()
             sampling = SamplingParams(max_tokens=8, seed=1)
-            made = await loop.play(episode_request(row, sampling))
+            trajectory = await loop.play(episode_request(row, sampling))
         finally:
             await loop.close()
-        assert_exact(made, context.client.pool.servers[0].backend)
-    return made, made.row["extra_info"]["agent_output"]
+        assert_exact(trajectory, context.client.pool.servers[0].backend)
+    return trajectory, trajectory.row["extra_info"]["agent_output"]
 
 
 @needs_bwrap
 async def test_a_program_is_one_exact_trajectory_whose_tests_give_its_reward(tmp_path: Path):
     task = row(files={"number.txt": "7"}, tests=TESTS, verifier="python3 /tests/check.py")
-    made, output = await run(CHAT, task, tmp_path)
-    assert made.num_turns == 3 and made.segments == ()
-    assert output["exit_code"] == 0 and output["stdout"] == "done\n"
+    trajectory, output = await run(CHAT, task, tmp_path)
+    assert trajectory.num_turns == 3
+    assert trajectory.segments == ()
+    assert output["exit_code"] == 0
+    assert output["stdout"] == "done\n"
     assert rules.command(output) == 1.0
 
 
 @needs_bwrap
-async def test_wrong_answers_and_failing_or_hanging_programs_are_scored_by_their_files(
+async def test_wrong_failing_and_hanging_programs_are_scored_by_their_files(
     tmp_path: Path,
 ):
     for end, exit_code, seconds in (
@@ -99,10 +101,13 @@ async def test_wrong_answers_and_failing_or_hanging_programs_are_scored_by_their
         argv = ["python3", "-c", f"{URLLIB_ASK}ask([{{'role': 'user', 'content': 'x'}}])\n{end}"]
         async with tiny_context(command={"argv": argv}, run_timeout=float(seconds)) as context:
             loop = CommandAgent(context)
-            made = await loop.play(episode_request(task, SamplingParams(max_tokens=8, seed=1)))
+            trajectory = await loop.play(
+                episode_request(task, SamplingParams(max_tokens=8, seed=1))
+            )
             await loop.close()
-        output = made.row["extra_info"]["agent_output"]
-        assert output["exit_code"] == exit_code and output["reward"] == 0.0
+        output = trajectory.row["extra_info"]["agent_output"]
+        assert output["exit_code"] == exit_code
+        assert output["reward"] == 0.0
         assert "No such file" in output["verifier"]
 
 
@@ -133,13 +138,13 @@ async def test_a_program_sees_neither_tests_nor_network_nor_other_files(tmp_path
 
 @needs_bwrap
 async def test_a_program_that_asks_nothing_is_lost_with_its_reason(tmp_path: Path):
-    with pytest.raises(TrajectoryError, match="asking the model"):
+    with raises(TrajectoryError, value="asking the model"):
         await run("print(1)", row(), tmp_path)
 
 
 async def test_a_task_that_cannot_be_read_costs_its_own_trajectory_alone(tmp_path: Path):
     async with tiny_context(command={"argv": ["true"]}) as context:
-        with pytest.raises(TrajectoryError, match=r"task\.toml"):
+        with raises(TrajectoryError, key="task.toml"):
             await CommandAgent(context).play(
                 episode_request(row(task=str(tmp_path)), SamplingParams(max_tokens=8))
             )
@@ -147,7 +152,7 @@ async def test_a_task_that_cannot_be_read_costs_its_own_trajectory_alone(tmp_pat
 
 async def test_a_command_that_is_missing_names_its_key():
     async with tiny_context() as context:
-        with pytest.raises(ConfigError, match=r"agent\.command\.argv"):
+        with raises(ConfigError, key="agent.command.argv"):
             await CommandAgent(context).preflight()
 
 
@@ -175,8 +180,10 @@ def harbor(
 
 def test_a_task_folder_is_read_unchanged(tmp_path: Path):
     task = read_task(row(task=str(harbor(tmp_path))))
-    assert task.instruction == "Write the number twice." and task.workdir == "/work"
-    assert task.files == {"data/number.txt": b"7"} and sorted(task.tests) == ["check.py", "test.sh"]
+    assert task.instruction == "Write the number twice."
+    assert task.workdir == "/work"
+    assert task.files == {"data/number.txt": b"7"}
+    assert sorted(task.tests) == ["check.py", "test.sh"]
     assert (task.agent_seconds, task.verifier_seconds) == (20.0, 15.0)
     (tmp_path / "environment" / "Dockerfile").unlink()
     assert read_harbor_task(tmp_path).files == {"data/number.txt": b"7"}
@@ -186,27 +193,29 @@ def test_a_task_folder_is_read_unchanged(tmp_path: Path):
 def test_a_time_limit_that_is_none_is_refused_with_its_key(tmp_path: Path, seconds: str):
     harbor(tmp_path)
     (tmp_path / "task.toml").write_text(f"[agent]\ntimeout_sec = {seconds}\n")
-    with pytest.raises(DataError) as error:
+    with raises(DataError, key="[agent] timeout_sec", value=seconds.strip('"')):
         read_harbor_task(tmp_path)
-    assert "[agent] timeout_sec" in str(error.value) and seconds.strip('"') in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("dockerfile", "message"),
+    ("dockerfile", "named"),
     [
         (
             "FROM ubuntu:24.04\nRUN apt-get update && \\\n  apt-get install -y git\n",
-            "line 2.*takes a container",
+            {"key": "line 2", "fix": "a container"},
         ),
-        ("FROM ubuntu:24.04\nCOPY x /etc/x\n", "outside the working folder"),
-        ("FROM ubuntu:24.04\nCOPY missing .\n", "no 'missing'"),
-        ("FROM gcc AS b\nFROM ubuntu:24.04\nCOPY --from=b /x .\n", "line 3.*takes a container"),
-        ("FROM ubuntu:24.04\nENV PATH=/opt/x:$PATH\n", "uses a variable"),
-        ("FROM ubuntu:24.04\nCOPY data .\nWORKDIR /other\n", "after files were copied"),
+        ("FROM ubuntu:24.04\nCOPY x /etc/x\n", {"value": "outside the working folder"}),
+        ("FROM ubuntu:24.04\nCOPY missing .\n", {"value": "no 'missing'"}),
+        (
+            "FROM gcc AS b\nFROM ubuntu:24.04\nCOPY --from=b /x .\n",
+            {"key": "line 3", "fix": "a container"},
+        ),
+        ("FROM ubuntu:24.04\nENV PATH=/opt/x:$PATH\n", {"value": "a variable"}),
+        ("FROM ubuntu:24.04\nCOPY data .\nWORKDIR /other\n", {"value": "after files were copied"}),
     ],
 )
-def test_a_task_that_needs_a_container_says_so(dockerfile: str, message: str, tmp_path: Path):
-    with pytest.raises(DataError, match=message):
+def test_a_task_that_needs_a_container_says_so(dockerfile: str, named: dict, tmp_path: Path):
+    with raises(DataError, **named):
         read_harbor_task(harbor(tmp_path, dockerfile))
 
 
@@ -220,7 +229,7 @@ def test_an_incomplete_task_folder_says_what_is_missing(tmp_path: Path):
     with raises(DataError, key="tests/test.sh"):
         read_harbor_task(tmp_path)
     (tmp_path / "task.toml").unlink()
-    with pytest.raises(DataError, match=r"task\.toml"):
+    with raises(DataError, key="task.toml"):
         read_harbor_task(tmp_path)
 
 
@@ -279,14 +288,14 @@ except OSError:
         "assert open('/etc/left').read() == 'left' and open('/work/answer.txt').read() == '77'\n"
     )
     (folder / "tests" / "check.py").write_text(check)
-    made, output = await run(
+    trajectory, output = await run(
         URLLIB_CHAT + spy, row(task=str(folder)), tmp_path, container=container
     )
-    assert made.num_turns == 2
+    assert trajectory.num_turns == 2
     assert output["exit_code"] == 0, output
     assert output["reward"] == 0.5, output
-    left = [container, "ps", "--all", "--quiet", "--filter", "label=jax_agent_rl"]
-    assert subprocess.run(left, capture_output=True, text=True, check=True).stdout == ""
+    list_containers = [container, "ps", "--all", "--quiet", "--filter", "label=jax_agent_rl"]
+    assert subprocess.run(list_containers, capture_output=True, text=True, check=True).stdout == ""
 
 
 async def test_rows_without_a_folder_run_in_the_configured_image(tmp_path: Path, container: str):
@@ -320,12 +329,12 @@ async def test_what_a_program_changed_of_its_image_decides_no_test(
     )
     assert output["reward"] == (0.0 if is_forbidden else 1.0), output
     assert ("changed what its tests run on" in output["verifier"]) == is_forbidden
-    left = [container, "ps", "--all", "--quiet", "--filter", "label=jax_agent_rl"]
-    assert subprocess.run(left, capture_output=True, text=True, check=True).stdout == ""
+    list_containers = [container, "ps", "--all", "--quiet", "--filter", "label=jax_agent_rl"]
+    assert subprocess.run(list_containers, capture_output=True, text=True, check=True).stdout == ""
 
 
 async def test_a_container_runtime_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
     async with tiny_context(command={"argv": ["true"], "container": "podman"}) as context:
-        with pytest.raises(ConfigError, match="agent.command.container=podman"):
+        with raises(ConfigError, key="agent.command.container", value="podman"):
             await CommandAgent(context).preflight()

@@ -4,8 +4,6 @@ its tools.
 
 from __future__ import annotations
 
-import pytest
-
 from jax_agent_rl.agents import ToolAgent
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import ConfigError
@@ -13,6 +11,7 @@ from jax_agent_rl.tools import function_tool
 from jax_agent_rl.tools.registry import list_schemas
 from jax_agent_rl.types import SamplingParams
 from tests.agent_testbed import episode_request
+from tests.messages import raises
 from tests.tiny_chat import tiny_context, tokenizer
 
 ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "calculator"}
@@ -45,7 +44,8 @@ async def test_every_turn_has_the_grammar_of_its_tools_and_learns_over_what_it_l
     sampled = [
         s for s, mine in zip(trajectory.supports, trajectory.response_mask, strict=True) if mine
     ]
-    assert all(sampled) and trajectory.loss_mask == trajectory.response_mask
+    assert all(sampled)
+    assert trajectory.loss_mask == trajectory.response_mask
 
 
 async def test_turns_are_free_by_default():
@@ -56,7 +56,9 @@ async def test_turns_are_free_by_default():
 
 async def test_a_format_whose_calls_cannot_be_told_from_text_is_refused_before_a_run():
     codec = ChatCodec(tokenizer(), tool_format="llama3_json")
-    with pytest.raises(
-        ConfigError, match=r"constrain_tool_calls=true with agent.tool_format=llama3_json"
+    with raises(
+        ConfigError,
+        key=("constrain_tool_calls", "agent.tool_format"),
+        value=("true", "llama3_json"),
     ):
         await trajectory_of(codec, constrain_tool_calls=True)

@@ -27,6 +27,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.messages import assert_message, raises
 
 ARGUMENTS = st.dictionaries(
     st.text(max_size=4), st.integers() | st.text(max_size=6) | st.none(), max_size=3
@@ -73,9 +74,10 @@ def test_a_message_that_says_something_else_is_another(change):
         "content": "text",
         "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}],
     }
-    before, after = plain_messages([message]), plain_messages([{**message, **change}])
-    assert fingerprint(before, []) != fingerprint(after, [])
-    assert fingerprint(before, []) != fingerprint(before, [{"type": "function"}])
+    original = plain_messages([message])
+    edited = plain_messages([{**message, **change}])
+    assert fingerprint(original, []) != fingerprint(edited, [])
+    assert fingerprint(original, []) != fingerprint(original, [{"type": "function"}])
 
 
 def test_results_are_named_after_their_calls():
@@ -90,26 +92,26 @@ def test_results_are_named_after_their_calls():
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("message", "named"),
     [
-        ("hello", "must be an object"),
-        ({"role": "robot", "content": "x"}, "role 'robot'"),
-        ({"role": "user", "content": 3}, "content must be text"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url' is not supported"),
+        ("hello", {"fix": "an object"}),
+        ({"role": "robot", "content": "x"}, {"value": "role 'robot'"}),
+        ({"role": "user", "content": 3}, {"key": "content", "fix": "text"}),
+        ({"role": "user", "content": [{"type": "image_url"}]}, {"value": "'image_url'"}),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "messages[1]",
+            {},
         ),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
-            "an object",
+            {"fix": "an object"},
         ),
     ],
 )
-def test_a_message_that_is_none_is_named_with_its_place(message, words):
-    with pytest.raises(TemplateError) as caught:
+def test_a_message_that_is_none_is_named_with_its_place(message, named):
+    with raises(TemplateError, **named) as caught:
         plain_messages([{"role": "user", "content": "x"}, message])
-    assert words in str(caught.value) and "messages[1]" in str(caught.value)
+    assert_message(caught.value, key="messages[1]")
 
 
 def streamed(read, stop=()):
@@ -139,13 +141,13 @@ def test_pieces_of_a_stream_add_up_to_the_whole_text(text, stop):
     stream, heard = streamed(lambda so_far: raw_parts(so_far, stop), stop)
     for letter in text:
         stream.on_ids([ord(letter)])
-    whole = cut_at_stop(text, stop)
-    assert whole.startswith("".join(said for said, _ in heard))
-    reply = stream.finish(chat_reply(whole))
-    assert "".join(said for said, _ in heard) == reply.content == whole
+    full_text = cut_at_stop(text, stop)
+    assert full_text.startswith("".join(said for said, _ in heard))
+    reply = stream.finish(chat_reply(full_text))
+    assert "".join(said for said, _ in heard) == reply.content == full_text
 
 
-def test_text_that_reads_otherwise_in_the_end_stays_as_it_was_sent_and_is_sent_once():
+def test_text_that_reads_otherwise_in_the_end_is_sent_once():
     stream, heard = streamed(lambda so_far: raw_parts(so_far, ()))
     stream.on_ids(map(ord, "so be it"))
     reply = stream.finish(chat_reply("so is it"))
@@ -156,7 +158,8 @@ def test_of_conversations_that_are_followed_equally_far_the_last_one_is_named():
     asked = {"role": "user", "content": "q"}
     recorded = [[asked, {"role": "assistant", "content": said}] for said in ("first", "second")]
     text = first_difference([asked, {"role": "assistant", "content": "other"}], recorded)
-    assert "'second'" in text and "'first'" not in text
+    assert "'second'" in text
+    assert "'first'" not in text
 
 
 async def test_a_request_is_compared_with_the_conversation_that_it_continues():
@@ -176,10 +179,12 @@ async def test_a_request_is_compared_with_the_conversation_that_it_continues():
         return {"role": "assistant", "content": text}
 
     asked = [{"role": "user", "content": "q"}]
-    more = {"role": "user", "content": "more"}
+    follow_up = {"role": "user", "content": "more"}
     await recorder.chat(asked, sampling=sampling)
-    await recorder.chat([*asked, said("one"), more], sampling=sampling)
+    await recorder.chat([*asked, said("one"), follow_up], sampling=sampling)
     await recorder.chat([{"role": "user", "content": "another"}], sampling=sampling)
-    edited = await recorder.chat([*asked, said("one"), more, said("2"), more], sampling=sampling)
+    edited = await recorder.chat(
+        [*asked, said("one"), follow_up, said("2"), follow_up], sampling=sampling
+    )
     assert edited.parent is recorder.turns[0]
     assert "has '2' where the recorded one (assistant) has 'two'" in edited.note

@@ -23,7 +23,8 @@ async def test_a_chat_answer_has_openais_shape_with_usage_and_logprobs():
             model="policy", messages=ASK, logprobs=True, seed=3
         )
     choice = answer.choices[0]
-    assert choice.message.content == "the answer is 3" and choice.finish_reason == "stop"
+    assert choice.message.content == "the answer is 3"
+    assert choice.finish_reason == "stop"
     tokens = choice.logprobs.content
     assert "".join(t.token for t in tokens) == "the answer is 3<eos>"
     assert all(t.logprob < 0 and bytes(t.bytes).decode() == t.token for t in tokens)
@@ -31,13 +32,14 @@ async def test_a_chat_answer_has_openais_shape_with_usage_and_logprobs():
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 5
 
 
-async def test_tool_calls_come_back_as_calls_and_their_results_extend_the_turn_by_its_ids():
+async def test_results_of_tool_calls_extend_the_turn_by_its_ids():
     async with serving([CALL, "it is 3"]) as stage, stage.client("/sessions/s/v1") as client:
         first = (
             await client.chat.completions.create(model="x", messages=ASK, tools=[TOOL])
         ).choices[0]
         call = first.message.tool_calls[0]
-        assert first.finish_reason == "tool_calls" and call.function.name == "add"
+        assert first.finish_reason == "tool_calls"
+        assert call.function.name == "add"
         assert call.function.arguments == '{"a": 1, "b": 2}'
         history = [
             *ASK,
@@ -46,13 +48,14 @@ async def test_tool_calls_come_back_as_calls_and_their_results_extend_the_turn_b
         ]
         second = await client.chat.completions.create(model="x", messages=history, tools=[TOOL])
         assert second.choices[0].message.content == "it is 3"
-        one, two = stage.store.known("s", "any").recorder.turns
-        assert two.parent is one and two.context_ids[: len(one.context_ids)] == one.context_ids
+        first_turn, second_turn = stage.store.known("s", "any").recorder.turns
+        assert second_turn.parent is first_turn
+        assert second_turn.context_ids[: len(first_turn.context_ids)] == first_turn.context_ids
         recorded = (
             await client.get(f"{stage.server.url}/sessions/s", cast_to=httpx.Response)
         ).json()
     assert [len(path) for path in recorded["sequences"]] == [2]
-    assert recorded["sequences"][0][1]["token_ids"] == list(two.output.token_ids)
+    assert recorded["sequences"][0][1]["token_ids"] == list(second_turn.output.token_ids)
 
 
 async def test_a_stream_of_text_and_one_of_calls_add_up_to_the_whole_answer():
@@ -63,7 +66,8 @@ async def test_a_stream_of_text_and_one_of_calls_add_up_to_the_whole_answer():
         )
         chunks = [chunk async for chunk in stream]
         deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
-        assert deltas[0].role == "assistant" and deltas[-1].tool_calls[0].function.name == "add"
+        assert deltas[0].role == "assistant"
+        assert deltas[-1].tool_calls[0].function.name == "add"
         assert chunks[-1].usage.completion_tokens == len(
             stage.store.known("s", "any").recorder.turns[0].output.token_ids
         )
@@ -76,7 +80,8 @@ async def test_a_stop_string_ends_the_text_but_its_ids_are_kept():
     async with serving(["one two three four"]) as stage, stage.client("/sessions/s/v1") as client:
         answer = await client.completions.create(model="x", prompt="count", stop=[" three"])
     assert answer.choices[0].text == "one two"
-    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens == 3
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == 3
 
 
 async def test_several_choices_and_prompts_are_answered_in_order():
@@ -109,11 +114,12 @@ async def test_what_cannot_be_honoured_is_refused_with_the_parameters_name(field
     async with serving(["hello"]) as stage, stage.client() as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**{"model": "policy", "messages": ASK, **fields})
-        assert caught.value.param == param and caught.value.type == "invalid_request_error"
+        assert caught.value.param == param
+        assert caught.value.type == "invalid_request_error"
         assert stage.backend.requests == []
 
 
-async def test_an_unknown_model_an_unknown_path_a_body_too_large_and_one_that_is_no_json():
+async def test_unknown_models_and_paths_and_bad_bodies_are_refused():
     async with (
         serving(["hello"], limits={"max_body_bytes": 2000}) as stage,
         stage.client() as client,
@@ -122,7 +128,7 @@ async def test_an_unknown_model_an_unknown_path_a_body_too_large_and_one_that_is
             await client.chat.completions.create(model="gpt", messages=ASK)
         with pytest.raises(openai.NotFoundError):
             await client.embeddings.create(model="policy", input="x")
-        with pytest.raises(openai.APIStatusError, match="max_body_bytes=2000") as caught:
+        with raises(openai.APIStatusError, key="max_body_bytes", value=2000) as caught:
             await client.chat.completions.create(
                 model="policy", messages=[{"role": "user", "content": "x" * 5000}]
             )
@@ -131,7 +137,8 @@ async def test_an_unknown_model_an_unknown_path_a_body_too_large_and_one_that_is
             answer = await plain.post(
                 f"{stage.server.url}/v1/completions", content=b"{", headers=JSON
             )
-        assert answer.status_code == 400 and "not JSON" in answer.json()["error"]["message"]
+        assert answer.status_code == 400
+        assert "not JSON" in answer.json()["error"]["message"]
         assert [model.id async for model in client.models.list()] == ["policy"]
 
 
@@ -181,9 +188,10 @@ async def test_a_session_that_ends_ends_its_requests():
         while not stage.backend.running:
             await asyncio.sleep(0)
         assert stage.store.end("s")
-        with pytest.raises(openai.APIStatusError, match="session ended"):
+        with raises(openai.APIStatusError, value="session ended"):
             await request
-        assert not stage.backend.running and not stage.store.end("s")
+        assert not stage.backend.running
+        assert not stage.store.end("s")
 
 
 async def test_requests_over_the_limit_are_told_to_come_again():
@@ -207,10 +215,10 @@ async def test_slow_requests_end():
         stage.client() as client,
     ):
         stage.backend.unpaused.clear()
-        with pytest.raises(openai.InternalServerError, match="request_timeout=0.2"):
+        with raises(openai.InternalServerError, key="request_timeout", value=0.2):
             await client.chat.completions.create(model="policy", messages=ASK)
         assert not stage.backend.running
-        with pytest.raises(openai.InternalServerError, match="request_timeout=0.2"):
+        with raises(openai.InternalServerError, key="request_timeout", value=0.2):
             await client.chat.completions.create(model="policy", messages=ASK, stream=True)
 
 
@@ -220,10 +228,12 @@ async def test_idle_sessions_expire_and_too_many_are_refused():
     async with serving(["hello"], clock=lambda: now[0], limits=limits) as stage:
         async with stage.client() as client:
             for name in ("a", "b"):
-                other = client.with_options(base_url=f"{stage.server.url}/sessions/{name}/v1")
-                await other.chat.completions.create(model="x", messages=ASK)
+                session_client = client.with_options(
+                    base_url=f"{stage.server.url}/sessions/{name}/v1"
+                )
+                await session_client.chat.completions.create(model="x", messages=ASK)
             third = client.with_options(base_url=f"{stage.server.url}/sessions/c/v1")
-            with pytest.raises(openai.RateLimitError, match="2 sessions"):
+            with raises(openai.RateLimitError, value="2 sessions"):
                 await third.chat.completions.create(model="x", messages=ASK)
             now[0] = 11.0
             await third.chat.completions.create(model="x", messages=ASK)
@@ -235,7 +245,7 @@ async def test_idle_sessions_expire_and_too_many_are_refused():
 async def test_an_engine_that_dies_in_a_stream_is_an_error_of_the_stream():
     async with serving(["hello"]) as stage, stage.client() as client:
         stage.backend.die()
-        with pytest.raises(openai.InternalServerError, match="engine died"):
+        with raises(openai.InternalServerError, value="engine died"):
             await client.chat.completions.create(model="policy", messages=ASK, stream=True)
 
 
@@ -251,15 +261,14 @@ async def test_prometheus_reads_the_requests_of_every_route_and_needs_the_key():
             answer = await browser.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = text_string_to_metric_families(answer.text)
-    found = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    samples = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
     total = "jax_agent_rl_server_requests_total"
-    assert found[total, "/v1/chat/completions", "200"] == 1 and found[total, "unknown", "404"] == 1
-    assert found[total, "/metrics", "401"] == 1
-    assert found["jax_agent_rl_engine_generated_tokens_total", "server-0"] > 0
-    assert (
-        found["jax_agent_rl_server_sessions",] == 0
-        and found["jax_agent_rl_server_generations_running",] == 0
-    )
+    assert samples[total, "/v1/chat/completions", "200"] == 1
+    assert samples[total, "unknown", "404"] == 1
+    assert samples[total, "/metrics", "401"] == 1
+    assert samples["jax_agent_rl_engine_generated_tokens_total", "server-0"] > 0
+    assert samples["jax_agent_rl_server_sessions",] == 0
+    assert samples["jax_agent_rl_server_generations_running",] == 0
 
 
 async def test_adapters_are_models_of_their_names():

@@ -12,6 +12,7 @@ openai = pytest.importorskip("openai")
 from jax_agent_rl.config import AgentConfig  # noqa: E402
 from jax_agent_rl.runtime.serve import serving_limits  # noqa: E402
 from tests.endpoint_testbed import ASK, JSON, TOOL, serving  # noqa: E402
+from tests.messages import raises  # noqa: E402
 
 # --- what a request may ask for, and what it may cost ---------------------------------------------
 
@@ -31,7 +32,8 @@ async def test_what_the_engine_cannot_do_is_refused_by_its_name(fields, param):
     async with serving(["hello"]) as stage, stage.client() as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="policy", messages=ASK, extra_body=fields)
-        assert caught.value.param == param and stage.backend.requests == []
+        assert caught.value.param == param
+        assert stage.backend.requests == []
 
 
 async def test_top_k_and_min_p_are_the_engines_and_neutral_values_change_nothing():
@@ -66,7 +68,7 @@ async def test_sampling_that_an_engine_of_its_own_kind_cannot_do_is_refused():
             "min_p": 0.2,
             "stop": "x",
         }.items():
-            with pytest.raises(openai.BadRequestError, match="not supported by") as caught:
+            with raises(openai.BadRequestError, value="not supported") as caught:
                 await client.chat.completions.create(
                     model="policy", messages=ASK, extra_body={param: value}
                 )
@@ -83,7 +85,8 @@ async def test_ids_that_no_tokenizer_knows_and_empty_prompts_are_bad_requests(pr
     async with serving(["hello"]) as stage, stage.client() as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(model="policy", prompt=prompt)
-        assert caught.value.param == "prompt" and stage.backend.requests == []
+        assert caught.value.param == "prompt"
+        assert stage.backend.requests == []
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,8 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(path, body, mon
         for name in ("encode_prompt", "encode_text", "encode_markup", "decode"):
             monkeypatch.setattr(stage.codec, name, None)
         answer = await plain.post(f"{stage.server.url}/v1/{path}", json={"model": "policy", **body})
-    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 # --- sessions -------------------------------------------------------------------------------------
@@ -171,10 +175,12 @@ async def test_a_session_belongs_to_the_key_that_opened_it():
             assert (await plain.get("/sessions", headers=headers)).json() == {"sessions": []}
         with pytest.raises(openai.AuthenticationError):
             await ask(stage, "mine", "b")
-        own = {"Authorization": "Bearer a"}
-        listed = (await plain.get("/sessions", headers=own)).json()["sessions"]
+        owner_headers = {"Authorization": "Bearer a"}
+        listed = (await plain.get("/sessions", headers=owner_headers)).json()["sessions"]
         assert listed == [{"session_id": "mine", "turns": 1, "running": 0}]
-        assert (await plain.delete("/sessions/mine", headers=own)).json() == {"ended": True}
+        assert (await plain.delete("/sessions/mine", headers=owner_headers)).json() == {
+            "ended": True
+        }
 
 
 async def test_a_session_tells_the_version_of_every_token():
@@ -189,9 +195,10 @@ async def test_a_session_tells_the_version_of_every_token():
 async def test_a_session_records_no_more_than_it_may():
     async with serving(["hello"], limits={"max_session_tokens": 5}) as stage:
         await ask(stage, "s")
-        with pytest.raises(openai.BadRequestError, match="max_session_tokens=5") as caught:
+        with raises(openai.BadRequestError, key="max_session_tokens", value=5) as caught:
             await ask(stage, "s")
-        assert caught.value.code == "session_full" and len(stage.store) == 1
+        assert caught.value.code == "session_full"
+        assert len(stage.store) == 1
 
 
 async def test_a_request_outside_sessions_leaves_nothing_with_the_client():
@@ -199,7 +206,8 @@ async def test_a_request_outside_sessions_leaves_nothing_with_the_client():
         ended: list[str] = []
         stage.context.client.end_session = ended.append
         await client.chat.completions.create(model="policy", messages=ASK)
-        assert ended == ["once"] and len(stage.store) == 0
+        assert ended == ["once"]
+        assert len(stage.store) == 0
 
 
 async def test_an_id_of_a_session_has_a_length_and_an_alphabet():
@@ -207,7 +215,8 @@ async def test_an_id_of_a_session_has_a_length_and_an_alphabet():
         for name in ("x" * 129, "a%20b", "a%0Ab"):
             body = {"model": "x", "messages": ASK}
             answer = await plain.post(f"/sessions/{name}/v1/chat/completions", json=body)
-            assert answer.status_code == 400 and "1 to 128" in answer.text
+            assert answer.status_code == 400
+            assert "1 to 128" in answer.text
 
 
 def test_a_served_models_client_is_the_one_who_explains_tools():

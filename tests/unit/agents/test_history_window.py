@@ -2,6 +2,8 @@
 exactly that context.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +18,7 @@ from jax_agent_rl.learner.advantages.registry import compute_advantages
 from jax_agent_rl.learner.advantages.scored_batch import scored_batch
 from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.tools import ToolRegistry, function_tool
-from jax_agent_rl.types import FinishReason
+from jax_agent_rl.types import FinishReason, Trajectory
 from tests.agent_testbed import AgentHarness
 from tests.messages import raises
 from tests.trajectories import group_of
@@ -61,7 +63,7 @@ async def test_a_turn_sees_the_prompt_and_the_window():
         scene.codec.decode(r.prompt_ids, skip_special_tokens=True) for r in scene.backend.requests
     ]
     assert all(text.startswith("user: what is 1 + 2 ?") for text in seen)
-    assert [[n for n in range(4) if f'"w{n}"' in text] for text in seen] == [[], [0], [1], [2]]
+    assert [re.findall(r'"w(\d)"', text) for text in seen] == [[], ["0"], ["1"], ["2"]]
     assert [m["role"] for m in trajectory.messages] == [
         "user",
         *["assistant", "tool"] * 3,
@@ -79,7 +81,8 @@ async def test_a_window_lets_an_episode_outlast_the_models_context():
     cut = await stage(12, None, **short).run()
     assert cut.finish_reason is FinishReason.RESPONSE_LENGTH
     trajectory = await stage(12, 1, **short).run()
-    assert trajectory.finish_reason is FinishReason.ANSWER and trajectory.num_turns == 12
+    assert trajectory.finish_reason is FinishReason.ANSWER
+    assert trajectory.num_turns == 12
     assert all(len(s.prompt_ids) + len(s.response_ids) <= 40 for s in trajectory.sequences)
 
 
@@ -96,7 +99,7 @@ async def test_the_advantage_of_a_trajectory_is_that_of_all_its_samples():
     assert batch.num_tokens == sum(
         len(s.prompt_ids) + len(s.response_ids) for t in members for s in t.sequences
     )
-    assert [len(places) for places in batch.places] == [3, 3]
+    assert [len(sequence_places) for sequence_places in batch.places] == [3, 3]
 
 
 async def test_gigpo_compares_observations_not_windows():
@@ -107,21 +110,19 @@ async def test_gigpo_compares_observations_not_windows():
         replace(await stage(turns, 1).run(trajectory_id=f"g-{turns}"), reward=float(turns))
         for turns in (3, 4, 5)
     ]
-    whole = [replace(t, history_window=None) for t in members]
-    windowed, plain = (
-        [
-            values[mask]
-            for made in [scored_batch([group_of(group)], turn_reward="none")]
-            for values, mask in zip(
-                compute_advantages(made, AlgorithmConfig(adv_estimator="gigpo")).advantages,
-                made.masks,
-                strict=True,
-            )
-        ]
-        for group in (members, whole)
-    )
-    for one, other in zip(windowed, plain, strict=True):
-        np.testing.assert_allclose(one, other)
+    without_window = [replace(t, history_window=None) for t in members]
+    windowed = gigpo_advantages(members)
+    plain = gigpo_advantages(without_window)
+    for windowed_values, plain_values in zip(windowed, plain, strict=True):
+        np.testing.assert_allclose(windowed_values, plain_values)
+
+
+def gigpo_advantages(members: Sequence[Trajectory]) -> list[np.ndarray]:
+    """Return each trajectory's advantages where it was sampled."""
+    samples = scored_batch([group_of(members)], turn_reward="none")
+    config = AlgorithmConfig(adv_estimator="gigpo")
+    advantages = compute_advantages(samples, config).advantages
+    return [values[mask] for values, mask in zip(advantages, samples.masks, strict=True)]
 
 
 def test_a_response_may_be_longer_than_the_engines_context():

@@ -25,7 +25,8 @@ def registered():
 
 async def play(first: str, second: str, *moves: str):
     """One game of these cards and replies, in order."""
-    codec, said = FakeCodec(), iter(moves)
+    codec = FakeCodec()
+    said = iter(moves)
     backend = ScriptedBackend(codec, lambda request: [*codec.encode_text(next(said)), 2])
     context = AgentContext(
         client=LLMServerClient([AsyncServer(backend)]),
@@ -39,9 +40,9 @@ async def play(first: str, second: str, *moves: str):
         "extra_info": {"cards": {"first": first, "second": second}},
     }
     agent = get_agent("kuhn_poker")(context)
-    made = await agent.play(episode_request(row, SamplingParams(max_tokens=8)))
+    game = await agent.play(episode_request(row, SamplingParams(max_tokens=8)))
     assert next(said, None) is None, "every move was asked for"
-    return {t.role: t for t in made}
+    return {t.role: t for t in game}
 
 
 @pytest.mark.parametrize(
@@ -55,26 +56,32 @@ async def play(first: str, second: str, *moves: str):
     ],
 )
 async def test_the_payoffs_are_those_of_the_game(moves, won):
-    made = await play("King", "Queen", *moves)
-    assert [environment(made[role].turn_scores) for role in ("first", "second")] == [won, -won]
+    game = await play("King", "Queen", *moves)
+    assert [environment(game[role].turn_scores) for role in ("first", "second")] == [won, -won]
     lower = await play("Jack", "Queen", *moves)
     assert environment(lower["first"].turn_scores) == (won if "fold" in moves else -won)
 
 
 async def test_a_player_reads_its_own_card_and_what_the_other_did():
-    made = await play("King", "Queen", " check", " bet", " call")
-    texts = {role: " ".join(str(m["content"]) for m in t.messages) for role, t in made.items()}
-    assert "King" in texts["first"] and "Queen" not in texts["first"]
-    assert "Queen" in texts["second"] and "King" not in texts["second"]
+    game = await play("King", "Queen", " check", " bet", " call")
+    texts = {}
+    for role, trajectory in game.items():
+        texts[role] = " ".join(str(message["content"]) for message in trajectory.messages)
+    assert "King" in texts["first"]
+    assert "Queen" not in texts["first"]
+    assert "Queen" in texts["second"]
+    assert "King" not in texts["second"]
     assert "Your opponent bets. fold or call?" in texts["first"]
-    assert made["first"].num_turns == 2 and made["second"].num_turns == 1
+    assert game["first"].num_turns == 2
+    assert game["second"].num_turns == 1
 
 
 async def test_an_illegal_move_ends_the_game_and_costs_its_player_alone():
-    made = await play("King", "Queen", "bet", "raise")
-    assert [environment(made[role].turn_scores) for role in ("first", "second")] == [0, -3]
+    game = await play("King", "Queen", "bet", "raise")
+    assert [environment(game[role].turn_scores) for role in ("first", "second")] == [0, -3]
     alone = await play("King", "Queen", "call")
-    assert alone.keys() == {"first"} and environment(alone["first"].turn_scores) == -3
+    assert alone.keys() == {"first"}
+    assert environment(alone["first"].turn_scores) == -3
 
 
 @pytest.mark.parametrize(
@@ -87,6 +94,6 @@ async def test_an_illegal_move_ends_the_game_and_costs_its_player_alone():
     ],
 )
 async def test_accuracy_counts_players_who_neither_blunder_nor_break_the_rules(moves, sound):
-    made = await play("King", "Jack", *moves)
-    scored = [await score(made[role]) for role in ("first", "second")]
+    game = await play("King", "Jack", *moves)
+    scored = [await score(game[role]) for role in ("first", "second")]
     assert [t.reward_parts["accuracy"] for t in scored] == sound

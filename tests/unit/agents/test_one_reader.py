@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import operator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -66,6 +67,7 @@ from jax_agent_rl.types import SamplingParams, StopReason
 from jax_agent_rl.utils.files import cache_root
 from tests.agent_testbed import episode_request
 from tests.fakes import ScriptedBackend
+from tests.messages import raises
 from tests.unit.chat.test_formats import THINK, WRITERS
 from tests.unit.chat.test_template_families import codec_of
 
@@ -147,9 +149,11 @@ def written(plan: list[str], thought: str | None) -> str:
 
 
 def said(plan: list[str], *kinds: str) -> str:
-    return "".join(
-        PIECES[kind].format(number) for number, kind in enumerate(plan) if kind in kinds
-    ).strip()
+    text = ""
+    for number, kind in enumerate(plan):
+        if kind in kinds:
+            text += PIECES[kind].format(number)
+    return text.strip()
 
 
 def called(plan: list[str]) -> list[int]:
@@ -157,10 +161,10 @@ def called(plan: list[str]) -> list[int]:
 
 
 every_turn = given(plan=plans, thought=thoughts)
-few = settings(max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow])
+few_examples = settings(max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow])
 
 
-@few
+@few_examples
 @every_turn
 async def test_the_endpoint_and_its_streams_give_text_once_and_without_thoughts(plan, thought):
     text = written(plan, thought)
@@ -169,8 +173,9 @@ async def test_the_endpoint_and_its_streams_give_text_once_and_without_thoughts(
         recorder = ChatRecorder(context(text), session_id="s")
         listen = None if tools else lambda new, reasoning, heard=heard: heard.append(new)
         turn = await recorder.chat(ASK, tools=tools, sampling=SAMPLING, on_text=listen)
-        shown = ("text", "broken") if tools else ("text", "call", "broken")
-        assert turn.reply.content == said(plan, *shown) and turn.reply.reasoning == thought
+        visible_kinds = ("text", "broken") if tools else ("text", "call", "broken")
+        assert turn.reply.content == said(plan, *visible_kinds)
+        assert turn.reply.reasoning == thought
         if not tools:
             assert "".join(heard) == turn.reply.content
         assert [call.arguments["n"] for call in turn.reply.tool_calls] == (
@@ -225,18 +230,18 @@ def test_a_stream_says_what_the_whole_reply_says_in_the_same_order(family, data)
         stop_match=None,
         context_digest="d",
     )
-    whole = read_reply(codec, output, tools=(), stop=stop, context_ids=asked)
+    full_reply = read_reply(codec, output, tools=(), stop=stop, context_ids=asked)
     heard: list[tuple[str, str | None]] = []
     stream = TurnStream.of_chat(
         codec, asked, stop=stop, on_text=lambda new, reasoning: heard.append((new, reasoning))
     )
     for token in output.token_ids:
         stream.on_ids([token])
-    sent = stream.finish(whole)
-    assert (sent.content, sent.reasoning) == (whole.content, whole.reasoning)
-    assert "".join(new for new, _ in heard) == whole.content
+    sent = stream.finish(full_reply)
+    assert (sent.content, sent.reasoning) == (full_reply.content, full_reply.reasoning)
+    assert "".join(new for new, _ in heard) == full_reply.content
     thoughts = [reasoning for _, reasoning in heard if reasoning is not None]
-    assert ("".join(thoughts) if thoughts else None) == whole.reasoning
+    assert ("".join(thoughts) if thoughts else None) == full_reply.reasoning
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
@@ -279,7 +284,7 @@ def test_special_tokens_are_no_text_with_or_without_a_call_beside_them():
     assert spelled.content == "a<|im_start|>b", "text that only looks like a special token is text"
 
 
-def test_a_closing_tag_is_text_where_the_prompt_is_known_to_have_opened_no_block():
+def test_a_closing_tag_is_text_where_the_prompt_opened_no_block():
     codec = codec_of("qwen3")
     asked = codec.encode_prompt(ASK)
     reply = codec.parse_reply(codec.encode_markup("Write </think> to stop."), context_ids=asked)
@@ -293,10 +298,11 @@ def test_a_message_that_the_prompt_began_keeps_its_text_before_a_call():
     )
     ids = codec.encode_markup(" look.<|end|>" + WRITERS["harmony"]("f", {"x": "1"}))
     reply = codec.parse_reply(ids, context_ids=asked)
-    assert reply.content == "look." and [call.name for call in reply.tool_calls] == ["f"]
+    assert reply.content == "look."
+    assert [call.name for call in reply.tool_calls] == ["f"]
 
 
-def test_blocks_of_a_messages_stream_do_not_overlap_where_thinking_follows_text():
+def test_blocks_of_a_stream_do_not_overlap_where_thinking_follows_text():
     body = {
         "model": "m",
         "max_tokens": 9,
@@ -314,7 +320,8 @@ def test_blocks_of_a_messages_stream_do_not_overlap_where_thinking_follows_text(
     kinds = []
     for event in events:
         if event["type"] == "content_block_start":
-            assert open_block is None and event["index"] == len(kinds)
+            assert open_block is None
+            assert event["index"] == len(kinds)
             open_block = event["index"]
             kinds.append(event["content_block"]["type"])
         elif event["type"] == "content_block_delta":
@@ -324,33 +331,34 @@ def test_blocks_of_a_messages_stream_do_not_overlap_where_thinking_follows_text(
     assert kinds == ["text", "thinking", "text"]
 
 
-@few
+@few_examples
 @every_turn
 async def test_langgraph_gives_what_the_endpoint_gives(plan, thought):
     text = written(plan, thought)
     for tools in ((), (set_it.schema,)):
         recorders = [ChatRecorder(context(text), session_id=name) for name in ("whole", "streamed")]
         models = [ChatModel(recorder=recorder, sampling=SAMPLING) for recorder in recorders]
-        whole = await models[0].ainvoke([HumanMessage("q")], tools=tools)
+        full_message = await models[0].ainvoke([HumanMessage("q")], tools=tools)
         chunks = [chunk async for chunk in models[1].astream([HumanMessage("q")], tools=tools)]
         reply = recorders[0].turns[0].reply
-        assert whole.content == "".join(str(chunk.content) for chunk in chunks) == reply.content
-        assert [call["args"] for call in whole.tool_calls] == [
+        assert (
+            full_message.content == "".join(str(chunk.content) for chunk in chunks) == reply.content
+        )
+        assert [call["args"] for call in full_message.tool_calls] == [
             dict(call.arguments) for call in reply.tool_calls
         ]
-        assert whole.additional_kwargs.get("reasoning_content") == thought
-        broken = [
-            PIECES["broken"].format(number)
-            for number, kind in enumerate(plan)
-            if kind == "broken" and tools
-        ]
-        added = functools.reduce(lambda one, other: one + other, chunks)
-        for message in (whole, added):
+        assert full_message.additional_kwargs.get("reasoning_content") == thought
+        broken = []
+        if tools:
+            numbers = [number for number, kind in enumerate(plan) if kind == "broken"]
+            broken = [PIECES["broken"].format(number) for number in numbers]
+        added = functools.reduce(operator.add, chunks)
+        for message in (full_message, added):
             assert [call["args"] for call in message.invalid_tool_calls] == broken
             assert [call["args"] for call in message.tool_calls] == [
                 dict(call.arguments) for call in reply.tool_calls
             ]
-        assert all(call["error"] for call in whole.invalid_tool_calls)
+        assert all(call["error"] for call in full_message.invalid_tool_calls)
 
 
 @pytest.mark.parametrize("text", ['{"name": "set", "parameters": 3}', '{"name": "set", "param'])
@@ -366,16 +374,20 @@ async def test_a_malformed_call_that_is_json_does_not_become_a_call_of_langchain
     models = [
         ChatModel(recorder=ChatRecorder(chat, session_id=name), sampling=SAMPLING) for name in "ab"
     ]
-    whole = await models[0].ainvoke([HumanMessage("q")], tools=(set_it.schema,))
+    full_message = await models[0].ainvoke([HumanMessage("q")], tools=(set_it.schema,))
     chunks = [
         chunk async for chunk in models[1].astream([HumanMessage("q")], tools=(set_it.schema,))
     ]
-    for message in (whole, functools.reduce(lambda one, other: one + other, chunks)):
-        assert message.content == text and message.tool_calls == []
+    for message in (
+        full_message,
+        functools.reduce(operator.add, chunks),
+    ):
+        assert message.content == text
+        assert message.tool_calls == []
         assert [json.loads(call["args"]) for call in message.invalid_tool_calls] == [text]
 
 
-@few
+@few_examples
 @every_turn
 async def test_an_agent_answers_calls_in_the_order_in_which_they_were_written(plan, thought):
     limits = AgentConfig(max_assistant_turns=2, max_parallel_calls=4)
@@ -399,7 +411,7 @@ async def test_an_agent_answers_calls_in_the_order_in_which_they_were_written(pl
         assert [call.error for call in first.tool_calls].count("malformed") == plan.count("broken")
 
 
-@few
+@few_examples
 @every_turn
 async def test_environments_and_users_hear_no_thoughts(plan, thought):
     text = written(plan, thought)
@@ -407,7 +419,8 @@ async def test_environments_and_users_hear_no_thoughts(plan, thought):
     row = {"prompt": ASK, "extra_info": {"environment_kwargs": {"name": "listener"}}}
     pools = EnvironmentPools()
     await EnvironmentAgent(context(text, environments=pools)).play(episode_request(row, SAMPLING))
-    assert SEEN[0].content == said(plan, "text") and SEEN[0].reasoning == thought
+    assert SEEN[0].content == said(plan, "text")
+    assert SEEN[0].reasoning == thought
     if "call" not in plan and "broken" not in plan:
         users = InteractionRegistry({"hearer": Hearer({})})
         await InteractionAgent(context(text, interactions=users)).play(
@@ -416,7 +429,7 @@ async def test_environments_and_users_hear_no_thoughts(plan, thought):
         assert SEEN[1][-1] == {"role": "assistant", "content": said(plan, "text")}
 
 
-@few
+@few_examples
 @every_turn
 async def test_the_text_of_a_turn_is_what_was_sampled(plan, thought):
     text = written(plan, thought)
@@ -453,7 +466,7 @@ async def test_a_judge_grades_with_what_it_says_and_not_with_what_it_thinks():
 
 @pytest.mark.parametrize("text", ["<think>It claims [[10]], but", "It claims [[10]], but"])
 async def test_a_judge_that_is_cut_gives_no_grade(text):
-    with pytest.raises(RewardError, match=r"reward\.judge\.max_tokens"):
+    with raises(RewardError, key="reward.judge.max_tokens"):
         await grade(text, stop_reason=StopReason.LENGTH)
 
 
@@ -461,7 +474,8 @@ async def test_a_judge_does_not_read_what_the_policy_only_thought():
     engine = Engine("[[5]]")
     judge = ModelJudge(engine, codec(), sampling=SAMPLING)
     await judge.grade(question="q", answer="<think>SECRET</think>four")
-    assert "four" in engine.prompts[0] and "SECRET" not in engine.prompts[0]
+    assert "four" in engine.prompts[0]
+    assert "SECRET" not in engine.prompts[0]
 
 
 async def ask_user(text, **engine):
@@ -484,7 +498,7 @@ async def test_the_thoughts_of_a_simulated_user_end_nothing_and_are_not_said():
 
 
 async def test_a_simulated_user_that_only_thinks_is_named():
-    with pytest.raises(InteractionError, match="max_tokens"):
+    with raises(InteractionError, key="max_tokens"):
         await ask_user("<think>hm ###DONE###", stop_reason=StopReason.LENGTH)
 
 
@@ -514,16 +528,15 @@ def test_an_answer_that_was_only_thought_of_is_none(name):
 
 def test_an_answer_that_was_only_thought_of_is_not_paid():
     thought = "<think>maybe #### 18 <answer>18</answer></think>I cannot tell."
-    assert (
-        gsm8k("gsm8k", thought, "18", {}) == 0.0
-        and gsm8k("gsm8k", "<think>x</think>#### 18", "18", {}) == 1.0
-    )
+    assert gsm8k("gsm8k", thought, "18", {}) == 0.0
+    assert gsm8k("gsm8k", "<think>x</think>#### 18", "18", {}) == 1.0
     assert qa_f1("nq", thought, "18")["score"] == 0.0
 
 
 def test_a_block_that_the_prompt_opened_passes_the_format():
     assert has_format("2+2</think> <answer>4</answer>")
-    assert not has_format("2+2 <answer>4</answer>") and not has_format("<answer>4</answer>")
+    assert not has_format("2+2 <answer>4</answer>")
+    assert not has_format("<answer>4</answer>")
 
 
 def test_calls_are_json_that_a_client_can_read():

@@ -27,6 +27,7 @@ from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
 from jax_agent_rl.tracing import Tracer  # noqa: E402
 from jax_agent_rl.types import FinishReason, SamplingParams  # noqa: E402
 from tests.agent_testbed import episode_request  # noqa: E402
+from tests.messages import raises  # noqa: E402
 from tests.tiny_chat import assert_exact, tiny_context, tokenizer  # noqa: E402
 
 ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
@@ -82,10 +83,10 @@ async def test_requests_over_http_are_traced_as_part_of_their_trajectory():
             rollout=0,
             validate=False,
         ):
-            made = await trajectory_of(tool_agent, context)
+            trajectory = await trajectory_of(tool_agent, context)
     generated = [span for span in traces[0].spans if span.name == "generate"]
     assert [span.attributes["sampled_tokens"] for span in generated] == [
-        len(t.output.token_ids) for t in made.turns
+        len(t.output.token_ids) for t in trajectory.turns
     ]
     assert {span.parent for span in generated} == {0}
 
@@ -98,24 +99,22 @@ async def test_many_turns_of_a_tool_calling_client_are_one_exact_trajectory():
             assert trajectory.segments == ()
             assert_exact(trajectory, backend)
     assert max(t.num_turns for t in trajectories) >= 3
-    assert all(
-        t.row["extra_info"]["agent_output"] == t.messages[-1]["content"].strip()
-        for t in trajectories
-        if t.finish_reason is FinishReason.ANSWER
-    )
-    drifts = [
-        tokenizer().encode(tokenizer().decode(turn.output.token_ids), add_special_tokens=False)
-        != list(turn.output.token_ids)
-        for t in trajectories
-        for turn in t.turns
-    ]
-    assert any(drifts), "the test would not notice re-tokenization"
+    has_drift = False
+    for trajectory in trajectories:
+        if trajectory.finish_reason is FinishReason.ANSWER:
+            answer = trajectory.messages[-1]["content"].strip()
+            assert trajectory.row["extra_info"]["agent_output"] == answer
+        for turn in trajectory.turns:
+            text = tokenizer().decode(turn.output.token_ids)
+            ids_again = tokenizer().encode(text, add_special_tokens=False)
+            has_drift |= ids_again != list(turn.output.token_ids)
+    assert has_drift, "the test would not notice re-tokenization"
 
 
-async def test_an_agent_makes_the_same_trajectory_with_a_rollout_server_as_with_an_engine():
+async def test_a_rollout_server_gives_an_agent_the_same_trajectory_as_an_engine():
     async with tiny_context() as context:
         backend = context.client.pool.servers[0].backend
-        here = await trajectory_of(tool_agent, context)
+        on_engine = await trajectory_of(tool_agent, context)
         server = RolloutServer(backend)
         await server.start()
         remote = RemoteBackend(server.url)
@@ -123,16 +122,19 @@ async def test_an_agent_makes_the_same_trajectory_with_a_rollout_server_as_with_
             await remote.start()
             decode = functools.partial(context.codec.decode, skip_special_tokens=False)
             client = LLMServerClient([AsyncServer(remote)], decode_text=decode)
-            there = await trajectory_of(tool_agent, replace(context, client=client))
+            on_server = await trajectory_of(tool_agent, replace(context, client=client))
         finally:
             await remote.close()
             await server.close()
-        assert_exact(there, backend)
-    assert (there.prompt_ids, there.response_ids) == (here.prompt_ids, here.response_ids)
-    assert there.rollout_logprobs == pytest.approx(here.rollout_logprobs, abs=1e-5)
+        assert_exact(on_server, backend)
+    assert (on_server.prompt_ids, on_server.response_ids) == (
+        on_engine.prompt_ids,
+        on_engine.response_ids,
+    )
+    assert on_server.rollout_logprobs == pytest.approx(on_engine.rollout_logprobs, abs=1e-5)
 
 
-async def test_sub_agents_at_the_same_time_are_segments_and_each_turn_is_trained_on_once():
+async def test_concurrent_sub_agents_are_segments_trained_on_once():
     async def agent(base_url, api_key, row):
         async with client_of(base_url, api_key) as client:
 
@@ -155,7 +157,8 @@ async def test_sub_agents_at_the_same_time_are_segments_and_each_turn_is_trained
         assert_exact(trajectory, context.client.pool.servers[0].backend)
         assert len(context.client.pool.servers[0].backend.seen) == 7
     assert [s.num_turns for s in trajectory.sequences] == [2, 2, 2, 1]
-    assert trajectory.messages[0]["content"] == "sum it up" and trajectory.metrics["segments"] == 3
+    assert trajectory.messages[0]["content"] == "sum it up"
+    assert trajectory.metrics["segments"] == 3
 
 
 async def test_all_samples_of_a_request_are_trained_on_whichever_is_continued():
@@ -177,11 +180,10 @@ async def test_all_samples_of_a_request_are_trained_on_whichever_is_continued():
             len(output.token_ids) for _, output in context.client.pool.servers[0].backend.seen
         )
     assert sum(t.num_sampled for t in trajectory.sequences) == sampled, "each id once"
-    assert (
-        sorted(s.num_turns for s in trajectory.sequences) == [1, 1, 1, 2]
-        and trajectory.num_turns == 2
-    )
-    assert trajectory.metrics["segments"] == 3 and trajectory.metrics["lost_requests"] == 0
+    assert sorted(s.num_turns for s in trajectory.sequences) == [1, 1, 1, 2]
+    assert trajectory.num_turns == 2
+    assert trajectory.metrics["segments"] == 3
+    assert trajectory.metrics["lost_requests"] == 0
     assert all(
         s.prompt_ids[: len(trajectory.prompt_ids)] == trajectory.prompt_ids
         for s in trajectory.segments
@@ -216,9 +218,11 @@ async def test_temperature_and_seed_of_an_agent_do_not_change_how_the_policy_sam
 
     async with tiny_context() as context:
         plain = await trajectory_of(agent(), context, seed=3)
-        other = await trajectory_of(agent(temperature=0.0, top_p=0.1, seed=9), context, seed=3)
+        with_settings = await trajectory_of(
+            agent(temperature=0.0, top_p=0.1, seed=9), context, seed=3
+        )
         third = await trajectory_of(agent(), context, seed=4)
-    assert plain.response_ids == other.response_ids != third.response_ids
+    assert plain.response_ids == with_settings.response_ids != third.response_ids
 
 
 async def test_a_budget_that_ends_an_agent_leaves_a_trajectory_that_stands():
@@ -238,15 +242,14 @@ async def test_a_budget_that_ends_an_agent_leaves_a_trajectory_that_stands():
     ) as context:
         by_length = await trajectory_of(talks_on, context)
         assert_exact(by_length, context.client.pool.servers[0].backend)
-    assert by_turns.finish_reason is FinishReason.MAX_ASSISTANT_TURNS and by_turns.num_turns == 3
-    assert (
-        by_length.finish_reason is FinishReason.RESPONSE_LENGTH
-        and len(by_length.response_ids) <= 60
-    )
+    assert by_turns.finish_reason is FinishReason.MAX_ASSISTANT_TURNS
+    assert by_turns.num_turns == 3
+    assert by_length.finish_reason is FinishReason.RESPONSE_LENGTH
+    assert len(by_length.response_ids) <= 60
 
 
 async def test_failures_of_an_agent_lose_its_trajectory_with_their_reason():
-    async def raises(base_url, api_key, row):
+    async def fails(base_url, api_key, row):
         raise LookupError("no such page")
 
     async def hangs(base_url, api_key, row):
@@ -263,19 +266,19 @@ async def test_failures_of_an_agent_lose_its_trajectory_with_their_reason():
                 )
 
     async with tiny_context(run_timeout=0.5) as context:
-        with pytest.raises(AgentTimeoutError, match="agent.run_timeout=0.5"):
+        with raises(AgentTimeoutError, key="agent.run_timeout", value=0.5):
             await trajectory_of(hangs, context)
     async with tiny_context(edited_history="drop", max_prompt_length=200) as context:
         for agent, words in (
-            (raises, "LookupError: no such page"),
+            (fails, "LookupError: no such page"),
             (is_idle, "without asking the model"),
         ):
-            with pytest.raises(TrajectoryError, match=words):
+            with raises(TrajectoryError, value=words):
                 await trajectory_of(agent, context)
         with pytest.raises(HistoryEditedError):
             await trajectory_of(edits, context)
         long = {"prompt": [{"role": "user", "content": "long " * 300}]}
-        with pytest.raises(PromptTooLongError, match="max_prompt_length=200"):
+        with raises(PromptTooLongError, key="max_prompt_length", value=200):
             await trajectory_of(tool_agent, context, row=long)
 
 
@@ -308,10 +311,11 @@ async def test_programs_that_share_an_address_are_told_apart_by_their_keys():
             )
             for i, row in enumerate(rows)
         )
-        made = await asyncio.gather(*runs)
+        trajectories = await asyncio.gather(*runs)
         await loop.close()
-    assert len({address for address, _ in asked}) == 1 and len({key for _, key in asked}) == 2
-    for trajectory, text in zip(made, ("add one", "add two"), strict=True):
+    assert len({address for address, _ in asked}) == 1
+    assert len({key for _, key in asked}) == 2
+    for trajectory, text in zip(trajectories, ("add one", "add two"), strict=True):
         sequences = trajectory.sequences
         assert sum(sequence.num_turns for sequence in sequences) == 2
         assert all(text in context.codec.decode(sequence.prompt_ids) for sequence in sequences)
@@ -332,7 +336,7 @@ async def test_a_session_is_over_with_its_trajectory():
         loop = loop_class(context)
         await loop.play(episode_request(ROW, SamplingParams(max_tokens=8)))
         async with client_of(**seen) as client:
-            with pytest.raises(openai.NotFoundError, match="may be over"):
+            with raises(openai.NotFoundError, value="over"):
                 await client.chat.completions.create(model="m", messages=ROW["prompt"])
             await loop.close()
             with pytest.raises(openai.APIConnectionError):

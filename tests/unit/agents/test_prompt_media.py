@@ -78,10 +78,11 @@ async def test_messages_are_text_with_the_kinds_shown_and_records_hold_no_bytes(
         "media": ["image", "image"],
     }
     record = trajectory_record(trajectory, step=1, split="train")
-    assert record["prompt_media"] == {"image": 2} and "PNG" not in repr(record)
+    assert record["prompt_media"] == {"image": 2}
+    assert "PNG" not in repr(record)
 
 
-async def test_every_turn_of_a_conversation_and_of_its_branch_sees_the_prompts_images():
+async def test_every_turn_and_branch_sees_the_prompts_images():
     it = harness(script=["one", "so 3", "so 4"])
     sampling = SamplingParams(max_tokens=50, seed=0)
     request = episode_request(row(), sampling)
@@ -126,21 +127,21 @@ def test_agents_of_ones_own_code_get_images_as_openais_api_takes_them():
         "image",
     ]
     files = [b64decode(part["image"].url.partition(",")[2]) for part in plain["content"][1::2]]
-    assert files == [png(4, 3), png(2, 2)] and plain["content"][1]["image"].url.startswith(
-        "data:image/png;"
-    )
-    assert openai_prompt(ROW) == ROW["prompt"] and graph_messages(row()) == [message]
+    assert files == [png(4, 3), png(2, 2)]
+    assert plain["content"][1]["image"].url.startswith("data:image/png;")
+    assert openai_prompt(ROW) == ROW["prompt"]
+    assert graph_messages(row()) == [message]
 
 
 @pytest.mark.parametrize(
-    ("part", "message"),
+    ("part", "named"),
     [
-        ({"type": "video", "video": []}, "no part for"),
-        ({"type": "image", "image": b"x"}, "cannot be read"),
+        ({"type": "video", "video": []}, {"value": "no part for"}),
+        ({"type": "image", "image": b"x"}, {"value": "cannot be read"}),
     ],
 )
-def test_what_openais_api_cannot_show_is_named(part: dict, message: str):
-    with pytest.raises(DataError, match=message):
+def test_what_openais_api_cannot_show_is_named(part: dict, named: dict):
+    with raises(DataError, **named):
         openai_prompt({"prompt": [{"role": "user", "content": [part]}]})
 
 
@@ -151,5 +152,5 @@ def test_a_command_reads_no_images():
 
 async def test_an_engine_without_eyes_refuses_the_request():
     it = AgentHarness(SingleTurnAgent, ["so 3"], codec=FakeCodec(modalities=frozenset({"image"})))
-    with pytest.raises(BackendError, match="image"):
+    with raises(BackendError, value="image"):
         await it.run(row())

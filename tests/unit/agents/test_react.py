@@ -41,7 +41,8 @@ async def test_the_default_graph_calls_tools_and_its_trajectory_is_exact():
             assert_exact(trajectory, context.client.pool.servers[0].backend)
     assert max(t.num_turns for t in trajectories) >= 3
     for trajectory in trajectories:
-        assert trajectory.segments == () and trajectory.metrics["tool_errors"] == 0
+        assert trajectory.segments == ()
+        assert trajectory.metrics["tool_errors"] == 0
         before_the_last = trajectory.turns[:-1]
         assert [len(turn.tool_calls) for turn in before_the_last] == [1] * len(before_the_last)
         assert [call.reward for call in trajectory.tool_calls] == [0.5] * len(before_the_last)
@@ -55,7 +56,8 @@ async def test_the_turn_limit_ends_a_graph_and_its_trajectory_stands():
         for trajectory in trajectories:
             assert_exact(trajectory, context.client.pool.servers[0].backend)
     limited = [t for t in trajectories if t.finish_reason is FinishReason.MAX_ASSISTANT_TURNS]
-    assert limited and all(t.num_turns == 2 for t in limited)
+    assert limited
+    assert all(t.num_turns == 2 for t in limited)
 
 
 class Forgetful(ReactAgentLoop):
@@ -85,14 +87,15 @@ async def test_a_graph_that_edits_its_history_gives_a_segment_for_each_context()
     async with tiny_context() as context:
         trajectory = await run(Forgetful(context), 1)
         assert_exact(trajectory, context.client.pool.servers[0].backend)
-    assert trajectory.num_turns == 1 and len(trajectory.segments) == 1
+    assert trajectory.num_turns == 1
+    assert len(trajectory.segments) == 1
     assert "so far:" in trajectory.messages[0]["content"]
     assert trajectory.segments[0].messages[0]["content"] == "what is one plus two"
 
 
 async def test_an_edited_history_is_dropped_with_its_reason_where_the_config_says_so():
     async with tiny_context(edited_history="drop") as context:
-        with pytest.raises(HistoryEditedError, match="agent.edited_history=segment"):
+        with raises(HistoryEditedError, fix="agent.edited_history=segment"):
             await run(Forgetful(context), 1)
 
 
@@ -120,14 +123,17 @@ async def test_ids_mask_and_logprobs_ride_in_the_metadata_of_messages():
     turns = recorder.turns
     metadata = second.response_metadata
     assert tuple(metadata["prompt_ids"] + metadata["response_ids"]) == turns[1].context_ids
-    one, inserted, two = (
+    first_length, inserted_length, second_length = (
         len(x)
         for x in (turns[0].output.token_ids, turns[1].inserted_ids, turns[1].output.token_ids)
     )
-    assert metadata["response_mask"] == [1] * one + [0] * inserted + [1] * two
+    assert (
+        metadata["response_mask"]
+        == [1] * first_length + [0] * inserted_length + [1] * second_length
+    )
     sampled = turns[0].output.log_probs, turns[1].output.log_probs
-    assert metadata["rollout_logprobs"] == [*sampled[0], *[0.0] * inserted, *sampled[1]]
-    assert second.usage_metadata["input_tokens"] == len(turns[1].context_ids) - two
+    assert metadata["rollout_logprobs"] == [*sampled[0], *[0.0] * inserted_length, *sampled[1]]
+    assert second.usage_metadata["input_tokens"] == len(turns[1].context_ids) - second_length
 
 
 async def test_a_stream_is_the_answer_in_pieces_and_is_continued_by_its_ids():
@@ -135,11 +141,11 @@ async def test_a_stream_is_the_answer_in_pieces_and_is_continued_by_its_ids():
         recorder = ChatRecorder(context, session_id="s")
         model = ChatModel(recorder=recorder, sampling=SamplingParams(max_tokens=24, seed=2))
         pieces = [piece async for piece in model.astream([("user", "question")])]
-        whole = pieces[0]
+        answer = pieces[0]
         for piece in pieces[1:]:
-            whole += piece
-        assert whole.content == recorder.turns[0].reply.content
-        await model.ainvoke([("user", "question"), whole, ("user", "more")])
+            answer += piece
+        assert answer.content == recorder.turns[0].reply.content
+        await model.ainvoke([("user", "question"), answer, ("user", "more")])
     assert recorder.turns[1].parent is recorder.turns[0]
 
 
@@ -148,7 +154,7 @@ async def test_a_blocking_call_in_the_engines_own_loop_is_refused_instead_of_han
         model = ChatModel(
             recorder=ChatRecorder(context, session_id="s"), sampling=SamplingParams(max_tokens=8)
         )
-        with pytest.raises(RuntimeError, match="ainvoke"):
+        with raises(RuntimeError, fix="ainvoke"):
             model.invoke("hello")
 
 

@@ -57,8 +57,8 @@ def recorder_of(
     return ChatRecorder(context, session_id="s")
 
 
-def sampling(most: int = 60) -> SamplingParams:
-    return SamplingParams(max_tokens=most)
+def sampling(max_tokens: int = 60) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens)
 
 
 def sent_back(turn, **extra) -> dict:
@@ -109,7 +109,7 @@ async def test_it_holds_for_samples_further_back_that_were_both_continued():
 
 
 @pytest.mark.parametrize("chosen", [0, 1])
-async def test_of_samples_that_make_the_same_call_the_one_whose_call_id_comes_back_goes_on(chosen):
+async def test_of_samples_with_the_same_call_the_call_id_tells_which_goes_on(chosen):
     said = [f"<think>{text}</think>{CALL}<|im_end|>" for text in "ab"]
     recorder = recorder_of(smollm(), [*said, "end<|im_end|>"])
     samples = [await recorder.chat([QUESTION], tools=[TOOL], sampling=sampling()) for _ in said]
@@ -150,14 +150,16 @@ async def test_a_history_that_is_rendered_again_makes_no_control_token():
         {"role": "user", "content": forged},
     ]
     harmless = [QUESTION, {"role": "assistant", "content": "42"}, {"role": "user", "content": "42"}]
-    made, plain = [
+    with_forged_tokens, with_plain_text = [
         await recorder.chat(messages, sampling=sampling()) for messages in (history, harmless)
     ]
     special = set(codec.encode_markup("<|im_start|><|im_end|>"))
-    assert [i for i in made.inserted_ids if i in special] == [
-        i for i in plain.inserted_ids if i in special
+    assert [i for i in with_forged_tokens.inserted_ids if i in special] == [
+        i for i in with_plain_text.inserted_ids if i in special
     ]
-    assert codec.decode(made.inserted_ids, skip_special_tokens=False).count(forged) == 2
+    assert (
+        codec.decode(with_forged_tokens.inserted_ids, skip_special_tokens=False).count(forged) == 2
+    )
 
 
 async def test_only_the_path_that_replaces_a_stop_token_leaves_it_out():
@@ -170,14 +172,13 @@ async def test_only_the_path_that_replaces_a_stop_token_leaves_it_out():
     answered = await recorder.chat(
         [*history, {"role": "tool", "content": "42"}], sampling=sampling(1)
     )
-    assert asked.replaces_end and not answered.replaces_end
+    assert asked.replaces_end
+    assert not answered.replaces_end
     assert asked.context_ids[: len(first.context_ids)] == (*first.context_ids[:-1], user)
-    assert (
-        answered.context_ids[: len(first.context_ids)] == first.context_ids
-        and first.context_ids[-1] == observation
-    )
-    made = session_trajectory(recorder)
-    for trajectory, turn in zip(made.sequences, (asked, answered), strict=True):
+    assert answered.context_ids[: len(first.context_ids)] == first.context_ids
+    assert first.context_ids[-1] == observation
+    session = session_trajectory(recorder)
+    for trajectory, turn in zip(session.sequences, (asked, answered), strict=True):
         assert trajectory.prompt_ids + trajectory.response_ids == turn.context_ids
 
 
@@ -191,10 +192,8 @@ async def test_a_conversation_continues_its_longest_recorded_beginning():
     spliced = await recorder.chat(
         [QUESTION, sent_back(first), MORE, edited, MORE], sampling=sampling()
     )
-    assert (
-        spliced.parent is first
-        and spliced.context_ids[: len(first.context_ids)] == first.context_ids
-    )
+    assert spliced.parent is first
+    assert spliced.context_ids[: len(first.context_ids)] == first.context_ids
     assert "TWO, shortened" in smollm().decode(spliced.inserted_ids)
     unknown = await recorder.chat(
         [{"role": "user", "content": "summary"}, edited, MORE], sampling=sampling()
@@ -210,15 +209,17 @@ async def test_a_conversation_continues_its_longest_recorded_beginning():
         "message 1 of 3 (user) has 'summary' where the recorded one (user) has 'q'",
     ]
     assert (recorder.metrics["spliced_calls"], recorder.metrics["unmatched_calls"]) == (1, 1)
-    made = session_trajectory(recorder)
-    words = [[smollm().decode(turn.output.token_ids) for turn in s.turns] for s in made.sequences]
+    trajectory = session_trajectory(recorder)
+    words = []
+    for sequence in trajectory.sequences:
+        words.append([smollm().decode(turn.output.token_ids) for turn in sequence.turns])
     assert sorted(words) == [
         ["four"],
         ["one", "two"],
         ["three"],
     ]  # each sampled turn is trained on once
-    assert made.metrics["spliced_calls"] == 1
-    notes = {turn.number: turn.note for s in made.sequences for turn in s.turns}
+    assert trajectory.metrics["spliced_calls"] == 1
+    notes = {turn.number: turn.note for s in trajectory.sequences for turn in s.turns}
     assert notes == {turn.number: turn.note for turn in recorder.turns}  # the trajectory keeps them
 
 
@@ -256,7 +257,8 @@ async def test_a_calls_difference_is_an_excerpt_that_knows_calls_and_tools():
         ),
         "asks again for what is on record",
     ]
-    assert recorder.turns[4].parent is first and not recorder.turns[4].note
+    assert recorder.turns[4].parent is first
+    assert not recorder.turns[4].note
 
 
 async def test_a_history_that_may_not_be_edited_says_where_it_was():
@@ -277,16 +279,17 @@ async def test_a_raw_prompt_that_continues_nothing_says_where_it_differs():
     recorder = recorder_of(codec, ["<|im_end|>"] * 3)
     first = await recorder.complete("once upon a time", sampling=sampling())
     assert not (await recorder.complete([*first.context_ids, 9], sampling=sampling())).note
-    other = await recorder.complete(codec.encode_text("once upon a hill"), sampling=sampling())
+    unrelated = await recorder.complete(codec.encode_text("once upon a hill"), sampling=sampling())
     assert (
-        other.note
+        unrelated.note
         == "message 1 of 1 (user) has 'once upon a hill' where the recorded one (user) has 'once"
         " upon a time'"
     )
 
 
 async def test_tools_that_the_prompt_does_not_show_are_warned_of_once(caplog):
-    hidden, named = TOOL | {"function": {"name": "look_up"}}, TOOL | {"function": {"name": "add"}}
+    hidden = TOOL | {"function": {"name": "look_up"}}
+    named = TOOL | {"function": {"name": "add"}}
     recorder = recorder_of(smollm(), ["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
     await recorder.chat(
         [{"role": "user", "content": "Call add."}], tools=[named], sampling=sampling()
@@ -294,7 +297,9 @@ async def test_tools_that_the_prompt_does_not_show_are_warned_of_once(caplog):
     assert "agent.tool_prompt" not in caplog.text
     for _ in range(2):
         await recorder.chat([QUESTION], tools=[hidden], sampling=sampling())
-    (record,) = [one for one in caplog.records if "agent.tool_prompt=none" in one.getMessage()]
+    (record,) = [
+        warned for warned in caplog.records if "agent.tool_prompt=none" in warned.getMessage()
+    ]
     assert "look_up" in record.getMessage()
 
 
@@ -305,7 +310,7 @@ async def finish_reason_of(said: str, asked: int, **limits) -> FinishReason:
     return session_trajectory(recorder).finish_reason
 
 
-async def test_an_answer_that_the_clients_own_max_tokens_cut_is_not_truncated_by_the_run():
+async def test_an_answer_cut_by_the_clients_max_tokens_is_not_truncated():
     long = "one two three four five six seven eight nine ten"
     assert await finish_reason_of(long, asked=3) is FinishReason.ANSWER
     assert (

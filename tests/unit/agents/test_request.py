@@ -6,6 +6,7 @@ import pytest
 
 from jax_agent_rl.agents import EpisodeRequest, Prefix
 from jax_agent_rl.types import Fork, SamplingParams, StopReason
+from tests.messages import raises
 from tests.trajectories import trajectory
 
 SAID = (
@@ -31,7 +32,8 @@ def fork(turns: int, tokens: int = 0, parent: str = "g-0") -> Fork:
 
 def test_whole_turns_are_taken_over_as_they_are():
     prefix = Prefix.of(PARENT, fork(1))
-    assert prefix.turns == PARENT.turns[:1] and prefix.partial_turn is None
+    assert prefix.turns == PARENT.turns[:1]
+    assert prefix.partial_turn is None
     assert prefix.context_ids == [3, 4, 10, 11, 7]
     assert [m["content"] for m in prefix.messages] == list("01234")
 
@@ -48,22 +50,22 @@ def test_of_a_turn_that_is_cut_the_first_ids_keep_their_log_probs():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "why"),
+    ("wrong", "named"),
     [
-        (fork(2), "has 2 turns; keep fewer"),
-        (fork(-1), "has 2 turns; keep fewer"),
-        (fork(1, 2), "turn 1 of g-0 has 2 ids"),
-        (fork(0, parent="g-7"), "no place in trajectory g-0"),
+        (fork(2), {"value": "2 turns", "fix": "keep fewer"}),
+        (fork(-1), {"value": "2 turns", "fix": "keep fewer"}),
+        (fork(1, 2), {"key": "turn 1 of g-0", "value": "2 ids"}),
+        (fork(0, parent="g-7"), {"value": "no place", "key": "trajectory g-0"}),
     ],
 )
-def test_a_place_that_is_none_is_refused(wrong: Fork, why: str):
-    with pytest.raises(ValueError, match=why):
+def test_a_place_that_is_none_is_refused(wrong: Fork, named: dict):
+    with raises(ValueError, **named):
         Prefix.of(PARENT, wrong)
 
 
 def test_a_trajectory_that_left_contexts_behind_has_no_single_beginning():
     edited = replace(PARENT, segments=(trajectory([3], [5]),))
-    with pytest.raises(ValueError, match="no place"):
+    with raises(ValueError, value="no place"):
         Prefix.of(edited, fork(1))
 
 
@@ -90,5 +92,5 @@ def test_a_role_without_a_seed_gets_none():
 
 def test_a_role_does_not_go_on_from_the_middle_of_a_trajectory():
     continued = request(prefix=Prefix.of(PARENT, fork(1)))
-    with pytest.raises(ValueError, match="role 'solver'"):
+    with raises(ValueError, value="role 'solver'"):
         continued.as_role("solver")

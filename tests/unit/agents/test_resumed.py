@@ -34,7 +34,8 @@ class Streaming(BatchingEngine):
         super().__init__(
             Capabilities(max_model_len=1000, max_concurrent=4, pause_modes=modes), eos=EOS
         )
-        self.reply, self.requests = codec.reply_ids(script), []
+        self.reply = codec.reply_ids(script)
+        self.requests = []
 
     async def generate(self, request):
         self.requests.append(request)
@@ -82,15 +83,19 @@ async def test_a_turn_goes_on_after_its_newest_id():
         await it.backend.start()
     running = asyncio.ensure_future(first.run())
     async with asyncio.timeout(30):
-        while (part := first.client.partial("t/0")) is None or len(part.token_ids) < 3:
+        part = None
+        while part is None or len(part.token_ids) < 3:
             await asyncio.sleep(0)
+            part = first.client.partial("t/0")
     prefix = through_a_checkpoint(first.context.episodes["t"].progress())
     running.cancel()
     await asyncio.wait({running})
-    trajectory, reply = await resume(second, prefix, "t"), cast(Any, second.backend).reply
+    trajectory = await resume(second, prefix, "t")
+    reply = cast(Any, second.backend).reply
     known = len(part.token_ids)
     assert [request.resumed for request in second.backend.requests] == [known]
-    assert trajectory.response_ids == tuple(reply) and trajectory.fork is None
+    assert trajectory.response_ids == tuple(reply)
+    assert trajectory.fork is None
     assert trajectory.rollout_logprobs == tuple(
         -float(place) for place in range(len(trajectory.response_ids))
     )
@@ -110,9 +115,9 @@ async def server():
             {"observations": said, "dones": [False] * len(said), "valids": [True] * len(said)}
         )
 
-    async with ToolServer() as made:
-        made.respond = count
-        yield made
+    async with ToolServer() as tool_server:
+        tool_server.respond = count
+        yield tool_server
 
 
 def with_tools(server: ToolServer) -> AgentHarness:
@@ -128,12 +133,14 @@ def with_tools(server: ToolServer) -> AgentHarness:
 
 async def interrupted(server: ToolServer, turn: int) -> Prefix:
     """Return what is known of a trajectory while it samples a turn."""
-    it, reached = with_tools(server), asyncio.Event()
+    it = with_tools(server)
+    reached = asyncio.Event()
 
     def hold(request, sampled) -> bool:
-        if here := request.request_id == f"v/{turn}":
+        is_held = request.request_id == f"v/{turn}"
+        if is_held:
             reached.set()
-        return here
+        return is_held
 
     it.backend.hold = hold
     running = asyncio.ensure_future(it.run(trajectory_id="v"))
@@ -147,21 +154,23 @@ async def interrupted(server: ToolServer, turn: int) -> Prefix:
 
 @pytest.mark.parametrize("turn", [1, 2, 3])
 async def test_tools_are_called_again_and_the_rest_is_sampled_once(server, turn: int):
-    whole = await with_tools(server).run(trajectory_id="u")
-    prefix, again = await interrupted(server, turn), with_tools(server)
+    uninterrupted = await with_tools(server).run(trajectory_id="u")
+    prefix = await interrupted(server, turn)
+    again = with_tools(server)
     trajectory = await resume(again, prefix, "w")
     assert (trajectory.response_ids, trajectory.response_mask) == (
-        whole.response_ids,
-        whole.response_mask,
+        uninterrupted.response_ids,
+        uninterrupted.response_mask,
     )
-    assert trajectory.messages == whole.messages and trajectory.finish_reason == whole.finish_reason
+    assert trajectory.messages == uninterrupted.messages
+    assert trajectory.finish_reason == uninterrupted.finish_reason
     assert [request.request_id for request in again.backend.requests] == [
         f"w/{n}" for n in range(turn, 4)
     ]
 
 
 async def test_a_turn_that_was_not_answered_is_answered_and_not_sampled_again(server):
-    whole = await with_tools(server).run(trajectory_id="u")
+    uninterrupted = await with_tools(server).run(trajectory_id="u")
     prefix = await interrupted(server, 2)
     unanswered = Prefix(
         fork=None,
@@ -173,7 +182,8 @@ async def test_a_turn_that_was_not_answered_is_answered_and_not_sampled_again(se
     )
     again = with_tools(server)
     trajectory = await resume(again, through_a_checkpoint(unanswered), "w")
-    assert trajectory.response_ids == whole.response_ids and trajectory.messages == whole.messages
+    assert trajectory.response_ids == uninterrupted.response_ids
+    assert trajectory.messages == uninterrupted.messages
     assert [request.request_id for request in again.backend.requests] == ["w/2", "w/3"]
 
 

@@ -4,6 +4,7 @@ reported once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,10 +31,8 @@ def chosen(ids: Sequence[int]) -> np.ndarray:
 class RoutingBackend(ScriptedBackend):
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         output = await super().generate(request)
-        start, fed = (
-            request.routed_experts_prompt_start,
-            [*request.prompt_ids, *output.token_ids][:-1],
-        )
+        start = request.routed_experts_prompt_start
+        fed = [*request.prompt_ids, *output.token_ids][:-1]
         return replace(output, routed_experts=RoutedExperts.of(start, chosen(fed)[start:]))
 
 
@@ -60,13 +59,14 @@ def assert_known(trajectories: Sequence[Trajectory], *, share_prefixes: bool = F
     batch = pack(trajectories, pack_length=250, share_prefixes=share_prefixes)
     assert batch.routed_experts is not None
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-    places = [place for own in batch.places for place in own]
-    for sequence, place in zip(sequences, places, strict=True):
+    sequence_places = itertools.chain.from_iterable(batch.places)
+    for sequence, place in zip(sequences, sequence_places, strict=True):
         ids = [*sequence.prompt_ids, *sequence.response_ids]
         path = place.path[: len(ids)]
         first = len(ids) - len(path)
         if not share_prefixes:
-            path, first = np.arange(path[0] - first, path[-1] + 1), 0
+            path = np.arange(path[0] - first, path[-1] + 1)
+            first = 0
         np.testing.assert_array_equal(
             batch.routed_experts[place.row, path[:-1]], chosen(ids)[first:-1]
         )
@@ -127,6 +127,6 @@ async def test_the_segments_of_a_session_have_those_of_the_turns_before_them():
     await recorder.chat(
         [*history, {"role": "user", "content": "other"}], tools=[], sampling=sampling()
     )
-    made = session_trajectory(recorder)
-    assert len(made.sequences) == 2
-    assert_known([made])
+    trajectory = session_trajectory(recorder)
+    assert len(trajectory.sequences) == 2
+    assert_known([trajectory])

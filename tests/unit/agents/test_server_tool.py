@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.agents import ServerToolAgent
 from jax_agent_rl.errors import AbortedError, PromptTooLongError, ToolServerError
+from jax_agent_rl.tools.client import ToolServerClient
 from jax_agent_rl.types import DropReason, FinishReason
 from tests.agent_testbed import ACT, ACTION, ROW, STOP, AgentHarness, assert_token_exact
 from tests.agent_testbed import server_tool_stage as stage
 from tests.examples import examples
 from tests.fakes import ScriptedBackend
 from tests.http_service import ToolServer
+from tests.messages import raises
 
 
 @pytest.fixture
@@ -59,7 +61,8 @@ async def test_the_request_says_whose_action_it_is_and_what_the_row_adds(server)
 async def test_nothing_was_opened_so_nothing_is_closed(server):
     trajectory = await stage(server, ["3"]).run()
     assert trajectory.finish_reason is FinishReason.ANSWER
-    assert not server.requests and not server.closed
+    assert not server.requests
+    assert not server.closed
 
 
 async def test_the_server_may_end_it():
@@ -80,7 +83,8 @@ async def test_an_action_no_tool_takes_is_told_to_the_model_and_counted():
     async with ToolServer(lambda action: ("", False, False)) as server:
         trajectory = await stage(server, [ACT, "so 3"]).run()
     (call,) = trajectory.tool_calls
-    assert call.error == "invalid_action" and "no tool accepted" in call.observation
+    assert call.error == "invalid_action"
+    assert "no tool accepted" in call.observation
     assert trajectory.metrics["tool_errors"] == 1
 
 
@@ -88,7 +92,8 @@ async def test_an_empty_observation_leaves_the_context_as_it_is():
     async with ToolServer(lambda action: "") as server:
         it = stage(server, [ACT, "so 3"])
         trajectory = await it.run()
-    assert trajectory.num_turns == 2 and set(trajectory.response_mask) == {1}
+    assert trajectory.num_turns == 2
+    assert set(trajectory.response_mask) == {1}
     assert_token_exact(trajectory, it.backend.requests)
 
 
@@ -117,8 +122,9 @@ async def test_the_environment_is_closed_once_when_the_trajectory_is_aborted(ser
     assert server.closed == {"t": 1}
 
 
-async def test_the_environment_is_closed_once_when_the_task_is_cancelled_while_a_tool_runs(server):
-    called, never = asyncio.Event(), asyncio.Event()
+async def test_a_task_cancelled_while_a_tool_runs_closes_its_environment_once(server):
+    called = asyncio.Event()
+    never = asyncio.Event()
 
     async def hang(payload):
         called.set()
@@ -136,7 +142,7 @@ async def test_the_environment_is_closed_once_when_the_task_is_cancelled_while_a
 
 async def test_the_environment_is_closed_when_the_observation_cannot_be_used():
     async with ToolServer(lambda action: 42) as server:
-        with pytest.raises(ToolServerError, match="wrong observation"):
+        with raises(ToolServerError, value="wrong observation"):
             await stage(server, [ACT]).run()
         assert server.closed == {"t": 1}
 
@@ -193,15 +199,26 @@ async def test_sync_mode_waits_for_nobody_who_has_answered_or_failed(server):
         it.run(long_row, trajectory_id="fails"),
         return_exceptions=True,
     )
-    assert results[0].num_turns == 2 and results[1].num_turns == 1
+    assert results[0].num_turns == 2
+    assert results[1].num_turns == 1
     assert isinstance(results[2], PromptTooLongError)
 
 
-async def test_sync_mode_survives_a_member_that_is_cancelled_while_it_waits(server):
+async def test_sync_mode_survives_a_member_that_is_cancelled_while_it_waits(server, monkeypatch):
+    action_sent = asyncio.Event()
+    execute = ToolServerClient.execute
+
+    async def noted_execute(client, action):
+        action_sent.set()
+        return await execute(client, action)
+
+    monkeypatch.setattr(ToolServerClient, "execute", noted_execute)
     it = stage(server, [ACT, "so 3"], backend=HeldBackend, rollout_mode="sync")
     quick, slow = (asyncio.create_task(it.run(trajectory_id=name)) for name in ("quick", "slow"))
-    while it.backend.running != {"slow/0"} or not it.agent._service._lockstep._waiting:
+    while it.backend.running != {"slow/0"}:
         await asyncio.sleep(0)
+    await action_sent.wait()  # it waits for the slow one's
+    assert not server.requests
     quick.cancel()
     it.backend.released.set()
     assert (await slow).num_turns == 2
@@ -222,7 +239,8 @@ async def test_one_bad_observation_of_a_batch_is_its_own_trajectorys_affair():
         good, bad = await asyncio.gather(
             it.run(trajectory_id="good"), it.run(trajectory_id="bad"), return_exceptions=True
         )
-    assert good.num_turns == 2 and isinstance(bad, ToolServerError)
+    assert good.num_turns == 2
+    assert isinstance(bad, ToolServerError)
     assert bad.drop_reason is DropReason.TOOL_SERVER_ERROR
 
 

@@ -10,6 +10,7 @@ from tests.agent_testbed import ACT, assert_token_exact
 from tests.agent_testbed import server_tool_stage as stage
 from tests.fakes import FakeCodec
 from tests.http_service import ToolServer, data_url
+from tests.messages import raises
 
 SEES = Capabilities(max_model_len=4096, max_concurrent=8, multi_modal=frozenset({"image"}))
 
@@ -32,13 +33,15 @@ async def test_images_stand_in_the_next_prompt_and_go_to_the_engine():
     first, second = it.backend.requests
     assert_token_exact(trajectory, it.backend.requests)
     assert "user: <image> <image> zoomed" in it.codec.decode(trajectory.turns[0].appended_ids)
-    assert not first.multi_modal and [picture.size for picture in second.multi_modal["image"]] == [
+    assert not first.multi_modal
+    assert [picture.size for picture in second.multi_modal["image"]] == [
         (4, 3),
         (2, 2),
     ]
     assert [picture.size for picture in trajectory.multi_modal["image"]] == [(4, 3), (2, 2)]
     (call,) = trajectory.tool_calls
-    assert call.error is None and len(call.media["image"]) == 2
+    assert call.error is None
+    assert len(call.media["image"]) == 2
 
 
 @pytest.mark.parametrize("settings", [{"enable_mtrl": False}, {"mtrl_sep": "<o>{obs}</o>"}])
@@ -47,18 +50,21 @@ async def test_images_are_an_error_the_model_reads_where_no_template_writes_them
         it = seeing(server, **settings)
         trajectory = await it.run()
     (call,) = trajectory.tool_calls
-    assert call.error == "raised" and "image data, which cannot be shown here" in call.observation
-    assert not it.backend.requests[1].multi_modal and "agent.enable_mtrl=true" in caplog.text
+    assert call.error == "raised"
+    assert "image data, which cannot be shown here" in call.observation
+    assert not it.backend.requests[1].multi_modal
+    assert "agent.enable_mtrl=true" in caplog.text
 
 
 async def test_a_model_without_eyes_reads_an_error():
     async with ToolServer(picture_of) as server:
         it = stage(server, [ACT, "so 3"], enable_mtrl=True)
         trajectory = await it.run()
-    assert trajectory.tool_calls[0].error == "raised" and not trajectory.multi_modal
+    assert trajectory.tool_calls[0].error == "raised"
+    assert not trajectory.multi_modal
 
 
 async def test_images_before_the_first_turn_lose_the_trajectory_with_words():
     async with ToolServer(picture_of) as server:
-        with pytest.raises(ToolServerError, match="agent.call_tool_first"):
+        with raises(ToolServerError, key="agent.call_tool_first"):
             await seeing(server, call_tool_first=True).run()

@@ -26,16 +26,17 @@ async def test_enable_agent_off_generates_once_without_a_server():
     it = AgentHarness(ServerToolAgent, [ACT], enable_agent=False, **STOP)
     await it.agent.preflight()
     trajectory = await it.run()
-    assert trajectory.num_turns == 1 and trajectory.finish_reason is FinishReason.ANSWER
+    assert trajectory.num_turns == 1
+    assert trajectory.finish_reason is FinishReason.ANSWER
     assert it.text(trajectory) == ACT + "<eos>", "nothing stops at an action"
 
 
 async def test_max_turns_is_the_number_of_tool_calls_and_the_last_step_makes_none(server):
-    for most in (0, 1, 2):
+    for max_turns in (0, 1, 2):
         server.requests.clear()
-        trajectory = await stage(server, [ACT], max_turns=most).run()
-        assert len(server.requests) == len(trajectory.tool_calls) == most
-        assert trajectory.num_turns == most + 1
+        trajectory = await stage(server, [ACT], max_turns=max_turns).run()
+        assert len(server.requests) == len(trajectory.tool_calls) == max_turns
+        assert trajectory.num_turns == max_turns + 1
         assert trajectory.finish_reason is FinishReason.MAX_USER_TURNS
         assert trajectory.turns[-1].appended_ids == ()
 
@@ -45,7 +46,8 @@ async def test_min_turns_sends_turns_that_hold_no_action(server):
     assert server.actions == ["just words</py>"] * 2, (
         "the stop token the server looks for is added to what is sent"
     )
-    assert trajectory.num_turns == 3 and trajectory.finish_reason is FinishReason.ANSWER
+    assert trajectory.num_turns == 3
+    assert trajectory.finish_reason is FinishReason.ANSWER
 
 
 async def test_what_stands_in_a_think_block_is_no_action_and_is_not_sent(server):
@@ -73,9 +75,8 @@ async def test_a_turn_that_is_sent_anyway_is_sent_without_its_thoughts(server, l
 
 async def test_the_budget_of_a_turn_holds_across_a_stop_in_its_thoughts(server):
     trajectory = await stage(server, ["<think> <py> 0 </py> a b c d"], max_action_length=6).run()
-    assert (
-        trajectory.finish_reason is FinishReason.ACTION_LENGTH and len(trajectory.response_ids) == 6
-    )
+    assert trajectory.finish_reason is FinishReason.ACTION_LENGTH
+    assert len(trajectory.response_ids) == 6
     assert not server.requests
 
 
@@ -85,20 +86,22 @@ async def test_a_turn_end_token_ends_a_turn_in_the_middle_of_a_thought(server):
 
 
 async def test_max_prompt_length_drops_a_longer_prompt(server):
-    with pytest.raises(PromptTooLongError, match="agent.max_prompt_length=3"):
+    with raises(PromptTooLongError, key="agent.max_prompt_length", value=3):
         await stage(server, [ACT], max_prompt_length=3).run()
 
 
-async def test_max_response_length_ends_it_before_an_observation_that_would_overflow_it(server):
+async def test_max_response_length_ends_it_before_an_overflowing_observation(server):
     """5 ids of action and the 6 of its observation; one more can be sampled from 12 on."""
     server_says = len(
         AgentHarness(ServerToolAgent, [], enable_agent=False).codec.encode_text(f" ran {ACTION!r}")
     )
     need = 5 + server_says + 1
     enough = await stage(server, [ACT, "so 3"], max_response_length=need).run()
-    assert enough.num_turns == 2 and len(enough.response_ids) == need
+    assert enough.num_turns == 2
+    assert len(enough.response_ids) == need
     short = await stage(server, [ACT, "so 3"], max_response_length=need - 1).run()
-    assert short.num_turns == 1 and short.finish_reason is FinishReason.RESPONSE_LENGTH
+    assert short.num_turns == 1
+    assert short.finish_reason is FinishReason.RESPONSE_LENGTH
 
 
 async def test_truncate_response_side_left_cuts_the_observation_and_goes_on():
@@ -115,31 +118,28 @@ async def test_truncate_response_side_left_cuts_the_observation_and_goes_on():
 async def test_max_model_len_bounds_the_whole_context(server):
     prompt = len((await stage(server, ["3"]).run()).prompt_ids)
     trajectory = await stage(server, ["a b c d e"], max_model_len=prompt + 3).run()
-    assert (
-        len(trajectory.response_ids) == 3
-        and trajectory.finish_reason is FinishReason.RESPONSE_LENGTH
-    )
-    with pytest.raises(PromptTooLongError, match="agent.max_model_len=5"):
+    assert len(trajectory.response_ids) == 3
+    assert trajectory.finish_reason is FinishReason.RESPONSE_LENGTH
+    with raises(PromptTooLongError, key="agent.max_model_len", value=5):
         await stage(server, ["3"], max_model_len=5).run()
 
 
 @pytest.mark.parametrize(
-    ("side", "kept"),
+    ("side", "expected"),
     [("left", f"{MARKER} y z"), ("right", f"a b{MARKER}"), ("middle", f"a{MARKER} z")],
 )
-async def test_max_obs_length_cuts_the_side_that_is_named(side, kept):
+async def test_max_obs_length_cuts_the_side_that_is_named(side, expected):
     async with ToolServer(lambda action: "a b c d e f g h w x y z") as server:
         it = stage(server, [ACT, "so 3"], max_obs_length=3, truncate_obs_side=side)
         trajectory = await it.run()
     assert len(trajectory.turns[0].appended_ids) <= 3
-    assert trajectory.tool_calls[0].observation == kept
+    assert trajectory.tool_calls[0].observation == expected
 
 
 async def test_max_action_length_cuts_a_turn_and_says_so(server):
     trajectory = await stage(server, ["a b c d e"], max_action_length=3).run()
-    assert (
-        len(trajectory.response_ids) == 3 and trajectory.finish_reason is FinishReason.ACTION_LENGTH
-    )
+    assert len(trajectory.response_ids) == 3
+    assert trajectory.finish_reason is FinishReason.ACTION_LENGTH
     budget = await stage(server, ["a b c d e"], max_action_length=3, max_response_length=3).run()
     assert budget.finish_reason is FinishReason.RESPONSE_LENGTH, (
         "the budget is used up as well: that is the reason"
@@ -204,7 +204,8 @@ async def test_mtrl_sep_and_turn_end_token_write_the_turn_by_hand():
 
 async def test_turn_end_token_ends_an_answer(server):
     trajectory = await stage(server, ["so 3 <end> junk"], turn_end_token="<end>").run()
-    assert trajectory.finish_reason is FinishReason.ANSWER and trajectory.num_sampled == 3
+    assert trajectory.finish_reason is FinishReason.ANSWER
+    assert trajectory.num_sampled == 3
 
 
 async def test_additional_eos_token_ids_end_a_turn(server):
@@ -214,7 +215,8 @@ async def test_additional_eos_token_ids_end_a_turn(server):
         server, ["so 3 | junk"], codec=codec, additional_eos_token_ids=(bar,)
     ).run()
     assert trajectory.finish_reason is FinishReason.ANSWER
-    assert trajectory.response_ids[-1] == bar and trajectory.num_sampled == 3
+    assert trajectory.response_ids[-1] == bar
+    assert trajectory.num_sampled == 3
 
 
 async def test_call_tool_first_puts_an_observation_into_the_prompt():
@@ -226,15 +228,16 @@ async def test_call_tool_first_puts_an_observation_into_the_prompt():
         assert_token_exact(trajectory, it.backend.requests)
         chat = stage(server, ["so 3"], call_tool_first=True, enable_mtrl=True)
         assert chat.codec.decode((await chat.run()).prompt_ids).endswith("user:  startassistant:")
-    assert server.actions == ["", ""] and server.closed == {"t": 2}
+    assert server.actions == ["", ""]
+    assert server.closed == {"t": 2}
 
 
-async def test_a_first_observation_that_fills_the_prompt_or_ends_it_is_a_reason_to_drop():
+async def test_a_first_observation_that_fills_the_prompt_drops_the_trajectory():
     async with ToolServer(lambda action: " w" * 40) as server:
-        with pytest.raises(PromptTooLongError, match="agent.max_prompt_length=20"):
+        with raises(PromptTooLongError, key="agent.max_prompt_length", value=20):
             await stage(server, ["so 3"], call_tool_first=True, max_prompt_length=20).run()
     async with ToolServer(lambda action: ("", True, True)) as server:
-        with pytest.raises(ToolServerError, match="its first turn"):
+        with raises(ToolServerError, value="first turn"):
             await stage(server, ["so 3"], call_tool_first=True).run()
     assert server.closed == {"t": 1}
 
@@ -242,7 +245,8 @@ async def test_a_first_observation_that_fills_the_prompt_or_ends_it_is_a_reason_
 async def test_force_finish_for_last_turn_lets_the_last_turn_run_past_an_action(server):
     trajectory = await stage(server, [ACT], max_turns=1, force_finish_for_last_turn=True).run()
     assert trajectory.finish_reason is FinishReason.ANSWER
-    assert trajectory.turns[-1].output.token_ids[-1] == EOS and len(server.requests) == 1
+    assert trajectory.turns[-1].output.token_ids[-1] == EOS
+    assert len(server.requests) == 1
 
 
 async def test_mask_overlong_loss_names_the_reason_and_keeps_the_trajectory(server):
@@ -306,12 +310,14 @@ def test_val_settings_hold_in_evaluations_only():
     ) == (5, 2, 2)
     agent = build(MINIMAL, ["agent.val_max_response_length=100"]).agent
     assert (agent.max_response_length, agent.for_validation().max_response_length) == (512, 100)
-    with pytest.raises(ConfigError, match="val_max_response_length.*max_model_len"):
+    with raises(ConfigError, key=("val_max_response_length", "max_model_len")):
         build(MINIMAL, ["agent.val_max_response_length=4000"])
 
 
 def test_max_model_len_of_agents_is_at_most_the_engines():
-    with pytest.raises(ConfigError, match="agent.max_model_len=2000.*rollout.max_model_len=1024"):
+    with raises(
+        ConfigError, key=("agent.max_model_len", "rollout.max_model_len"), value=(2000, 1024)
+    ):
         build(MINIMAL, ["agent.max_model_len=2000"])
 
 
@@ -326,24 +332,24 @@ def test_action_stop_tokens_are_a_list_a_text_or_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
-        (["agent.min_turns=9"], "agent: min_turns=9 is more than max_turns=5"),
-        (["agent.enable_mtrl=true", "agent.mtrl_sep=x"], "must hold {obs} exactly once"),
+        (["agent.min_turns=9"], {"key": ("min_turns", "max_turns"), "value": (9, 5)}),
+        (["agent.enable_mtrl=true", "agent.mtrl_sep=x"], {"fix": "{obs} exactly once"}),
         (
             ["agent.mtrl_sep='{obs}'"],
-            "mtrl_sep={obs} is used only .* agent.enable_mtrl; agent.enable_mtrl is false",
+            {"key": "mtrl_sep", "value": "{obs}", "fix": "agent.enable_mtrl"},
         ),
-        (["agent.rollout_mode=fast"], "agent.rollout_mode"),
+        (["agent.rollout_mode=fast"], {"key": "agent.rollout_mode"}),
     ],
 )
-def test_contradictory_settings_are_refused(overrides, message):
-    with pytest.raises(ConfigError, match=message):
+def test_contradictory_settings_are_refused(overrides, named):
+    with raises(ConfigError, **named):
         build(MINIMAL, overrides)
 
 
 def test_an_agent_without_a_server_or_without_a_way_to_act_is_refused():
-    with pytest.raises(ConfigError, match="set agent.tool_server_url"):
+    with raises(ConfigError, fix="set agent.tool_server_url"):
         AgentHarness(ServerToolAgent, [ACT], **STOP)
-    with pytest.raises(ConfigError, match="never call"):
+    with raises(ConfigError, value="never call"):
         AgentHarness(ServerToolAgent, [ACT], tool_server_url="http://localhost:1")

@@ -55,9 +55,9 @@ async def stage(tool_format: str = "hermes"):
     codec = ChatCodec(tokenizer(), tool_format=tool_format)
     async with (
         tiny_context(codec=codec, max_assistant_turns=50) as context,
-        serving(context=context) as made,
+        serving(context=context) as serving_stage,
     ):
-        yield made
+        yield serving_stage
 
 
 def check_call(name: str, arguments: dict) -> None:
@@ -73,14 +73,15 @@ async def test_a_chat_that_requires_or_names_a_tool_calls_it(stream: bool):
         async with client.chat.completions.stream(**fields) as events:
             return await events.get_final_completion()
 
-    async with stage() as made, made.client() as client:
+    async with stage() as serving_stage, serving_stage.client() as client:
         for seed in range(4):
             (choice,) = (
                 await create(client, tool_choice="required", parallel_tool_calls=False, seed=seed)
             ).choices
             (call,) = choice.message.tool_calls
             check_call(call.function.name, json.loads(call.function.arguments))
-            assert choice.finish_reason == "tool_calls" and not choice.message.content
+            assert choice.finish_reason == "tool_calls"
+            assert not choice.message.content
             (choice,) = (await create(client, tool_choice=NAMED, seed=seed)).choices
             (call,) = choice.message.tool_calls
             assert call.function.name == "get_weather"
@@ -89,7 +90,7 @@ async def test_a_chat_that_requires_or_names_a_tool_calls_it(stream: bool):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_format_makes_the_answer_json_of_its_schema(stream: bool):
-    async with stage() as made, made.client() as client:
+    async with stage() as serving_stage, serving_stage.client() as client:
         for seed in range(4):
             fields = {
                 "model": "policy",
@@ -112,7 +113,7 @@ async def test_a_response_format_makes_the_answer_json_of_its_schema(stream: boo
 
 
 async def test_an_answer_may_be_any_object_and_a_limit_cuts_it():
-    async with stage() as made, made.client() as client:
+    async with stage() as serving_stage, serving_stage.client() as client:
         fields = {
             "model": "policy",
             "messages": ASK,
@@ -120,11 +121,12 @@ async def test_an_answer_may_be_any_object_and_a_limit_cuts_it():
             "seed": 3,
         }
         (choice,) = (await client.chat.completions.create(**fields, max_tokens=1)).choices
-    assert choice.finish_reason == "length" and choice.message.content == "{"
+    assert choice.finish_reason == "length"
+    assert choice.message.content == "{"
 
 
 async def test_with_tools_and_a_format_the_answer_is_a_call_or_json():
-    async with stage() as made, made.client() as client:
+    async with stage() as serving_stage, serving_stage.client() as client:
         for seed in range(4):
             (choice,) = (
                 await client.chat.completions.create(
@@ -145,7 +147,7 @@ async def test_with_tools_and_a_format_the_answer_is_a_call_or_json():
 
 async def test_the_responses_api_takes_the_same_and_says_so():
     text = {"format": {"type": "json_schema", "name": "plan", "schema": ARGUMENTS, "strict": True}}
-    async with stage() as made, made.client() as client:
+    async with stage() as serving_stage, serving_stage.client() as client:
         answer = await client.responses.create(
             model="policy", input="plan", text=text, max_output_tokens=200
         )
@@ -160,9 +162,11 @@ async def test_the_responses_api_takes_the_same_and_says_so():
             max_output_tokens=200,
         )
         (item,) = answer.output
-        assert item.type == "function_call" and item.name == "get_weather"
+        assert item.type == "function_call"
+        assert item.name == "get_weather"
         check_call(item.name, json.loads(item.arguments))
-        assert answer.parallel_tool_calls is False and answer.tool_choice.name == "get_weather"
+        assert answer.parallel_tool_calls is False
+        assert answer.tool_choice.name == "get_weather"
         answer = await client.responses.create(
             model="policy",
             input="go",
@@ -177,9 +181,9 @@ async def test_the_responses_api_takes_the_same_and_says_so():
     "choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}], ids=str
 )
 async def test_a_message_with_a_tool_choice_uses_the_tool(choice):
-    async with stage() as made:
+    async with stage() as serving_stage:
         client = anthropic.AsyncAnthropic(
-            base_url=made.server.url, api_key="any", max_retries=0, timeout=60
+            base_url=serving_stage.server.url, api_key="any", max_retries=0, timeout=60
         )
         async with client:
             message = await client.messages.create(
@@ -190,15 +194,16 @@ async def test_a_message_with_a_tool_choice_uses_the_tool(choice):
                 tool_choice={**choice, "disable_parallel_tool_use": True},
             )
     (block,) = message.content
-    assert message.stop_reason == "tool_use" and block.name == choice.get("name", block.name)
+    assert message.stop_reason == "tool_use"
+    assert block.name == choice.get("name", block.name)
     check_call(block.name, block.input)
 
 
 async def test_a_session_trains_on_what_a_grammar_restricted_over_what_it_left():
-    async with stage() as made, made.client("/sessions/s/v1") as client:
+    async with stage() as serving_stage, serving_stage.client("/sessions/s/v1") as client:
         for fields in ({"tools": TOOLS, "tool_choice": "required"}, {}):
             await client.chat.completions.create(model="x", messages=ASK, max_tokens=60, **fields)
-        recorder = made.store.known("s", "any").recorder
+        recorder = serving_stage.store.known("s", "any").recorder
     constrained, free = recorder.turns
     assert constrained.output.constrained == free.output.supports == ()
     assert len(constrained.output.supports) == len(constrained.output.token_ids)
@@ -208,7 +213,8 @@ async def test_a_session_trains_on_what_a_grammar_restricted_over_what_it_left()
     trajectory = session_trajectory(recorder)
     sequences = {s.response_ids: s for s in trajectory.sequences}
     sequence = sequences[constrained.output.token_ids]
-    assert sequence.supports == constrained.output.supports and all(sequence.loss_mask)
+    assert sequence.supports == constrained.output.supports
+    assert all(sequence.loss_mask)
     assert (
         np.array(constrained.output.log_probs) >= learner - 2e-4
     ).all()  # normalized over fewer ids
@@ -264,31 +270,34 @@ async def test_a_session_trains_on_what_a_grammar_restricted_over_what_it_left()
 async def test_what_cannot_be_followed_is_refused_with_the_parameter_and_the_reason(
     fields, param, reason
 ):
-    async with stage() as made, made.client() as client:
+    async with stage() as serving_stage, serving_stage.client() as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="policy", messages=ASK, extra_body=fields)
-        assert caught.value.param == param and reason in caught.value.body["message"]
-        assert not made.context.client.pool.servers[0].backend.seen
+        assert caught.value.param == param
+        assert reason in caught.value.body["message"]
+        assert not serving_stage.context.client.pool.servers[0].backend.seen
 
 
 async def test_a_format_without_a_grammar_is_refused_by_its_name():
-    async with stage("glm") as made, made.client() as client:
+    async with stage("glm") as serving_stage, serving_stage.client() as client:
         with raises(openai.BadRequestError, value="'glm'"):
             await client.chat.completions.create(
                 model="policy", messages=ASK, extra_body={"tools": TOOLS, "tool_choice": "required"}
             )
 
 
-async def test_an_engine_without_grammars_refuses_them_and_an_api_says_so_in_its_own_words():
-    async with serving(["3"]) as made, made.client() as client:
-        with pytest.raises(openai.BadRequestError, match="follow a grammar") as caught:
+async def test_an_api_says_in_its_words_that_an_engine_has_no_grammars():
+    async with serving(["3"]) as serving_stage, serving_stage.client() as client:
+        with raises(openai.BadRequestError, value="grammar") as caught:
             await client.chat.completions.create(
                 model="policy",
                 messages=ASK,
                 extra_body={"tools": [TOOL], "tool_choice": "required"},
             )
         assert caught.value.param == "tool_choice"
-        claude = anthropic.AsyncAnthropic(base_url=made.server.url, api_key="any", max_retries=0)
+        claude = anthropic.AsyncAnthropic(
+            base_url=serving_stage.server.url, api_key="any", max_retries=0
+        )
         async with claude:
             with pytest.raises(anthropic.BadRequestError) as refused:
                 await claude.messages.create(

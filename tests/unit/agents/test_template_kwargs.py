@@ -27,6 +27,7 @@ from jax_agent_rl.utils.files import cache_root
 from tests.agent_testbed import episode_request
 from tests.endpoint_testbed import serving
 from tests.fakes import ScriptedBackend
+from tests.messages import raises
 from tests.trajectories import trajectory
 
 openai = pytest.importorskip("openai")
@@ -45,7 +46,8 @@ TEMPLATE = (
 )
 """Without the argument, a turn begins without a block."""
 ASK = [{"role": "user", "content": "q"}]
-OPEN, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
+OPEN = "<think>\n"
+CLOSED = "<think>\n\n</think>\n\n"
 SAMPLING = SamplingParams(max_tokens=100, seed=0)
 
 
@@ -66,13 +68,13 @@ def context(text: str, chat: ChatCodec | None = None):
     chat = chat or codec()
     ids = (*chat.encode_text(text), chat.eos_token_ids[0])
     backend = ScriptedBackend(chat, lambda request: ids)
-    made = AgentContext(
+    agent_context = AgentContext(
         client=LLMServerClient([AsyncServer(backend)]),
         codec=chat,
         limits=AgentConfig(),
         max_model_len=2000,
     )
-    return made, backend
+    return agent_context, backend
 
 
 def sampled_after(backend: ScriptedBackend) -> list[str]:
@@ -84,11 +86,13 @@ def sampled_after(backend: ScriptedBackend) -> list[str]:
 
 
 def test_arguments_reach_the_template_and_add_up():
-    assert prompt(codec()) == "" and prompt(codec(enable_thinking=True)) == OPEN
+    assert prompt(codec()) == ""
+    assert prompt(codec(enable_thinking=True)) == OPEN
     run = codec(enable_thinking=True)
     assert prompt(run.with_template_kwargs({"other": 1})) == OPEN
     assert prompt(run.with_template_kwargs({"enable_thinking": False})) == CLOSED
-    assert prompt(run) == OPEN and run.with_template_kwargs({}) is run
+    assert prompt(run) == OPEN
+    assert run.with_template_kwargs({}) is run
 
 
 @pytest.mark.parametrize("kwargs", [{"enable_thinking": True}, {"enable_thinking": False}, {}])
@@ -109,7 +113,7 @@ async def test_a_rows_arguments_hold_for_its_trajectory():
             == ("" if kwargs is None else "<think>") + "a plan</think>so"
         )
     assert sampled_after(backend) == [OPEN, ""]
-    with pytest.raises(DataError, match="chat_template_kwargs"):
+    with raises(DataError, key="chat_template_kwargs"):
         await agent.play(episode_request({"prompt": ASK, "chat_template_kwargs": 3}, SAMPLING))
 
 
@@ -119,7 +123,7 @@ async def test_a_requests_arguments_hold_for_that_request():
         for kwargs in ({"enable_thinking": False}, {"enable_thinking": True}, None):
             extra = {"chat_template_kwargs": kwargs}
             await client.chat.completions.create(model="m", messages=ASK, extra_body=extra)
-        with pytest.raises(openai.BadRequestError, match="chat_template"):
+        with raises(openai.BadRequestError, key="chat_template"):
             await client.chat.completions.create(
                 model="m", messages=ASK, extra_body={"chat_template_kwargs": {"chat_template": "x"}}
             )
@@ -154,9 +158,9 @@ def test_fine_tuning_reads_a_rows_arguments_too(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(RESERVED_KWARGS))
 def test_what_the_conversation_decides_cannot_be_set(name):
-    with pytest.raises(ValueError, match=name):
+    with raises(ValueError, key=name):
         codec().with_template_kwargs({name: True})
-    with pytest.raises(ConfigError, match=r"agent\.chat_template_kwargs"):
+    with raises(ConfigError, key="agent.chat_template_kwargs"):
         ChatCodec(AutoTokenizer.from_pretrained(SMOLLM2), template_kwargs={name: True})
 
 
@@ -203,36 +207,41 @@ async def test_a_judge_has_arguments_of_its_own():
 
 async def test_anthropics_prefill_is_continued_and_comes_back_as_one_turn():
     shared, backend = context(" answer is 3.")
-    begun = [*ASK, {"role": "assistant", "content": "The"}]
+    prefilled = [*ASK, {"role": "assistant", "content": "The"}]
     async with serving(context=shared) as stage:
         async with anthropic.AsyncAnthropic(
             base_url=f"{stage.server.url}/sessions/s", api_key="any"
         ) as client:
-            first = await client.messages.create(model="m", max_tokens=9, messages=begun)
+            first = await client.messages.create(model="m", max_tokens=9, messages=prefilled)
             assert first.content[0].text == " answer is 3."
-            whole = {"role": "assistant", "content": "The" + first.content[0].text}
-            await client.messages.create(model="m", max_tokens=9, messages=[*ASK, whole, *ASK])
-            count = await client.messages.count_tokens(model="m", messages=begun)
-        one, two = stage.store.known("s", "any").recorder.turns
+            full_message = {"role": "assistant", "content": "The" + first.content[0].text}
+            await client.messages.create(
+                model="m", max_tokens=9, messages=[*ASK, full_message, *ASK]
+            )
+            count = await client.messages.count_tokens(model="m", messages=prefilled)
+        first_turn, second_turn = stage.store.known("s", "any").recorder.turns
     assert sampled_after(backend)[0] == "The"
-    assert two.parent is one and two.context_ids[: len(one.context_ids)] == one.context_ids
+    assert second_turn.parent is first_turn
+    assert second_turn.context_ids[: len(first_turn.context_ids)] == first_turn.context_ids
     assert count.input_tokens == len(backend.requests[0].prompt_ids)
 
 
 async def test_a_chat_request_may_continue_its_last_message():
     shared, backend = context(" answer")
-    begun = [*ASK, {"role": "assistant", "content": "The"}]
+    prefilled = [*ASK, {"role": "assistant", "content": "The"}]
     async with serving(context=shared) as stage, stage.client("/sessions/s/v1") as client:
         extra = {"continue_final_message": True, "add_generation_prompt": False}
-        answer = await client.chat.completions.create(model="m", messages=begun, extra_body=extra)
-        await client.chat.completions.create(model="m", messages=begun)
-        with pytest.raises(openai.BadRequestError, match="continue_final_message"):
+        answer = await client.chat.completions.create(
+            model="m", messages=prefilled, extra_body=extra
+        )
+        await client.chat.completions.create(model="m", messages=prefilled)
+        with raises(openai.BadRequestError, key="continue_final_message"):
             await client.chat.completions.create(
                 model="m",
-                messages=begun,
+                messages=prefilled,
                 extra_body={"continue_final_message": True, "add_generation_prompt": True},
             )
-        with pytest.raises(openai.BadRequestError, match="only an assistant's"):
+        with raises(openai.BadRequestError, value="an assistant's"):
             await client.chat.completions.create(
                 model="m", messages=ASK, extra_body={"continue_final_message": True}
             )
@@ -255,16 +264,16 @@ async def test_a_row_may_have_its_last_message_continued():
 async def test_a_prefill_that_opens_a_block_is_read_as_thinking():
     shared, _ = context(" hm</think>so")
     recorder = ChatRecorder(shared, session_id="s")
-    begun = [*ASK, {"role": "assistant", "content": "<think>Let me see"}]
-    turn = await recorder.chat(begun, sampling=SAMPLING, continue_last=True)
+    prefilled = [*ASK, {"role": "assistant", "content": "<think>Let me see"}]
+    turn = await recorder.chat(prefilled, sampling=SAMPLING, continue_last=True)
     assert (turn.reply.reasoning, turn.reply.content.strip()) == (" hm", "so")
 
 
 async def test_calls_cannot_be_continued():
     shared, _ = context("so")
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    begun = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    with pytest.raises(TemplateError, match="an assistant's text"):
+    prefilled = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with raises(TemplateError, value="an assistant's"):
         await ChatRecorder(shared, session_id="s").chat(
-            begun, sampling=SAMPLING, continue_last=True
+            prefilled, sampling=SAMPLING, continue_last=True
         )

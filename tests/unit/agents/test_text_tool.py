@@ -37,9 +37,8 @@ async def test_code_between_the_markers_is_run_and_its_result_inserted(server):
     it = stage(server, [ASK, "so 3"])
     trajectory = await it.run({**ROW, "extra_info": {"stdin": "7"}})
     (payload,) = server.requests
-    assert payload["actions"] == ["<python>print(3) </python>"] and payload["extra_fields"] == [
-        {"stdin": "7"}
-    ]
+    assert payload["actions"] == ["<python>print(3) </python>"]
+    assert payload["extra_fields"] == [{"stdin": "7"}]
     assert it.codec.decode(trajectory.turns[0].appended_ids) == "\n<result>\n3\n</result>\n"
     assert [(c.name, c.arguments, c.observation) for c in trajectory.tool_calls] == [
         ("tool", {"text": " print(3) "}, "3")
@@ -51,7 +50,8 @@ async def test_code_between_the_markers_is_run_and_its_result_inserted(server):
 
 async def test_max_tool_turns_bounds_the_calls(server):
     trajectory = await stage(server, [ASK], max_tool_turns=2).run()
-    assert len(server.requests) == 2 and trajectory.num_turns == 3
+    assert len(server.requests) == 2
+    assert trajectory.num_turns == 3
     assert trajectory.finish_reason is FinishReason.MAX_USER_TURNS
 
 
@@ -59,7 +59,8 @@ async def test_the_server_may_end_it():
     async with ToolServer(lambda action: ("right", True, True)) as server:
         trajectory = await stage(server, [ASK]).run()
     assert trajectory.finish_reason is FinishReason.TOOL_DONE
-    assert trajectory.turns[-1].appended_ids == () and server.closed == {"t": 1}
+    assert trajectory.turns[-1].appended_ids == ()
+    assert server.closed == {"t": 1}
 
 
 async def test_what_a_tool_measures_is_summed_over_the_trajectory():
@@ -70,9 +71,9 @@ async def test_what_a_tool_measures_is_summed_over_the_trajectory():
 
 async def test_a_closing_marker_alone_is_told_and_runs_nothing(server):
     trajectory = await stage(server, ["oops </tool>", "so 3"]).run()
-    assert (
-        trajectory.tool_calls[0].error == "malformed" and not server.requests and not server.closed
-    )
+    assert trajectory.tool_calls[0].error == "malformed"
+    assert not server.requests
+    assert not server.closed
 
 
 THOUGHTS = [
@@ -115,9 +116,8 @@ class OpensThinking(FakeCodec):
 async def test_a_think_block_may_begin_in_the_prompt(server, said, calls):
     it = stage(server, [said, "so </think> 3"], codec=OpensThinking())
     trajectory = await it.run()
-    assert [call.arguments for call in trajectory.tool_calls] == calls and len(
-        server.requests
-    ) == len(calls)
+    assert [call.arguments for call in trajectory.tool_calls] == calls
+    assert len(server.requests) == len(calls)
     assert trajectory.finish_reason is FinishReason.ANSWER
 
 
@@ -125,7 +125,8 @@ async def test_a_think_block_may_begin_in_the_prompt(server, said, calls):
 async def test_a_budget_that_ends_in_a_thought_cuts_the_turn(server, budget):
     limits = {"max_response_length": budget}
     trajectory = await stage(server, ["<think> a <tool> b </tool> c d e f"], limits=limits).run()
-    assert trajectory.finish_reason is FinishReason.RESPONSE_LENGTH and not trajectory.tool_calls
+    assert trajectory.finish_reason is FinishReason.RESPONSE_LENGTH
+    assert not trajectory.tool_calls
     assert (trajectory.num_turns, len(trajectory.response_ids)) == (1, budget)
 
 
@@ -138,13 +139,15 @@ async def test_a_result_that_is_too_long_is_cut_inside_its_tags():
         it = stage(server, [ASK, "so 3"], limits={"max_tool_response_length": 6})
         trajectory = await it.run()
     inserted = it.codec.decode(trajectory.turns[0].appended_ids)
-    assert inserted.startswith("\n<result>\n") and inserted.endswith("\n</result>\n")
+    assert inserted.startswith("\n<result>\n")
+    assert inserted.endswith("\n</result>\n")
     assert len(trajectory.turns[0].appended_ids) <= 9
 
 
 async def test_calls_of_many_trajectories_run_side_by_side_and_map_back():
     async with ToolServer() as server:
-        arrived, everybody = [], asyncio.Event()
+        arrived = []
+        everybody = asyncio.Event()
 
         async def answer(payload):
             arrived.append(payload)
@@ -157,8 +160,8 @@ async def test_calls_of_many_trajectories_run_side_by_side_and_map_back():
 
         server.respond = answer
         it = stage(server, [ASK, "so 3"])
-        done = await asyncio.gather(*(it.run(trajectory_id=name) for name in "abc"))
-    assert [t.tool_calls[0].observation for t in done] == ["a", "b", "c"]
+        trajectories = await asyncio.gather(*(it.run(trajectory_id=name) for name in "abc"))
+    assert [t.tool_calls[0].observation for t in trajectories] == ["a", "b", "c"]
 
 
 async def test_a_slow_tool_is_told_to_the_model_and_counted(server):
@@ -170,16 +173,17 @@ async def test_a_slow_tool_is_told_to_the_model_and_counted(server):
     server.respond = hang
     trajectory = await stage(server, [ASK, "so 3"], timeout=0.2, max_retries=0).run()
     never.set()
-    assert trajectory.tool_calls[0].error == "timeout" and trajectory.metrics["tool_errors"] == 1
+    assert trajectory.tool_calls[0].error == "timeout"
+    assert trajectory.metrics["tool_errors"] == 1
     assert trajectory.finish_reason is FinishReason.ANSWER
 
 
 async def test_preflight_names_the_server_that_is_not_there():
     config = ToolClientConfig(server_url=f"http://127.0.0.1:{free_port()}", max_retries=0)
     it = AgentHarness(TextToolAgent, [ASK], shared={"tool_config": config})
-    with pytest.raises(ConfigError, match=r"not ready.*tool_config\.server_url"):
+    with raises(ConfigError, key="tool_config.server_url", value="not ready"):
         await it.agent.preflight()
-    with pytest.raises(ToolServerError, match="cannot be reached"):
+    with raises(ToolServerError, value="cannot be reached"):
         await it.run()
 
 
@@ -208,7 +212,7 @@ async def search(answer, script=("who <search> a b </search> x", "them"), **conf
 
 
 async def test_a_query_is_looked_up_and_its_passages_inserted():
-    found = {
+    passages = {
         "result": [
             [
                 {"document": {"contents": "A b."}, "score": 2.0},
@@ -217,7 +221,7 @@ async def test_a_query_is_looked_up_and_its_passages_inserted():
             ]
         ]
     }
-    trajectory, asked, it = await search(found, topk=2)
+    trajectory, asked, it = await search(passages, topk=2)
     assert asked == [{"queries": ["a b"], "topk": 2, "return_scores": True}]
     assert (
         it.codec.decode(trajectory.turns[0].appended_ids)
@@ -229,7 +233,8 @@ async def test_a_query_is_looked_up_and_its_passages_inserted():
 async def test_queries_in_a_think_block_are_not_looked_up():
     thought = "<think> <search> a </search> or </think> <search> b </search> x"
     trajectory, asked, _ = await search({"result": [["B"]]}, script=[thought, "them"])
-    assert [payload["queries"] for payload in asked] == [["b"]] and trajectory.num_turns == 2
+    assert [payload["queries"] for payload in asked] == [["b"]]
+    assert trajectory.num_turns == 2
 
 
 async def test_finding_nothing_is_said():
@@ -241,7 +246,8 @@ async def test_search_max_turns_bounds_the_queries():
     trajectory, asked, _ = await search(
         {"result": [["x"]]}, script=["<search> a </search>"], max_turns=2
     )
-    assert len(asked) == 2 and trajectory.finish_reason is FinishReason.MAX_USER_TURNS
+    assert len(asked) == 2
+    assert trajectory.finish_reason is FinishReason.MAX_USER_TURNS
 
 
 async def test_a_branch_repeats_no_query_and_counts_those_of_its_parent():
@@ -250,29 +256,27 @@ async def test_a_branch_repeats_no_query_and_counts_those_of_its_parent():
         config = SearchConfig(server_url=f"{url}/retrieve", retry_delay=0, max_turns=2)
         it = AgentHarness(SearchAgent, ["<search> a </search>"], shared={"search": config})
         parent = await it.run()
-        assert it.agent.can_branch() and len(asked) == 2
+        assert it.agent.can_branch()
+        assert len(asked) == 2
         it.backend.requests.clear()
         fork = Fork(tree_id="t", parent_id="t", turns=1, tokens=2)
         branch = await it.agent.play(branch_request(parent, fork, SamplingParams(max_tokens=1000)))
         await it.agent.close()
-    first, begun = it.backend.requests[0], parent.turns[1].output.token_ids[:2]
+    first = it.backend.requests[0]
+    prefix_ids = parent.turns[1].output.token_ids[:2]
     assert (
         first.prompt_ids
         == parent.prompt_ids
         + parent.turns[0].output.token_ids
         + parent.turns[0].appended_ids
-        + begun
+        + prefix_ids
     )
-    assert (
-        branch.fork == fork
-        and branch.turns[0] == parent.turns[0]
-        and branch.turns[1].output.token_ids[:2] == begun
-    )
-    assert (
-        len(asked) == 3
-        and branch.num_turns == 3
-        and branch.finish_reason is FinishReason.MAX_USER_TURNS
-    )
+    assert branch.fork == fork
+    assert branch.turns[0] == parent.turns[0]
+    assert branch.turns[1].output.token_ids[:2] == prefix_ids
+    assert len(asked) == 3
+    assert branch.num_turns == 3
+    assert branch.finish_reason is FinishReason.MAX_USER_TURNS
 
 
 async def test_a_branch_stops_at_a_marker_that_began_before_its_fork():
@@ -280,13 +284,15 @@ async def test_a_branch_stops_at_a_marker_that_began_before_its_fork():
     asked = []
     async with serve(retriever({"result": [["x"]]}, asked=asked)) as url:
         config = SearchConfig(server_url=f"{url}/retrieve", retry_delay=0, max_turns=1)
-        begin, middle, end = "<search> a", " </sea", "rch>"
-        it = AgentHarness(SearchAgent, lambda request: rest, shared={"search": config})
+        begin = "<search> a"
+        middle = " </sea"
+        end = "rch>"
+        it = AgentHarness(SearchAgent, lambda request: scripted_ids, shared={"search": config})
         ids = tuple(token for part in (begin, middle, end) for token in it.codec.encode_text(part))
-        rest = [*ids, *it.codec.reply_ids(" and much more")]
+        scripted_ids = [*ids, *it.codec.reply_ids(" and much more")]
         parent = await it.run()
         assert parent.turns[0].output.token_ids == ids
-        rest = rest[len(ids) - 1 :]
+        scripted_ids = scripted_ids[len(ids) - 1 :]
         fork = Fork(tree_id="t", parent_id="t", turns=0, tokens=len(ids) - 1)
         branch = await it.agent.play(branch_request(parent, fork, SamplingParams(max_tokens=1000)))
         await it.agent.close()
@@ -314,10 +320,10 @@ async def test_preflight_asks_the_retriever_a_question():
         with raises(ConfigError, key=("not ready", "/retrieve"), value="a wrong answer"):
             await it.agent.preflight()
     assert len(asked) == 2
-    with pytest.raises(ConfigError, match=r"not ready: .*cannot be reached.*search\.server_url"):
+    with raises(ConfigError, key="search.server_url", value=("not ready", "cannot be reached")):
         await it.agent.preflight()
 
 
 def test_search_without_a_server_says_where_to_set_it():
-    with pytest.raises(ConfigError, match=r"search\.server_url"):
+    with raises(ConfigError, key="search.server_url"):
         AgentHarness(SearchAgent, ["x"])

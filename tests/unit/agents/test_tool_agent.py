@@ -115,11 +115,11 @@ async def test_the_engine_goes_on_with_others_while_a_tool_runs():
 
     stage = Stage(script, tools=(wait,))
     sampling = SamplingParams(max_tokens=50)
-    slow, *others = (
+    slow, *quick_tasks = (
         asyncio.create_task(stage.agent.play(episode_request(ROW, sampling, trajectory_id=name)))
         for name in ("slow", "a", "b")
     )
-    await asyncio.wait_for(asyncio.gather(*others), timeout=60)
+    await asyncio.wait_for(asyncio.gather(*quick_tasks), timeout=60)
     assert not slow.done()
     others_are_done.set()
     assert (await slow).tool_calls[0].observation == "waited"
@@ -131,13 +131,15 @@ async def test_metrics_and_events_tell_what_happened():
     metrics = trajectory.metrics
     assert (metrics["tool_calls"], metrics["tool_errors"]) == (1, 0)
     assert metrics["prompt_tokens"] == sum(len(r.prompt_ids) for r in stage.backend.requests)
-    assert metrics["generate_seconds"] > 0 and metrics["tool_seconds"] > 0
+    assert metrics["generate_seconds"] > 0
+    assert metrics["tool_seconds"] > 0
     kinds = [("call" if e.tool_call else "generate", e.turn) for e in stage.events]
     assert kinds == [("generate", 0), ("call", 0), ("generate", 1)]
 
 
 async def test_the_prompt_tells_of_the_tools_unless_told_not_to():
-    told, untold = Stage(["hi"], tool_prompt="template"), Stage(["hi"])
+    told = Stage(["hi"], tool_prompt="template")
+    untold = Stage(["hi"])
     assert '"name": "add"' in told.codec.decode((await told.run()).prompt_ids)
     assert "add" not in untold.codec.decode((await untold.run()).prompt_ids)
 
@@ -154,7 +156,8 @@ async def test_every_turn_has_a_seed_of_its_own_that_the_trajectory_seed_fixes()
         stage = Stage([ASK, ASK, "3"])
         await stage.run(seed=5)
         seeds.append([request.sampling.seed for request in stage.backend.requests])
-    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 3
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 3
     stage = Stage(["3"])
     await stage.run(seed=None)
     assert stage.backend.requests[0].sampling.seed is None
@@ -199,11 +202,13 @@ async def test_a_result_that_would_fill_the_budget_ends_it_without_being_inserte
     """
     roomy = Stage([ASK, "3"], max_response_length=11)
     trajectory = await roomy.run()
-    assert trajectory.num_turns == 2 and len(trajectory.response_ids) == 11
+    assert trajectory.num_turns == 2
+    assert len(trajectory.response_ids) == 11
     tight = Stage([ASK, "3"], max_response_length=10)
     trajectory = await tight.run()
     assert trajectory.finish_reason is FinishReason.RESPONSE_LENGTH
-    assert trajectory.num_turns == 1 and trajectory.turns[0].appended_ids == ()
+    assert trajectory.num_turns == 1
+    assert trajectory.turns[0].appended_ids == ()
     assert trajectory.tool_calls[0].observation == "3", "the call was made and is on record"
     assert trajectory.messages[-1]["role"] == "assistant"
 
@@ -220,7 +225,8 @@ async def test_a_cut_turn_earns_no_tool_result():
     trajectory = await stage.run()
     assert trajectory.finish_reason is FinishReason.RESPONSE_LENGTH
     assert trajectory.turns[0].output.stop_reason is StopReason.LENGTH
-    assert trajectory.tool_calls == () and len(trajectory.response_ids) == 4
+    assert trajectory.tool_calls == ()
+    assert len(trajectory.response_ids) == 4
 
 
 async def test_a_prompt_over_the_limit_says_both_numbers_and_the_key():
@@ -228,7 +234,7 @@ async def test_a_prompt_over_the_limit_says_both_numbers_and_the_key():
     with pytest.raises(PromptTooLongError, match=r"\d+ ids.*agent.max_prompt_length=3"):
         await stage.run()
     stage = Stage(["hi"], max_model_len=5)
-    with pytest.raises(PromptTooLongError, match="rollout.max_model_len=5"):
+    with raises(PromptTooLongError, key="rollout.max_model_len", value=5):
         await stage.run()
     assert stage.backend.requests == []
 
@@ -247,7 +253,7 @@ class DriftingBackend(ScriptedBackend):
 
 
 async def test_an_engine_with_another_context_is_caught():
-    with pytest.raises(TokenDriftError, match="digest"):
+    with raises(TokenDriftError, value="digest"):
         await Stage(["hi"], backend=DriftingBackend).run()
 
 
@@ -264,7 +270,7 @@ class MuteBackend(ScriptedBackend):
 
 
 async def test_an_engine_that_returns_nothing_is_an_error():
-    with pytest.raises(BackendError, match="got 0"):
+    with raises(BackendError, value="got 0"):
         await Stage(["hi"], backend=MuteBackend).run()
 
 

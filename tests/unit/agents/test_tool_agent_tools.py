@@ -31,10 +31,13 @@ class Guess(BaseTool):
 
     def __init__(self):
         super().__init__(name="guess", description="", parameters=NUMBER)
-        self.secrets, self.guesses, self.released = {}, {}, []
+        self.secrets = {}
+        self.guesses = {}
+        self.released = []
 
     async def create(self, instance_id, *, secret):
-        self.secrets[instance_id], self.guesses[instance_id] = secret, []
+        self.secrets[instance_id] = secret
+        self.guesses[instance_id] = []
 
     async def execute(self, instance_id, arguments, *, step):
         self.guesses[instance_id].append(arguments["x"])
@@ -85,8 +88,13 @@ def reward(monkeypatch):
     @register_reward("guessing")
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         seen.append(extra_info)
-        calls, whole = sum(extra_info["tool_rewards"]), sum(extra_info["tool_scores"].values())
-        return {"score": calls + whole, "calls": calls, "whole": whole}
+        from_calls = sum(extra_info["tool_rewards"])
+        from_trajectory = sum(extra_info["tool_scores"].values())
+        return {
+            "score": from_calls + from_trajectory,
+            "calls": from_calls,
+            "whole": from_trajectory,
+        }
 
     return seen
 
@@ -113,7 +121,8 @@ async def test_rewards_of_tools_reach_the_reward_function_and_the_trajectory(rew
         assert trajectory.metrics["tool/guess/guesses"] == 2
     assert [info["tool_rewards"] for info in reward] == [[-0.5, 0.5]] * 3
     ids = sorted(trajectory.trajectory_id for trajectory in group.trajectories)
-    assert sorted(tool.released) == [(name, "over") for name in ids] and tool.secrets == {}
+    assert sorted(tool.released) == [(name, "over") for name in ids]
+    assert tool.secrets == {}
 
 
 async def test_a_tool_that_cannot_score_costs_its_score_not_the_trajectory():
@@ -124,7 +133,8 @@ async def test_a_tool_that_cannot_score_costs_its_score_not_the_trajectory():
         "extra_info": {"tools_kwargs": {"guess": broken}},
     }
     trajectory = await run(context, row)
-    assert trajectory.tool_scores == {} and trajectory.metrics["tool/guess/calc_reward_errors"] == 1
+    assert trajectory.tool_scores == {}
+    assert trajectory.metrics["tool/guess/calc_reward_errors"] == 1
 
 
 class Camera(BaseTool):
@@ -136,7 +146,8 @@ class Camera(BaseTool):
         return self.response
 
 
-RED, BLUE = Image.new("RGB", (2, 2), "red"), Image.new("RGB", (2, 2), "blue")
+RED = Image.new("RGB", (2, 2), "red")
+BLUE = Image.new("RGB", (2, 2), "blue")
 SHOW = "<call>camera {}</call>"
 
 
@@ -150,13 +161,12 @@ async def test_images_and_videos_reach_the_next_prompt_and_stay_with_the_traject
     assert first.multi_modal == {}
     assert second.multi_modal == {"image": (RED, BLUE), "video": (clip,)}
     assert trajectory.multi_modal == second.multi_modal
-    assert (
-        trajectory.tool_calls[0].media == second.multi_modal
-        and trajectory.tool_calls[0].reward == 1.0
-    )
+    assert trajectory.tool_calls[0].media == second.multi_modal
+    assert trajectory.tool_calls[0].reward == 1.0
     appended = context.codec.decode(trajectory.turns[0].appended_ids)
     assert appended == "tool: <image> <image> <video> lookassistant:"
-    assert trajectory.messages[2]["content"] == "look" and trajectory.messages[2]["media"] == [
+    assert trajectory.messages[2]["content"] == "look"
+    assert trajectory.messages[2]["media"] == [
         "image",
         "image",
         "video",
@@ -191,11 +201,10 @@ async def test_a_model_that_cannot_see_reads_an_error_instead(kinds, shows, capl
     )
     trajectory = await run(context)
     (call,) = trajectory.tool_calls
-    assert (
-        call.error == "raised"
-        and call.observation == "Error: camera returned image data, which cannot be shown here"
-    )
-    assert backend.requests[1].multi_modal == {} and trajectory.multi_modal == {}
+    assert call.error == "raised"
+    assert call.observation == "Error: camera returned image data, which cannot be shown here"
+    assert backend.requests[1].multi_modal == {}
+    assert trajectory.multi_modal == {}
     assert "cannot take" in caplog.text
 
 
@@ -205,7 +214,8 @@ async def test_images_that_did_not_fit_are_not_part_of_the_trajectory():
         [SHOW, "never"], [tool], kinds={"image"}, shows={"image"}, max_response_length=12
     )
     trajectory = await run(context)
-    assert trajectory.num_turns == 1 and trajectory.multi_modal == {}
+    assert trajectory.num_turns == 1
+    assert trajectory.multi_modal == {}
 
 
 async def test_a_trajectory_with_images_is_recorded_as_json():

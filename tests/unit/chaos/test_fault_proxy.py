@@ -15,6 +15,7 @@ from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.network import JsonService
 from tests.chaos.proxy import Fault, FaultProxy
+from tests.messages import raises
 from tests.toy_backend import ToyBackend
 
 ANSWER = {"observations": ["x" * 500]}
@@ -23,16 +24,16 @@ ANSWER = {"observations": ["x" * 500]}
 class First(Random):
     """Lets a fault hit every request, before the server sees it or in the middle of the answer."""
 
-    def __init__(self, before: bool):
+    def __init__(self, before_server: bool):
         super().__init__(0)
-        self.before = before
+        self.before = before_server
 
     def random(self):
         return 0.0 if self.before else 0.99
 
 
 @asynccontextmanager
-async def service(fault=None, *, before=True):
+async def service(fault=None, *, before_server=True):
     """An HTTP server behind a proxy: the proxy, and the bodies that reached the server."""
     seen = []
 
@@ -45,7 +46,7 @@ async def service(fault=None, *, before=True):
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    proxy = FaultProxy(runner.addresses[0][1], rng=First(before), piece_seconds=0.0)
+    proxy = FaultProxy(runner.addresses[0][1], rng=First(before_server), piece_seconds=0.0)
     await proxy.start()
     proxy.fault = fault
     try:
@@ -77,12 +78,13 @@ async def test_without_a_fault_or_only_slowly_the_answer_is_the_servers(fault):
     async with service(fault) as (proxy, seen):
         proxy.chance = 2.0
         assert (await ask(proxy))[0] == ANSWER
-        assert seen == [{"request_id": "a"}] and proxy.requests == {"/act": 1}
+        assert seen == [{"request_id": "a"}]
+        assert proxy.requests == {"/act": 1}
         assert proxy.hits == ({fault: 1} if fault else {})
 
 
 @pytest.mark.parametrize(
-    ("fault", "before", "reached"),
+    ("fault", "before_server", "reached"),
     [
         (Fault.RESET, True, 0),
         (Fault.RESET, False, 1),
@@ -91,18 +93,19 @@ async def test_without_a_fault_or_only_slowly_the_answer_is_the_servers(fault):
     ],
 )
 async def test_a_fault_is_an_error_and_reaches_the_server_only_where_it_says(
-    fault, before, reached
+    fault, before_server, reached
 ):
-    async with service(fault, before=before) as (proxy, seen):
+    async with service(fault, before_server=before_server) as (proxy, seen):
         proxy.chance = 2.0
         with pytest.raises(ToolServerError):
             await ask(proxy)
-        assert len(seen) == reached and proxy.hits == {fault: 1}
+        assert len(seen) == reached
+        assert proxy.hits == {fault: 1}
 
 
-@pytest.mark.parametrize("before", [True, False])
-async def test_a_stalled_request_ends_when_the_client_leaves(before):
-    async with service(Fault.STALL, before=before) as (proxy, seen):
+@pytest.mark.parametrize("before_server", [True, False])
+async def test_a_stalled_request_ends_when_the_client_leaves(before_server):
+    async with service(Fault.STALL, before_server=before_server) as (proxy, seen):
         proxy.chance = 2.0
         with pytest.raises(TimeoutError):
             await ask(proxy, timeout=0.05)
@@ -110,12 +113,13 @@ async def test_a_stalled_request_ends_when_the_client_leaves(before):
             await asyncio.sleep(0)
 
 
-async def test_repetitions_of_an_unavailable_service_are_bounded_and_end_when_it_is_back():
+async def test_retries_of_an_unavailable_service_are_bounded():
     async with service(Fault.UNAVAILABLE) as (proxy, seen):
         proxy.chance = 2.0
-        with pytest.raises(ToolServerError, match="503.*4 times"):
+        with raises(ToolServerError, value=(503, "4 times")):
             await ask(proxy, max_retries=3)
-        assert proxy.requests == {"/act": 4} and not seen
+        assert proxy.requests == {"/act": 4}
+        assert not seen
         proxy.fault = None
         assert await ask(proxy, max_retries=3) == (ANSWER, 0)
 
@@ -123,7 +127,7 @@ async def test_repetitions_of_an_unavailable_service_are_bounded_and_end_when_it
 async def test_a_server_that_is_not_there_is_a_bad_gateway():
     proxy = FaultProxy(1, rng=Random(0))
     await proxy.start()
-    with pytest.raises(ToolServerError, match="502"):
+    with raises(ToolServerError, value=502):
         await ask(proxy)
     await proxy.close()
 
@@ -150,8 +154,10 @@ async def test_in_any_network_a_rollout_server_is_well_or_gone_and_no_other_erro
     await backend.start()
     await server.start()
     outcomes = set()
-    for before in (True, False):
-        proxy = FaultProxy(int(server.url.rpartition(":")[2]), rng=First(before), piece_seconds=0.0)
+    for before_server in (True, False):
+        proxy = FaultProxy(
+            int(server.url.rpartition(":")[2]), rng=First(before_server), piece_seconds=0.0
+        )
         await proxy.start()
         remote = RemoteBackend(proxy.url, silence_seconds=0.5)
         await remote.start()

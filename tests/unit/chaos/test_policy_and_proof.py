@@ -20,6 +20,7 @@ from jax_agent_rl.types import (
     PauseMode,
     SamplingParams,
     StopReason,
+    TokenOutput,
     ToolCallRecord,
     Trajectory,
     Turn,
@@ -35,8 +36,8 @@ PROMPT = (1, 50, 60)
 OWN_SEED = derive_seed(SEED, "async", 3, 1, 2)
 
 
-def request(turn=0, *, prompt=PROMPT, most=40, name=None):
-    sampling = SamplingParams(max_tokens=most, seed=derive_seed(OWN_SEED, turn))
+def request(turn=0, *, prompt=PROMPT, max_tokens=40, name=None):
+    sampling = SamplingParams(max_tokens=max_tokens, seed=derive_seed(OWN_SEED, turn))
     return GenerateRequest(
         request_id=name or f"{NAME}/{turn}", prompt_ids=prompt, sampling=sampling
     )
@@ -88,16 +89,24 @@ async def test_a_trajectory_over_two_versions_is_proven(engine, tmp_path):
     assert list(problems(trajectory, seed=SEED)) == []
 
 
+def first_id_twice(output: TokenOutput) -> dict[str, tuple]:
+    doubled = {}
+    for key in ("token_ids", "log_probs", "policy_versions"):
+        value = getattr(output, key)
+        doubled[key] = value[:1] + value
+    return doubled
+
+
 async def test_a_proof_fails_where_anything_differs(engine):
     good = await two_turns(LLMServerClient([AsyncServer(engine)]))
     first, second = good.turns
 
     def with_turn(turn):
-        kept = {
+        fields = {
             name: getattr(good, name)
             for name in ("trajectory_id", "group_id", "agent_name", "finish_reason")
         }
-        return Trajectory.from_turns(prompt_ids=PROMPT, turns=(turn, second), messages=(), **kept)
+        return Trajectory.from_turns(prompt_ids=PROMPT, turns=(turn, second), messages=(), **fields)
 
     def with_first(**changed):
         return with_turn(replace(first, output=replace(first.output, **changed)))
@@ -106,13 +115,7 @@ async def test_a_proof_fails_where_anything_differs(engine):
     n = len(first.output.token_ids)
     wrong = {
         "another id": with_first(token_ids=(ids[0] ^ 1, *ids[1:])),
-        "an id twice": with_first(
-            **{
-                key: value[:1] + value
-                for key in ("token_ids", "log_probs", "policy_versions")
-                for value in [getattr(first.output, key)]
-            }
-        ),
+        "an id twice": with_first(**first_id_twice(first.output)),
         "another log-prob": with_first(
             log_probs=(first.output.log_probs[0] - 1e-9, *first.output.log_probs[1:])
         ),
@@ -150,7 +153,7 @@ def test_weights_come_back_from_their_file_and_others_are_refused(tmp_path):
         HashPolicy.read(tmp_path / "w.safetensors").logits, hash_policy(SEED, 2).logits
     )
     (tmp_path / "half.safetensors").write_bytes((tmp_path / "w.safetensors").read_bytes()[:1000])
-    with pytest.raises(ValueError, match="holds no policy"):
+    with raises(ValueError, value="no policy"):
         HashPolicy.read(tmp_path / "half.safetensors")
     with raises(ValueError, fix="finite float32"):
         HashPolicy(np.full_like(hash_policy(SEED, 2).logits, np.nan))
@@ -158,15 +161,18 @@ def test_weights_come_back_from_their_file_and_others_are_refused(tmp_path):
 
 async def test_an_interrupted_request_goes_on_as_if_nothing_had_happened(engine):
     prompts = ((1, number) for number in count(3))
-    whole = None
+    uninterrupted = None
     prompt = ()
-    while whole is None or len(whole.token_ids) < 4:  # one that does not end at once
+    while (
+        uninterrupted is None or len(uninterrupted.token_ids) < 4
+    ):  # one that does not end at once
         prompt = next(prompts)
-        whole = await engine.generate(request(prompt=prompt))
-    part = await engine.generate(request(prompt=prompt, most=2))
-    rest = await engine.generate(request(prompt=prompt + part.token_ids, most=38))
+        uninterrupted = await engine.generate(request(prompt=prompt))
+    part = await engine.generate(request(prompt=prompt, max_tokens=2))
+    continued = await engine.generate(request(prompt=prompt + part.token_ids, max_tokens=38))
     assert part.stop_reason is StopReason.LENGTH
-    assert part.token_ids + rest.token_ids == whole.token_ids and whole.token_ids[-1] == EOS
+    assert part.token_ids + continued.token_ids == uninterrupted.token_ids
+    assert uninterrupted.token_ids[-1] == EOS
 
 
 async def test_a_hung_engine_answers_nothing_and_goes_on_where_it_stood(engine):
@@ -175,7 +181,9 @@ async def test_a_hung_engine_answers_nothing_and_goes_on_where_it_stood(engine):
     pausing = asyncio.ensure_future(engine.pause(PauseMode.KEEP))
     for _ in range(100):
         await asyncio.sleep(0)
-    assert not running.done() and not pausing.done() and (await engine.health()).ok
+    assert not running.done()
+    assert not pausing.done()
+    assert (await engine.health()).ok
     engine.hang(False)
     await pausing
     await engine.resume()
@@ -184,23 +192,23 @@ async def test_a_hung_engine_answers_nothing_and_goes_on_where_it_stood(engine):
 
 async def test_a_paused_engine_hands_out_what_it_has_or_keeps_it(engine, tmp_path):
     await engine.pause(PauseMode.KEEP)
-    kept = asyncio.ensure_future(engine.generate(request()))
+    paused_request = asyncio.ensure_future(engine.generate(request()))
     await engine.update_weights(update(tmp_path, 0))
     with raises(WeightUpdateError, value="newer than 0"):
         await engine.update_weights(update(tmp_path, 0))
     await engine.resume()
-    assert {*(await kept).policy_versions} == {0}
+    assert {*(await paused_request).policy_versions} == {0}
 
 
 async def test_what_the_engine_cannot_do_it_refuses_and_closing_ends_requests(engine):
-    with pytest.raises(BackendError, match="without stops"):
+    with raises(BackendError, value="stops"):
         await engine.generate(
             replace(request(), sampling=SamplingParams(max_tokens=3, seed=1, stop=("x",)))
         )
     await engine.pause(PauseMode.KEEP)
     running = asyncio.ensure_future(engine.generate(request()))
     await asyncio.sleep(0)
-    with pytest.raises(BackendError, match="already running"):
+    with raises(BackendError, value="already running"):
         await engine.generate(request())
     await engine.close()
     with pytest.raises(BackendClosedError):
@@ -213,7 +221,7 @@ def test_the_key_of_a_context_depends_on_every_id_and_their_order():
 
 async def test_an_engine_that_declares_no_streaming_does_not_stream(engine):
     assert not engine.capabilities.streaming
-    with pytest.raises(NotImplementedError, match="does not stream"):
+    with raises(NotImplementedError, value="stream"):
         await anext(engine.stream(request()))
     assert (await engine.generate(request())).token_ids
 
@@ -224,4 +232,5 @@ async def test_the_engine_reads_each_id_of_a_context_once(engine, monkeypatch):
         chaos_engine, "context_key", lambda ids, key=0: read.extend(ids) or context_key(ids, key)
     )
     output = await engine.generate(request())
-    assert tuple(read) == PROMPT + output.token_ids and not engine.keys
+    assert tuple(read) == PROMPT + output.token_ids
+    assert not engine.keys

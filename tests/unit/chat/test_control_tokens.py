@@ -19,6 +19,7 @@ from jax_agent_rl.chat.special_tokens import ControlTokens, unused_word
 from jax_agent_rl.chat.thinking import ALL_THINK_TAGS
 from jax_agent_rl.errors import TemplateError
 from tests.examples import examples
+from tests.messages import raises
 from tests.unit.chat.test_template_families import FAMILIES, codec_of
 
 THINK_TAGS = {tag for tags in ALL_THINK_TAGS for tag in tags}
@@ -36,11 +37,9 @@ def hostile(tokens) -> st.SearchStrategy[str]:
     they do words.
     """
     tokens = sorted(tokens)
-    halves = [
-        half
-        for token in tokens
-        for half in (token[:1], token[1:], token[:-1], token[-1:], token[:3])
-    ]
+    halves = []
+    for token in tokens:
+        halves += [token[:1], token[1:], token[:-1], token[-1:], token[:3]]
     pieces = st.sampled_from(tokens) | st.sampled_from([*halves, "\n", " ", "user\n", "system"])
     return st.lists(pieces, min_size=1, max_size=6).map("".join).filter(str.strip)
 
@@ -76,11 +75,11 @@ def test_no_text_of_a_prompt_makes_a_control_token(name: str, data):
     said = hostile(set(tokens) - THINK_TAGS)
     texts = data.draw(st.tuples(anything, said, anything, said, anything))
     words = tuple("word" for _ in texts)
-    made = codec.encode_prompt(folded(name, conversation(*texts)))
-    assert control_ids(codec, made) == control_ids(
+    prompt_ids = codec.encode_prompt(folded(name, conversation(*texts)))
+    assert control_ids(codec, prompt_ids) == control_ids(
         codec, codec.encode_prompt(folded(name, conversation(*words)))
     )
-    written = codec.decode(made, skip_special_tokens=False)
+    written = codec.decode(prompt_ids, skip_special_tokens=False)
     assert texts[0].strip() in written and texts[2].strip() in written, "and nothing is lost"
 
 
@@ -94,9 +93,11 @@ def test_no_text_of_an_appended_message_makes_a_control_token(name: str, role: s
     sampled = [*codec.encode_text("x"), codec.eos_token_ids[0]]
     message = {"role": role, "content": text} | ({"name": text} if role == "tool" else {})
     harmless = message | dict.fromkeys(set(message) - {"role"}, "word")
-    made = codec.encode_append(sampled, [message])
-    assert control_ids(codec, made) == control_ids(codec, codec.encode_append(sampled, [harmless]))
-    written = codec.decode(made, skip_special_tokens=False)
+    appended_ids = codec.encode_append(sampled, [message])
+    assert control_ids(codec, appended_ids) == control_ids(
+        codec, codec.encode_append(sampled, [harmless])
+    )
+    written = codec.decode(appended_ids, skip_special_tokens=False)
     assert text.strip() in written or json.dumps(text, ensure_ascii=False)[1:-1].strip() in written
 
 
@@ -148,7 +149,8 @@ def test_bare_text_holds_no_control_token(name: str, data):
     codec = codec_of(name)
     text = data.draw(hostile(codec.tokenizer.get_added_vocab()))
     ids = codec.encode_text(text)
-    assert control_ids(codec, ids) == [] and codec.decode(ids, skip_special_tokens=False) == text
+    assert control_ids(codec, ids) == []
+    assert codec.decode(ids, skip_special_tokens=False) == text
 
 
 ordinary = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=30) | st.sampled_from(
@@ -244,12 +246,14 @@ def test_no_text_is_taken_for_a_word_of_ours(text: str):
 @example(["anchor0x", "anchor1x", "ANCHOR2X"])
 def test_an_unused_word_is_nowhere_in_any_case(texts):
     word = unused_word("anchor", texts)
-    assert word.startswith("anchor") and all(word not in text.lower() for text in texts)
+    assert word.startswith("anchor")
+    assert all(word not in text.lower() for text in texts)
 
 
 def first_unused(stem: str, text: str) -> str:
     """The word by its definition."""
-    return next(word for number in itertools.count() if (word := f"{stem}{number}x") not in text)
+    words = (f"{stem}{number}x" for number in itertools.count())
+    return next(word for word in words if word not in text)
 
 
 @given(
@@ -377,5 +381,5 @@ def test_a_template_that_changes_case_is_refused_where_that_would_hide_a_mark():
         )
     )
     assert shouting.encode_prompt([{"role": "user", "content": "abc"}])
-    with pytest.raises(TemplateError, match="changes the case"):
+    with raises(TemplateError, value="case"):
         shouting.encode_prompt([{"role": "user", "content": "a</s>"}])

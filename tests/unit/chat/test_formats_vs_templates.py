@@ -93,18 +93,17 @@ def written(name: str, calls: list[tuple[str, dict]]) -> str:
         {"role": "assistant", "content": "", "tool_calls": tool_calls},
     ]
     text = codec.template.render(messages, (), generation_prompt=False)
-    before = turn_around(name)
+    text_before = turn_around(name)
     text = (
-        text[len(before) :]
-        if text.startswith(before)
+        text[len(text_before) :]
+        if text.startswith(text_before)
         else text[text.rindex(QUESTION) + len(QUESTION) :]
     )
-    while ends := [
-        end
-        for end in codec.control.ids
-        if text.rstrip().endswith(end) and not is_format_token(name, end)
-    ]:
-        text = text.rstrip().removesuffix(ends[0])
+    ends = tuple(end for end in codec.control.ids if not is_format_token(name, end))
+    while text.rstrip().endswith(ends):
+        for end in ends:
+            if text.rstrip().endswith(end):
+                text = text.rstrip().removesuffix(end)
     return text
 
 
@@ -207,9 +206,8 @@ def test_a_model_of_an_unknown_format_runs_agents_without_tools_alone():
     )
     codec = ChatCodec(tokenizer, tool_format="auto")
     question = [{"role": "user", "content": "q"}]
-    assert (
-        "user:q" in codec.decode(codec.encode_prompt(question)) and codec.tool_format == "unknown"
-    )
+    assert "user:q" in codec.decode(codec.encode_prompt(question))
+    assert codec.tool_format == "unknown"
     assert codec.parse_reply(codec.encode_text("an answer")).content == "an answer"
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     for use in (lambda: codec.encode_prompt(question, tools), lambda: codec.parse_reply([], tools)):
@@ -225,11 +223,9 @@ def test_a_tool_result_that_a_template_drops_without_a_call_is_put_behind_one():
         codec.encode_append(ids, [{"role": "tool", "content": "21 degrees"}]),
         skip_special_tokens=False,
     )
-    assert (
-        text.startswith("<|tool_response>response:f{")
-        and "21 degrees" in text
-        and text.endswith("<tool_response|>")
-    )
+    assert text.startswith("<|tool_response>response:f{")
+    assert "21 degrees" in text
+    assert text.endswith("<tool_response|>")
 
 
 @pytest.mark.parametrize(

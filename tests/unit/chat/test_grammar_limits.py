@@ -28,6 +28,7 @@ from jax_agent_rl.chat.grammar_limits import (
 )
 from jax_agent_rl.utils.worker_pool import JsonWorkers, WorkerTimeoutError
 from tests.examples import examples
+from tests.messages import raises
 from tests.tiny_chat import tokenizer
 
 SLEEPER = """
@@ -45,12 +46,14 @@ def grammar(schema: object) -> str:
 
 def product(parts: int) -> dict:
     """A schema of few words whose alternatives are 4**parts."""
-    names = [[f"x{part}{number}" for number in range(4)] for part in range(parts)]
-    objects = [
-        [{"type": "object", "properties": {name: {"type": "integer"}}} for name in some]
-        for some in names
-    ]
-    return {"allOf": [{"anyOf": alternatives} for alternatives in objects]}
+    all_of = []
+    for part in range(parts):
+        alternatives = []
+        for number in range(4):
+            properties = {f"x{part}{number}": {"type": "integer"}}
+            alternatives.append({"type": "object", "properties": properties})
+        all_of.append({"anyOf": alternatives})
+    return {"allOf": all_of}
 
 
 def nested(levels: int) -> dict:
@@ -115,7 +118,7 @@ def test_it_is_found_wherever_it_is(names):
     schema: dict = {"type": "array", "maxItems": 10**7}
     for name in names:
         schema = WRAPPERS[name](schema)
-    with pytest.raises(GrammarError, match="maxItems=10000000"):
+    with raises(GrammarError, key="maxItems", value=10000000):
         weigh_grammar(grammar(schema))
 
 
@@ -145,18 +148,18 @@ def test_repetitions_outside_of_schemas_count():
 def test_alternatives_that_multiply_are_refused(compiler, parts):
     text = grammar(product(parts))
     assert weigh_grammar(text) < grammar_limits.LIGHT_WEIGHT
-    before = resident_bytes()
+    initial_bytes = resident_bytes()
     with pytest.raises(GrammarError):
         compiler.start(text)
-    assert resident_bytes() - before < CHECK_BYTES
+    assert resident_bytes() - initial_bytes < CHECK_BYTES
 
 
 def test_what_would_take_gigabytes_ends_a_child_and_nothing_else(compiler, monkeypatch):
     monkeypatch.setattr(grammar_limits, "MAX_WEIGHT", 10**9)  # as if the weight had been wrong
-    before = resident_bytes()
-    with pytest.raises(GrammarError, match="simplify"):
+    initial_bytes = resident_bytes()
+    with raises(GrammarError, fix="simplify"):
         compiler.start(grammar({"type": "array", "items": {"type": "integer"}, "maxItems": 10**7}))
-    assert resident_bytes() - before < CHECK_BYTES
+    assert resident_bytes() - initial_bytes < CHECK_BYTES
     compiler.start(
         grammar({"type": "array", "items": {"type": "boolean"}, "maxItems": 9000})
     )  # by a new one
@@ -186,7 +189,7 @@ def schemas() -> st.SearchStrategy[dict]:
         some = st.lists(inner, min_size=1, max_size=3)
         return st.one_of(
             st.builds(
-                lambda items, most: {"type": "array", "items": items, "maxItems": most},
+                lambda items, limit: {"type": "array", "items": items, "maxItems": limit},
                 inner,
                 st.integers(0, 9),
             ),
@@ -219,7 +222,7 @@ def test_child_and_compiler_are_of_one_opinion(schema):
 # --- one child ------------------------------------------------------------------------------------
 
 
-def test_a_grammar_that_takes_too_long_kills_its_child_and_the_next_has_another():
+def test_a_grammar_that_takes_too_long_kills_its_child_alone():
     child = GrammarChild(seconds=0.1, max_waiting=1, program=SLEEPER)
     for _ in range(2):
         with pytest.raises(WorkerTimeoutError):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax_agent_rl.chat.formats import ToolCall, get_format
 from jax_agent_rl.chat.formats.json_calls import HERMES
 from jax_agent_rl.errors import ConfigError
+from tests.messages import raises
 
 parse = HERMES.parse
 
@@ -59,7 +60,8 @@ def test_no_text_makes_it_raise(text: str):
 
 def test_several_calls_and_the_text_around_them_keep_their_order():
     reply = parse(f"first {call('f', {'a': 1})} then {call('g', {})} done")
-    assert [c.name for c in reply.tool_calls] == ["f", "g"] and reply.content == "first  then  done"
+    assert [c.name for c in reply.tool_calls] == ["f", "g"]
+    assert reply.content == "first  then  done"
 
 
 def test_a_closing_tag_inside_a_string_does_not_end_the_call():
@@ -85,7 +87,9 @@ def test_a_thinking_tag_inside_a_string_of_a_call_is_no_reasoning(tag: str):
 )
 def test_calls_inside_reasoning_are_not_calls(text: str):
     reply = parse(text)
-    assert reply.tool_calls == () and reply.reasoning and "f" in reply.reasoning
+    assert reply.tool_calls == ()
+    assert reply.reasoning
+    assert "f" in reply.reasoning
 
 
 def test_arguments_written_as_a_string_of_json_are_accepted():
@@ -110,14 +114,17 @@ def test_arguments_written_as_a_string_of_json_are_accepted():
 )
 def test_a_malformed_call_is_reported_with_its_reason(text: str, why: str):
     reply = parse(text)
-    assert reply.tool_calls == () and len(reply.malformed) == 1 and why in reply.malformed[0]
+    assert reply.tool_calls == ()
+    assert len(reply.malformed) == 1
+    assert why in reply.malformed[0]
 
 
 def test_a_good_call_after_a_malformed_one_still_counts():
     reply = parse("<tool_call>oops</tool_call>" + call("f", {}))
-    assert [c.name for c in reply.tool_calls] == ["f"] and len(reply.malformed) == 1
+    assert [c.name for c in reply.tool_calls] == ["f"]
+    assert len(reply.malformed) == 1
 
 
 def test_an_unknown_format_names_those_there_are():
-    with pytest.raises(ConfigError, match="hermes"):
+    with raises(ConfigError, value="hermes"):
         get_format("xml")

@@ -18,6 +18,7 @@ from jax_agent_rl.chat.messages import (
 )
 from jax_agent_rl.errors import TemplateError
 from tests.examples import examples
+from tests.messages import assert_message, raises
 from tests.unit.chat.test_template_families import FAMILIES, codec_of
 
 CALL_ID = "abcdefghi"  # what Mistral's templates accept
@@ -65,10 +66,11 @@ def with_nulls(messages):
 
 
 def with_parts(messages):
-    return [
-        {**message, "content": [{"type": "text", "text": part} for part in message["content"]]}
-        for message in messages
-    ]
+    changed = []
+    for message in messages:
+        parts = [{"type": "text", "text": part} for part in message["content"]]
+        changed.append({**message, "content": parts})
+    return changed
 
 
 def flat_calls(messages):
@@ -156,12 +158,12 @@ def through_responses_api(messages):
                 )
             for call in message["tool_calls"]:
                 arguments = json.dumps(call["function"]["arguments"])
-                one = {
+                request_item = {
                     "type": "function_call",
                     "call_id": call["id"],
                     "name": call["function"]["name"],
                 }
-                items.append({**one, "arguments": arguments})
+                items.append({**request_item, "arguments": arguments})
         elif message["role"] == "tool":
             output = {"type": "function_call_output", "call_id": message["tool_call_id"]}
             items.append({**output, "output": message["content"]})
@@ -225,14 +227,14 @@ def test_normal_messages_come_back_unchanged(arguments, said):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_arguments_of_a_history_are_written_once_whatever_form_they_come_in(name, written):
     codec = codec_of(name)
-    shown = text(codec, conversation(written, thought=None))
-    assert "Rome" in shown and '\\"' not in shown, "JSON text inside of JSON"
-    assert "'city'" not in shown, "Python's notation of an object"
+    rendered = text(codec, conversation(written, thought=None))
+    assert "Rome" in rendered and '\\"' not in rendered, "JSON text inside of JSON"
+    assert "'city'" not in rendered, "Python's notation of an object"
 
 
 def test_a_template_that_concatenates_arguments_gets_them_as_text():
-    shown = text(codec_of("deepseek"), conversation({"x": 1}))
-    assert '```json\n{"x": 1}\n```' in shown
+    rendered = text(codec_of("deepseek"), conversation({"x": 1}))
+    assert '```json\n{"x": 1}\n```' in rendered
 
 
 @pytest.mark.parametrize("nothing", [None, "", "{}", {}, " "])
@@ -268,47 +270,52 @@ def test_reasoning_of_a_history_is_shown_where_the_template_shows_it(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_reasoning_and_text_beside_a_call_are_never_refused(name):
-    shown = text(codec_of(name), conversation({"x": 1}, said="one moment"))
-    assert shown.count("look it up") <= 1 and "question" in shown
+    rendered = text(codec_of(name), conversation({"x": 1}, said="one moment"))
+    assert rendered.count("look it up") <= 1
+    assert "question" in rendered
 
 
 def test_where_a_template_refuses_both_nothing_is_lost():
-    shown = text(codec_of("gpt-oss"), conversation({"x": 1}, said="one moment"))
-    assert "look it up" in shown and "one moment" in shown
+    rendered = text(codec_of("gpt-oss"), conversation({"x": 1}, said="one moment"))
+    assert "look it up" in rendered
+    assert "one moment" in rendered
 
 
 # --- what is no message ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("message", "problem"),
+    ("message", "named"),
     [
-        ("text", "must be an object, got str"),
-        ({"content": "x"}, "'role' is missing"),
-        ({"role": 3, "content": "x"}, "role"),
-        ({"role": "user", "content": 3}, "content must be text or a list of parts, got int"),
-        ({"role": "user", "content": [{"type": "audio"}]}, "'audio' is not supported"),
-        ({"role": "user", "content": "one \ud83d two"}, "lone surrogate"),
-        ({"role": "user", "content": "x", "name": "a\udc00"}, "lone surrogate"),
+        ("text", {"value": "str", "fix": "an object"}),
+        ({"content": "x"}, {"key": "'role'", "value": "missing"}),
+        ({"role": 3, "content": "x"}, {"key": "role"}),
+        (
+            {"role": "user", "content": 3},
+            {"key": "content", "value": "int", "fix": "text or a list of parts"},
+        ),
+        ({"role": "user", "content": [{"type": "audio"}]}, {"value": "'audio'"}),
+        ({"role": "user", "content": "one \ud83d two"}, {"value": "lone surrogate"}),
+        ({"role": "user", "content": "x", "name": "a\udc00"}, {"value": "lone surrogate"}),
         (
             {"role": "assistant", "content": "", "tool_calls": [3]},
-            "a tool call must be an object, got 3",
+            {"key": "tool call", "value": 3, "fix": "an object"},
         ),
         (
             {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]},
-            "a tool call needs a name",
+            {"key": "tool call", "fix": "name"},
         ),
-        (conversation("[1]")[1], "must be an object, got list"),
-        (conversation('{"x": 1e999}')[1], "must be an object"),
-        (conversation({"x": float("inf")})[1], "is not a finite number"),
+        (conversation("[1]")[1], {"value": "list", "fix": "an object"}),
+        (conversation('{"x": 1e999}')[1], {"fix": "an object"}),
+        (conversation({"x": float("inf")})[1], {"fix": "finite number"}),
     ],
 )
-def test_what_is_no_message_is_named_with_its_place(message, problem):
+def test_what_is_no_message_is_named_with_its_place(message, named):
     messages = [{"role": "user", "content": "q"}, message]
     for read in (normalize_messages, plain_messages, codec_of("smollm2").encode_prompt):
-        with pytest.raises(TemplateError) as error:
+        with raises(TemplateError, **named) as caught:
             read(messages)
-        assert "messages[1]" in str(error.value) and problem in str(error.value)
+        assert_message(caught.value, key="messages[1]")
 
 
 # --- strict templates -----------------------------------------------------------------------------
@@ -329,10 +336,13 @@ def test_alternating_roles_alternate_and_keep_every_word_in_order(turns):
         [0],
     )
     for role in ("system", "user", "assistant"):
-        kept = "\n\n".join(
+        content = "\n\n".join(
             m["content"] for m in strict if m["role"] == role and m["content"] != "OPENING"
         )
-        assert kept == "\n\n".join(said for own, said in turns if own == role) or "OPENING" in kept
+        assert (
+            content == "\n\n".join(said for author, said in turns if author == role)
+            or "OPENING" in content
+        )
 
 
 # --- a turn that is begun -------------------------------------------------------------------------
@@ -342,16 +352,16 @@ def test_alternating_roles_alternate_and_keep_every_word_in_order(turns):
 def test_a_begun_turn_is_open_where_its_text_ends(name):
     codec = codec_of(name)
     asked = [{"role": "user", "content": "question"}]
-    begun = codec.encode_prompt(
+    prompt_ids = codec.encode_prompt(
         [*asked, {"role": "assistant", "content": "The answer is "}], continue_last=True
     )
-    shown = codec.decode(begun, skip_special_tokens=False)
-    assert shown.endswith("The answer is"), "neither an end of turn nor white space follows"
+    rendered = codec.decode(prompt_ids, skip_special_tokens=False)
+    assert rendered.endswith("The answer is"), "neither an end of turn nor white space follows"
     plain = codec.encode_prompt(asked)
-    assert begun[: len(plain)] == plain or codec.thinking_after(plain), (
+    assert prompt_ids[: len(plain)] == plain or codec.thinking_after(plain), (
         "a block that the prompt opens is closed first"
     )
-    assert codec.thinking_after(begun) == ""
+    assert codec.thinking_after(prompt_ids) == ""
 
 
 def test_a_rows_last_message_is_continued_where_it_asks_for_that():
@@ -389,8 +399,9 @@ def test_an_empty_name_of_reasoning_hides_no_other():
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "nemotron3", "deepseek", "qwen2.5"])
 def test_a_begun_turn_may_hold_its_reasoning_in_its_text(name):
     codec = codec_of(name)
-    begun = {"role": "assistant", "content": "<think>plan</think>The answer is"}
-    ids = codec.encode_prompt([{"role": "user", "content": "q"}, begun], continue_last=True)
+    prefilled = {"role": "assistant", "content": "<think>plan</think>The answer is"}
+    ids = codec.encode_prompt([{"role": "user", "content": "q"}, prefilled], continue_last=True)
     text = codec.decode(ids, skip_special_tokens=False)
-    assert text.count("plan") == 1 and text.endswith("The answer is")
+    assert text.count("plan") == 1
+    assert text.endswith("The answer is")
     assert codec.thinking_after(ids) == ""

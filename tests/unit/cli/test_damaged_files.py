@@ -58,7 +58,7 @@ def remove(file: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder whose model is gone, so that no command gets as far as loading one."""
     run = make_run(tmp_path_factory.mktemp("whole") / "run")
     rows = run.parent / "rows.jsonl"
@@ -105,9 +105,9 @@ def require_message(words: list[str]) -> None:
         raise AssertionError(f"{words} ended with a traceback") from result.exception
 
 
-def require_messages(name: str, damage: str, whole: Path, run: Path) -> None:
+def require_messages(name: str, damage: str, undamaged: Path, run: Path) -> None:
     """Damage one file of a copy of the run, and call every command."""
-    shutil.copytree(whole, run)
+    shutil.copytree(undamaged, run)
     if damage in CONTENTS:
         (run / name).write_bytes(CONTENTS[damage])
     else:
@@ -119,20 +119,20 @@ def require_messages(name: str, damage: str, whole: Path, run: Path) -> None:
 @pytest.mark.parametrize("damage", [*CONTENTS, *REMOVALS])
 @pytest.mark.parametrize("name", [*RUN_FILES, *CHECKPOINT_FILES])
 def test_a_damaged_run_is_a_message_in_every_command(
-    name: str, damage: str, whole: Path, tmp_path: Path
+    name: str, damage: str, undamaged: Path, tmp_path: Path
 ):
     if damage in CONTENTS and name in ("checkpoints", "checkpoints/4", "checkpoints/4/notes"):
         pytest.skip("it is a folder")
-    require_messages(name, damage, whole, tmp_path / "run")
+    require_messages(name, damage, undamaged, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("name", "damage"), [*((name, "binary") for name in RUN_FILES), ("checkpoints/4", "a file")]
 )
 def test_a_run_with_other_bytes_in_a_file_is_a_message_in_every_command(
-    name, damage, whole: Path, tmp_path: Path
+    name, damage, undamaged: Path, tmp_path: Path
 ):
-    require_messages(name, damage, whole, tmp_path / "run")
+    require_messages(name, damage, undamaged, tmp_path / "run")
 
 
 @pytest.mark.parametrize("damage", CONTENTS)
@@ -140,12 +140,12 @@ def test_a_run_with_other_bytes_in_a_file_is_a_message_in_every_command(
     "file", ["rows.parquet", "rows.jsonl", "rows.parquet.summary.json", "rows.jsonl.summary.json"]
 )
 def test_a_damaged_table_is_a_message(file: str, damage: str, tmp_path: Path):
-    table = tmp_path / file.removesuffix(".summary.json")
-    table.write_bytes(b"")
+    table_file = tmp_path / file.removesuffix(".summary.json")
+    table_file.write_bytes(b"")
     (tmp_path / file).write_bytes(CONTENTS[damage])
     for words in (
-        ["view", str(table)],
-        ["report", str(table), "--out", str(tmp_path / "page.html")],
+        ["view", str(table_file)],
+        ["report", str(table_file), "--out", str(tmp_path / "page.html")],
     ):
         require_message(words)
 
@@ -203,7 +203,10 @@ def test_a_message_is_one_error_line_on_stderr_and_the_status_2(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     said = capsys.readouterr()
-    assert ended.value.code == 2 and said.out == ""
+    assert ended.value.code == 2
+    assert said.out == ""
     assert said.err.count("\n") == said.err.count("error:") == 1
-    assert said.err.startswith("error:") and "Traceback" not in said.err
-    assert "mine.yaml" in said.err and "UTF-8" in said.err
+    assert said.err.startswith("error:")
+    assert "Traceback" not in said.err
+    assert "mine.yaml" in said.err
+    assert "UTF-8" in said.err

@@ -23,18 +23,18 @@ from jax_agent_rl.utils.config_words import split_config
 
 def commands() -> dict[str, Any]:
     """Every command by its words, those of groups among them."""
-    found = {}
+    named = {}
     for name, command in typer.main.get_command(app).commands.items():
-        for inner, one in getattr(command, "commands", {"": command}).items():
-            found[f"{name} {inner}".strip()] = one
-    return found
+        for inner, subcommand in getattr(command, "commands", {"": command}).items():
+            named[f"{name} {inner}".strip()] = subcommand
+    return named
 
 
-WITH_KEYS = sorted(
-    name
-    for name, command in commands().items()
-    if "overrides" in {parameter.name for parameter in command.params}
-)
+def takes_overrides(command) -> bool:
+    return "overrides" in {parameter.name for parameter in command.params}
+
+
+WITH_KEYS = sorted(name for name, command in commands().items() if takes_overrides(command))
 OTHER_ARGUMENTS = {"plan": ["--topology=v5e:4x4"], "rollout": ["--out=rows.parquet"]}
 WITHOUT_CONFIG = {"quickstart"}  # the recipe is its subject
 
@@ -67,7 +67,8 @@ def test_every_command_takes_its_configuration_in_both_forms(
 ):
     monkeypatch.chdir(tmp_path)
     status, text = said(*name.split(), *form, *OTHER_ARGUMENTS.get(name, []))
-    assert status != 0 and "'missing.yaml' does not exist" in text
+    assert status != 0
+    assert "'missing.yaml' does not exist" in text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,7 +77,10 @@ def test_two_configurations_are_refused_by_every_command(name: str):
     status, text = said(
         *name.split(), "one.yaml", "--config", "two.yaml", *OTHER_ARGUMENTS.get(name, [])
     )
-    assert status != 0 and "'one.yaml'" in text and "'two.yaml'" in text and "give one" in text
+    assert status != 0
+    assert "'one.yaml'" in text
+    assert "'two.yaml'" in text
+    assert "give one" in text
 
 
 WORD = st.sampled_from(
@@ -125,7 +129,8 @@ def test_a_recipe_given_to_another_command_is_named_with_its_own(recipe: str, co
         text = str(error)
         assert meant != command
         assert f"configuration of `{meant}`" in text or "configuration of `distill`" in text
-        assert f"not of `{command}`" in text and f" {recipe}" in text
+        assert f"not of `{command}`" in text
+        assert f" {recipe}" in text
     else:
         assert meant == command or {meant, command} == {
             "sft",
@@ -139,7 +144,8 @@ def test_a_recipe_given_to_another_command_is_named_with_its_own(recipe: str, co
 )
 def test_the_command_line_names_the_command_to_use(command: str, recipe: str, meant: str):
     status, text = said(command, recipe)
-    assert status != 0 and f"run jax-agent-rl {meant} {recipe}" in text
+    assert status != 0
+    assert f"run jax-agent-rl {meant} {recipe}" in text
 
 
 @pytest.mark.parametrize(

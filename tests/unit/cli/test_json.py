@@ -16,12 +16,12 @@ from jax_agent_rl.cli.options import console_of, print_object
 
 def with_json() -> set[str]:
     """Commands that have the option, those of groups among them."""
-    found = set()
+    names = set()
     for name, command in typer.main.get_command(app).commands.items():
-        for inner, one in getattr(command, "commands", {"": command}).items():
-            if any("--json" in parameter.opts for parameter in one.params):
-                found.add(f"{name} {inner}".strip())
-    return found
+        for inner, subcommand in getattr(command, "commands", {"": command}).items():
+            if any("--json" in parameter.opts for parameter in subcommand.params):
+                names.add(f"{name} {inner}".strip())
+    return names
 
 
 def test_every_command_with_a_table_or_a_report_has_it():
@@ -41,10 +41,12 @@ def test_every_command_with_a_table_or_a_report_has_it():
 @pytest.mark.parametrize("words", [["simulate", "quickstart", "assume.steps=2"], ["doctor"]])
 def test_standard_output_is_the_object_alone(words: list[str]):
     result = CliRunner().invoke(app, [*words, "--json"])
-    made = json.loads(result.stdout)
-    assert isinstance(made, dict) and result.stderr.strip()
+    printed = json.loads(result.stdout)
+    assert isinstance(printed, dict)
+    assert result.stderr.strip()
     without = CliRunner().invoke(app, words)
-    assert without.stdout.strip() and not without.stdout.lstrip().startswith("{")
+    assert without.stdout.strip()
+    assert not without.stdout.lstrip().startswith("{")
 
 
 def test_a_list_of_engines_is_an_object_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -65,4 +67,5 @@ def test_the_console_leaves_standard_output_to_the_object(capsys: pytest.Capture
     console_of(True).print("progress")
     print_object({"a": "é"})
     said = capsys.readouterr()
-    assert json.loads(said.out) == {"a": "é"} and said.err.strip() == "progress"
+    assert json.loads(said.out) == {"a": "é"}
+    assert said.err.strip() == "progress"

@@ -138,32 +138,35 @@ def contents(folder: Path) -> set[Path]:
 def test_what_is_missing_is_named_and_nothing_is_made(
     name: str, words: list[str], named: str, folder: Path
 ):
-    before = contents(folder)
+    initial_contents = contents(folder)
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, JaxAgentRLError), result.output
     assert named in str(result.exception)
-    assert "run folder" not in result.output and "loading" not in result.output
-    assert contents(folder) == before
+    assert "run folder" not in result.output
+    assert "loading" not in result.output
+    assert contents(folder) == initial_contents
 
 
 @pytest.mark.parametrize("name", PORT)
 def test_a_busy_port_is_named(name: str, folder: Path):
-    before = contents(folder)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    initial_contents = contents(folder)
+    with socket.socket() as busy_socket:
+        busy_socket.bind(("127.0.0.1", 0))
+        busy_socket.listen()
+        port = busy_socket.getsockname()[1]
         result = CliRunner().invoke(app, [*READY[name], PORT[name].format(port)])
-    assert f"127.0.0.1:{port}" in str(result.exception) and contents(folder) == before
+    assert f"127.0.0.1:{port}" in str(result.exception)
+    assert contents(folder) == initial_contents
 
 
 @pytest.mark.parametrize("name", PORT)
 def test_a_number_that_is_no_port_is_named(name: str, folder: Path):
-    before = contents(folder)
+    initial_contents = contents(folder)
     result = CliRunner().invoke(app, [*READY[name], PORT[name].format(99_999)])
     assert isinstance(result.exception, JaxAgentRLError), result.output
-    assert "99999" in str(result.exception) and "65535" in str(result.exception)
-    assert contents(folder) == before
+    assert "99999" in str(result.exception)
+    assert "65535" in str(result.exception)
+    assert contents(folder) == initial_contents
 
 
 def test_nothing_that_computes_is_imported_for_it(folder: Path):
@@ -179,9 +182,9 @@ def test_nothing_that_computes_is_imported_for_it(folder: Path):
         "    if heavy or not result.exception:\n"
         "        sys.exit(f'{words} imported {heavy}: {result.output}')\n"
     )
-    given = json.dumps([words for _, words, _ in CASES])
+    case_words = json.dumps([words for _, words, _ in CASES])
     ended = subprocess.run(
-        [sys.executable, "-c", program], input=given, capture_output=True, text=True
+        [sys.executable, "-c", program], input=case_words, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
 
@@ -196,7 +199,8 @@ def test_all_that_is_missing_is_told_at_once(folder: Path):
         "run_dir=rows.jsonl",
     ]
     result = CliRunner().invoke(app, words)
-    assert isinstance(result.exception, ConfigError) and len(result.exception.problems) == 4
+    assert isinstance(result.exception, ConfigError)
+    assert len(result.exception.problems) == 4
 
 
 @pytest.mark.parametrize("place", ["/proc/run", "rows.jsonl", "rows.jsonl/deep/run", "a\0b"])
@@ -206,10 +210,10 @@ def test_a_folder_that_cannot_be_made_is_refused_whoever_asks(place: str, folder
 
 
 def test_a_folder_that_can_be_made_is_not_made(folder: Path):
-    before = contents(folder)
+    initial_contents = contents(folder)
     require_writable(folder / "runs" / "a" / "b", key="run_dir")
     require_writable(folder, key="run_dir")
-    assert contents(folder) == before
+    assert contents(folder) == initial_contents
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -258,11 +262,11 @@ TAKES_A_NAME = {
 
 @pytest.mark.parametrize("words", TAKES_A_NAME.values(), ids=TAKES_A_NAME)
 def test_a_name_that_the_system_refuses_is_told_as_an_error(words: list[str], folder: Path):
-    before = contents(folder)
+    initial_contents = contents(folder)
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, JaxAgentRLError), result.output
     assert LONG[:20] in str(result.exception)
-    assert contents(folder) == before
+    assert contents(folder) == initial_contents
 
 
 def test_a_value_may_be_longer_than_the_name_of_a_file():

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.types import DropReason
+from tests.messages import raises
 
 names = st.sampled_from("abcdef")
 events = st.lists(
@@ -15,7 +16,8 @@ events = st.lists(
 
 @given(events)
 def test_started_is_trained_plus_dropped_plus_in_flight(story):
-    books, open_ids = Accounting(), set()
+    books = Accounting()
+    open_ids = set()
     for event, name, reason in story:
         known = name in open_ids
         try:
@@ -39,11 +41,12 @@ def test_started_is_trained_plus_dropped_plus_in_flight(story):
 def test_a_batch_is_resolved_as_a_whole_or_not_at_all():
     books = Accounting()
     books.start("a")
-    with pytest.raises(ValueError, match="'b'"):
+    with raises(ValueError, value="'b'"):
         books.train(["a", "b"])
     with pytest.raises(ValueError):
         books.train(["a", "a"])
-    assert books.in_flight == {"a"} and books.trained == 0
+    assert books.in_flight == {"a"}
+    assert books.trained == 0
 
 
 def test_the_summary_names_reasons_that_occurred():
@@ -60,5 +63,5 @@ def test_the_summary_names_reasons_that_occurred():
 def test_books_that_do_not_balance_are_noticed():
     books = Accounting()
     books.started += 1
-    with pytest.raises(AssertionError, match="started=1"):
+    with raises(AssertionError, key="started", value=1):
         books.check()

@@ -152,16 +152,19 @@ async def test_a_group_is_a_tree_of_exact_ids(strategy: Strategy, size: int):
 async def test_every_trajectory_has_a_seed_of_its_own_and_the_run_can_be_repeated(
     strategy: Strategy, size: int
 ):
-    groups, codec = [], FakeCodec()  # the same words are the same ids in both runs
+    codec = FakeCodec()  # the same words are the same ids in both runs
+    groups = []
     for in_flight in (8, 1):
         stage = Stage(strategy, max_in_flight=in_flight, codec=codec)
         groups.append(await stage.collect(row(text="a"), row(text="b"), group_size=size))
         seeds = [request.sampling.seed for request in stage.requests]
         assert len(set(seeds)) == len(seeds)
     first, again = (sorted(g, key=lambda group: group.group_id) for g in groups)
-    for one, other in zip(first, again, strict=True):
-        assert [_ids(t) for t in one.trajectories] == [_ids(t) for t in other.trajectories]
-        responses = [t.response_ids for t in one.trajectories]
+    for first_trajectory, second_trajectory in zip(first, again, strict=True):
+        assert [_ids(t) for t in first_trajectory.trajectories] == [
+            _ids(t) for t in second_trajectory.trajectories
+        ]
+        responses = [t.response_ids for t in first_trajectory.trajectories]
         assert len(set(responses)) == len(responses), "nothing is there twice"
 
 
@@ -244,7 +247,8 @@ async def test_a_branch_whose_tool_answers_differently_is_dropped_with_the_reaso
     stage = Stage(TreeGrpo(TreeGrpoConfig(m=1, n=5, k=6)), tool=Fickle())
     (group,) = await stage.collect()
     lost = group.dropped[DropReason.REPLAY_MISMATCH]
-    assert lost >= 1 and group.dropped == {DropReason.REPLAY_MISMATCH: lost}
+    assert lost >= 1
+    assert group.dropped == {DropReason.REPLAY_MISMATCH: lost}
     assert len(group.trajectories) == 6 - lost
     assert all(t.fork is None or t.fork.at_prompt for t in group.trajectories)
     assert "answered 'tick" in stage.collector.latest_losses[DropReason.REPLAY_MISMATCH]
@@ -260,8 +264,8 @@ async def test_what_a_tool_reports_while_calls_are_made_again_is_not_counted_twi
     stage = Stage(TreeGrpo(TreeGrpoConfig(m=1, n=5, k=6)), tool=Reporting())
     (group,) = await stage.collect()
     for t in group.trajectories:
-        own = len(t.tool_calls) - (t.fork.turns if t.fork else 0)
-        assert t.metrics.get("tool/count/calls", 0.0) == own
+        own_calls = len(t.tool_calls) - (t.fork.turns if t.fork else 0)
+        assert t.metrics.get("tool/count/calls", 0.0) == own_calls
 
 
 async def test_a_lost_branch_takes_nobody_with_it():
@@ -285,14 +289,15 @@ async def test_nothing_branches_from_what_was_lost():
     for strategy, size in STRATEGIES:
         (group,) = await Stage(strategy, score=first_fails).collect(group_size=size)
         assert len(group.trajectories) >= size / 2
-        taken = [t.fork for t in group.trajectories if t.fork and not t.fork.at_prompt]
-        assert all(fork.parent_id != "train-0-0-0" for fork in taken)
+        forks = [t.fork for t in group.trajectories if t.fork and not t.fork.at_prompt]
+        assert all(fork.parent_id != "train-0-0-0" for fork in forks)
 
 
 async def test_leaves_a_strategy_does_not_keep_are_counted():
     stage = Stage(TreeGrpo(TreeGrpoConfig(m=2, n=3, k=2)))
     (group,) = await stage.collect(group_size=4)
-    assert len(group.trajectories) == 4 and group.dropped == {DropReason.NOT_SELECTED: 4}
+    assert len(group.trajectories) == 4
+    assert group.dropped == {DropReason.NOT_SELECTED: 4}
     assert Counter(t.tree_id for t in group.trajectories) == {"train-0-0-0": 2, "train-0-0-1": 2}
     assert stage.books.summary() == {
         "started": 8, "trained": 0, "in_flight": 4, "dropped": 4, "dropped/not_selected": 4
@@ -306,12 +311,13 @@ async def test_chains_that_make_up_for_missing_branches_are_counted():
     assert [t.fork for t in group.trajectories] == [None] * 5
 
 
-async def test_branches_go_to_the_server_of_their_parent_and_no_session_is_left_behind():
+async def test_branches_go_to_their_parents_server_and_leave_no_session():
     stage = Stage(TreeGrpo(TreeGrpoConfig(m=2, n=4, k=5)), servers=3)
     (group,) = await stage.collect(group_size=10)
     where = {r.session_id: number for number, b in enumerate(stage.backends) for r in b.requests}
     branched = [t for t in group.trajectories if t.fork and t.fork.turns]
-    assert branched and all(where[t.trajectory_id] == where[t.fork.parent_id] for t in branched)
+    assert branched
+    assert all(where[t.trajectory_id] == where[t.fork.parent_id] for t in branched)
     assert not any(request.session_ends for request in stage.requests), (
         "their KV may be wanted by a branch"
     )
@@ -335,25 +341,27 @@ async def test_cancelling_stops_branches_and_counts_them():
     summary = stage.books.summary()
     assert (summary["started"], summary["dropped/cancelled"], summary["in_flight"]) == (6, 6, 0)
     assert sorted(stage.tool.created) == sorted(stage.tool.released)
-    assert (
-        stage.client.ended == {f"train-0-0-{n}" for n in range(6)} and len(asyncio.all_tasks()) == 1
-    )
+    assert stage.client.ended == {f"train-0-0-{n}" for n in range(6)}
+    assert len(asyncio.all_tasks()) == 1
 
 
 async def test_branches_run_before_further_groups_begin():
     """While the engine still holds what their parents computed."""
     stage = Stage(TreeGrpo(TreeGrpoConfig()), max_in_flight=2)
     await stage.collect(*(row(text=str(n)) for n in range(4)))
-    begun = list(dict.fromkeys(request.session_id for request in stage.requests))
-    first_branch = next(place for place, name in enumerate(begun) if name.rpartition("-")[2] == "2")
-    assert begun.index("train-0-3-0") > first_branch
+    sessions = list(dict.fromkeys(request.session_id for request in stage.requests))
+    first_branch = next(
+        place for place, name in enumerate(sessions) if name.rpartition("-")[2] == "2"
+    )
+    assert sessions.index("train-0-3-0") > first_branch
 
 
 async def test_a_dead_engine_ends_the_group_not_the_batch():
     stage = Stage(TreeGrpo(TreeGrpoConfig()))
     stage.backends[0].die()
     (group,) = await stage.collect()
-    assert group.trajectories == () and group.dropped == {DropReason.BACKEND_ERROR: 6}
+    assert group.trajectories == ()
+    assert group.dropped == {DropReason.BACKEND_ERROR: 6}
 
 
 class TurnsOnly(ScriptedBackend):
@@ -371,7 +379,8 @@ async def test_one_kind_of_branch_that_fails_leaves_the_others():
     stage = Stage(TreeRL(TreerlConfig(m=2, n=2, t=2)), backend=TurnsOnly)
     (group,) = await stage.collect(group_size=10)
     lost = group.dropped.get(DropReason.BACKEND_ERROR, 0)
-    assert 0 < lost <= 8 and len(group.trajectories) == 10 - lost
+    assert 0 < lost <= 8
+    assert len(group.trajectories) == 10 - lost
 
 
 async def test_forks_within_a_turn_keep_to_the_budgets():
@@ -394,7 +403,8 @@ OWN_AGENTS = {
 
 
 async def test_agents_that_cannot_branch_are_refused_before_the_run():
-    assert set(branching_agents()) >= OWN_AGENTS and not get_agent("react_agent").can_branch()
+    assert set(branching_agents()) >= OWN_AGENTS
+    assert not get_agent("react_agent").can_branch()
     stage = Stage(TreeGrpo(TreeGrpoConfig()))
     stage.collector.require_branching([row(), row("single_turn_agent")])
     with raises(ConfigError, key="agent 'react_agent'", fix=("tool_agent", "strategy.name=chain")):
@@ -415,4 +425,6 @@ async def test_a_loop_with_a_play_of_its_own_branches_only_if_it_says_so():
     class MyTools(ToolAgent):
         pass
 
-    assert not Mine.can_branch() and MyBranches.can_branch() and MyTools.can_branch()
+    assert not Mine.can_branch()
+    assert MyBranches.can_branch()
+    assert MyTools.can_branch()

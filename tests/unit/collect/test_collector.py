@@ -37,8 +37,11 @@ class AwaitsCancelled(AgentLoop):
         return await future
 
 
-def row(text, **more):
-    return {"prompt": [{"role": "user", "content": text}], "agent_name": "single_turn_agent"} | more
+def row(text, **fields):
+    return {
+        "prompt": [{"role": "user", "content": text}],
+        "agent_name": "single_turn_agent",
+    } | fields
 
 
 async def one_point(trajectory):
@@ -127,7 +130,8 @@ async def test_one_failure_never_kills_the_batch(bad, reason, caplog):
     stage = Stage(max_prompt_length=5)
     groups = {g.group_id: g for g in await stage.collect([row("a"), bad])}
     assert len(groups["train-0-0"].trajectories) == 3
-    assert groups["train-0-1"].trajectories == () and groups["train-0-1"].dropped == {reason: 3}
+    assert groups["train-0-1"].trajectories == ()
+    assert groups["train-0-1"].dropped == {reason: 3}
     assert stage.books.dropped == {reason: 3}
     assert any("train-0-1-0 dropped" in record.message for record in caplog.records)
     stage.books.check()
@@ -135,7 +139,8 @@ async def test_one_failure_never_kills_the_batch(bad, reason, caplog):
 
 async def test_an_agents_bug_is_logged_with_its_traceback(caplog):
     await Stage().collect([row("x", agent_name="raises_for_test")], group_size=1)
-    assert "a bug in an agent" in caplog.text and f'File "{__file__}"' in caplog.text
+    assert "a bug in an agent" in caplog.text
+    assert f'File "{__file__}"' in caplog.text
 
 
 async def test_a_failed_reward_drops_its_trajectory_only():
@@ -205,7 +210,10 @@ async def test_seeds_are_those_of_run_step_row_and_sample():
         return {(r.session_id, r.sampling.seed) for r in stage.backend.requests}
 
     rows = [row("a"), row("b")]
-    first, again, other_run, other_step = Stage(), Stage(max_in_flight=1), Stage(seed=1), Stage()
+    first = Stage()
+    again = Stage(max_in_flight=1)
+    other_run = Stage(seed=1)
+    other_step = Stage()
     await first.collect(rows)
     await again.collect(rows)
     await other_run.collect(rows)
@@ -224,7 +232,7 @@ async def test_evaluation_in_the_same_step_is_told_apart():
 
 
 async def test_a_group_of_nobody_is_refused():
-    with pytest.raises(ValueError, match="group_size=0"):
+    with raises(ValueError, key="group_size", value=0):
         await Stage().collect([row("a")], group_size=0)
 
 

@@ -88,7 +88,8 @@ def test_repetition_looks_at_sampled_tokens_only():
 
 
 def test_every_filter_of_the_configuration_has_a_function_and_a_reason():
-    assert set(FILTER_NAMES) == set(FILTERS) and all(DropReason(name) for name in FILTER_NAMES)
+    assert set(FILTER_NAMES) == set(FILTERS)
+    assert all(DropReason(name) for name in FILTER_NAMES)
 
 
 def cut_off(index: int, reward: float):
@@ -113,10 +114,12 @@ GROUP = group_of([ends(0, 1.0), cut_off(1, 0.0), ends(2, 1.0)])
 def test_mask_keeps_a_reward_in_the_baseline_and_drop_takes_it_out():
     masked = select([GROUP], config(overlong="mask"))
     assert [g.rewards for g in masked.groups] == [(1.0, 0.0, 1.0)]
-    assert masked.masked == {"g-1": DropReason.OVERLONG} and not masked.dropped
+    assert masked.masked == {"g-1": DropReason.OVERLONG}
+    assert not masked.dropped
     dropped = select([GROUP], config(overlong="drop"))
     # What is left has equal rewards: nothing to learn from.
-    assert not dropped.groups and not dropped.masked
+    assert not dropped.groups
+    assert not dropped.masked
     assert dropped.dropped == {
         DropReason.OVERLONG: ("g-1",),
         DropReason.ZERO_VARIANCE: ("g-0", "g-2"),
@@ -131,7 +134,8 @@ def test_the_strictest_filter_that_applies_decides():
 def test_a_group_of_which_nothing_is_trained_is_left_out():
     group = group_of([cut_off(0, 0.0), cut_off(1, 1.0)])
     selection = select([group], config(overlong="mask"))
-    assert not selection.groups and not selection.masked
+    assert not selection.groups
+    assert not selection.masked
     assert selection.dropped == {DropReason.OVERLONG: ("g-0", "g-1")}
 
 
@@ -146,10 +150,8 @@ def test_the_last_of_a_group_has_nothing_to_compare_with():
 def test_a_logprob_that_is_none_loses_its_trajectory_alone(bad: float):
     broken = trajectory([3], [4, 5], logprobs=[-1.0, bad], index=3)
     selection = select([group_of([*GROUP.trajectories, broken])], AlgorithmConfig())
-    assert (
-        selection.dropped == {DropReason.NAN_LOGPROBS: ("g-3",)}
-        and len(selection.groups[0].trajectories) == 3
-    )
+    assert selection.dropped == {DropReason.NAN_LOGPROBS: ("g-3",)}
+    assert len(selection.groups[0].trajectories) == 3
 
 
 def test_remax_needs_the_greedy_reward_of_the_group():
@@ -174,20 +176,21 @@ members = st.lists(
 
 @given(st.lists(members, min_size=1, max_size=3), actions)
 def test_everything_is_trained_masked_or_dropped_exactly_once(groups, filters):
-    made = [
-        group_of(
-            trajectory(
-                **TWO_TURNS, reward=r, finish=f, calls=[[call(error=e)]], index=i, group=f"g{k}"
-            )
-            for i, (r, f, e) in enumerate(rows)
-        )
-        for k, rows in enumerate(groups)
-    ]
-    selection = select(made, config(**filters))
-    kept = [t.trajectory_id for g in selection.groups for t in g.trajectories]
+    scored_groups = []
+    for number, rows in enumerate(groups):
+        group = []
+        for index, (reward, finish, error) in enumerate(rows):
+            ids = {"index": index, "group": f"g{number}"}
+            calls = [[call(error=error)]]
+            group.append(trajectory(**TWO_TURNS, **ids, reward=reward, finish=finish, calls=calls))
+        scored_groups.append(group_of(group))
+    selection = select(scored_groups, config(**filters))
+    selected_ids = [t.trajectory_id for g in selection.groups for t in g.trajectories]
     gone = [i for ids in selection.dropped.values() for i in ids]
-    assert sorted(kept + gone) == sorted(t.trajectory_id for g in made for t in g.trajectories)
-    assert set(selection.masked) <= set(kept)
+    assert sorted(selected_ids + gone) == sorted(
+        t.trajectory_id for g in scored_groups for t in g.trajectories
+    )
+    assert set(selection.masked) <= set(selected_ids)
     for group in selection.groups:
         assert any(t.trajectory_id not in selection.masked for t in group.trajectories)
 
@@ -196,27 +199,25 @@ def test_a_trajectory_kept_out_of_the_loss_counts_in_the_baseline_alone():
     members = [trajectory([3], [4], reward=float(i % 2), index=i) for i in range(3)]
     members[1] = replace(members[1], no_loss=DropReason.OVERLONG)
     selection = select([Group(group_id="g", trajectories=tuple(members))], AlgorithmConfig())
-    assert selection.masked == {"g-1": DropReason.OVERLONG} and not selection.dropped
+    assert selection.masked == {"g-1": DropReason.OVERLONG}
+    assert not selection.dropped
     assert [t.trajectory_id for t in selection.groups[0].trajectories] == ["g-0", "g-1", "g-2"]
 
 
-def test_a_group_of_which_no_trajectory_carries_loss_is_dropped_by_their_reasons():
+def test_a_group_without_loss_is_dropped_by_its_members_reasons():
     members = [trajectory([3], [4], reward=float(i), index=i) for i in range(2)]
     members = [replace(t, no_loss=DropReason.VOID_TRAJECTORY) for t in members]
     selection = select([Group(group_id="g", trajectories=tuple(members))], AlgorithmConfig())
-    assert selection.groups == () and selection.dropped == {
-        DropReason.VOID_TRAJECTORY: ("g-0", "g-1")
-    }
+    assert selection.groups == ()
+    assert selection.dropped == {DropReason.VOID_TRAJECTORY: ("g-0", "g-1")}
 
 
-def test_a_trajectory_whose_every_token_was_constrained_counts_in_the_baseline_alone():
+def test_a_fully_constrained_trajectory_counts_in_the_baseline_alone():
     members = [trajectory([3], [4, 5], reward=float(i), index=i) for i in range(3)]
     for number, marks in ((0, (True, False)), (1, (True, True))):
         turn = members[number].turns[0]
         turn = replace(turn, output=replace(turn.output, constrained=marks))
         members[number] = replace(members[number], turns=(turn,))
     selection = select([Group(group_id="g", trajectories=tuple(members))], AlgorithmConfig())
-    assert (
-        selection.masked == {"g-1": DropReason.CONSTRAINED}
-        and len(selection.groups[0].trajectories) == 3
-    )
+    assert selection.masked == {"g-1": DropReason.CONSTRAINED}
+    assert len(selection.groups[0].trajectories) == 3

@@ -10,6 +10,7 @@ import pytest
 from jax_agent_rl.collect.buffer import RolloutBuffer
 from jax_agent_rl.collect.groups import GroupStream
 from jax_agent_rl.types import DropReason, Group
+from tests.messages import raises
 
 
 class Rollout:
@@ -20,10 +21,10 @@ class Rollout:
         self.growing: dict[int, asyncio.Future[Group]] = {}
         self.stopped: dict[int, DropReason] = {}
         self.dropped: list[tuple[str, DropReason]] = []
-        rows = itertools.count()
+        rows = ((number, f"row {number}") for number in itertools.count())
         self.stream = GroupStream(
             self.buffer,
-            draw=lambda: (n := next(rows), f"row {n}"),
+            draw=lambda: next(rows),
             grow=self.grow,
             drop=lambda group, reason: self.dropped.append((group.group_id, reason)),
         )
@@ -59,7 +60,7 @@ async def test_as_many_groups_start_as_are_wanted_and_admitted():
     await rollout.stream.close()
 
 
-async def test_take_waits_for_the_last_group_of_a_batch_and_a_finished_step_makes_room():
+async def test_take_waits_for_a_whole_batch_and_a_finished_step_makes_room():
     rollout = Rollout()
     rollout.stream.want(9)
     await settle()
@@ -113,10 +114,11 @@ async def test_what_gets_too_old_is_stopped_and_booked_as_stale():
         1: DropReason.STALE,
         2: DropReason.STALE,
     }
-    assert rollout.buffer.dropped == {DropReason.STALE: 2} and not rollout.buffer.open
+    assert rollout.buffer.dropped == {DropReason.STALE: 2}
+    assert not rollout.buffer.open
 
 
-async def test_closing_books_everything_as_cancelled_and_keeps_it_open_for_the_next_start():
+async def test_closing_books_open_groups_as_cancelled_and_keeps_them_for_later():
     rollout = Rollout()
     rollout.stream.want(9)
     await settle()
@@ -140,7 +142,7 @@ async def test_nobody_waits_for_a_stream_that_is_closed():
     batch = asyncio.create_task(rollout.stream.take(2))
     await settle()
     await rollout.stream.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with raises(RuntimeError, value="closed"):
         await asyncio.wait_for(batch, timeout=30)
 
 

@@ -54,13 +54,13 @@ async def test_there_are_never_more_than_slots_and_all_come_back(
 ):
     slots = PrioritySemaphore(count)
     running = 0
-    most = 0
+    most_running = 0
 
     async def work(urgency: int, ticks: int):
-        nonlocal running, most
+        nonlocal running, most_running
         async with slots.take(urgency=urgency):
             running += 1
-            most = max(most, running)
+            most_running = max(most_running, running)
             try:
                 for _ in range(ticks):
                     await asyncio.sleep(0)
@@ -74,7 +74,8 @@ async def test_there_are_never_more_than_slots_and_all_come_back(
             task.cancel()
             await asyncio.sleep(0)
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert most <= count and running == 0
-    most = 0
+    assert most_running <= count
+    assert running == 0
+    most_running = 0
     await asyncio.gather(*(work(0, 1) for _ in range(count + 1)))
-    assert most == count, "none was lost, none was added"
+    assert most_running == count, "none was lost, none was added"

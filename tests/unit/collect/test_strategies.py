@@ -3,6 +3,7 @@ and code.
 """
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -31,16 +32,18 @@ def of_turns(number: int, *logprobs: list[float], fork: Fork | None = None) -> T
     """A trajectory with these log-probs per turn, each but the last a tool call with a one-id
     result.
     """
-    response, mask, flat = [], [], []
+    response = []
+    mask = []
+    flat = []
     for turn, values in enumerate(logprobs):
         result = turn < len(logprobs) - 1
         response += [10 * (turn + 1) + i for i in range(len(values))] + [7] * result
         mask += [1] * len(values) + [0] * result
         flat += [*values, 0.0] if result else values
-    made = trajectory(
+    built = trajectory(
         [3], response, mask=mask, logprobs=flat, index=number, calls=ASKED[: len(logprobs) - 1]
     )
-    return replace(made, fork=fork)
+    return replace(built, fork=fork)
 
 
 def grow(strategy: Strategy, make, *, group_size: int = 8, seed: int = 0) -> Growth:
@@ -88,12 +91,13 @@ def test_tree_grpo_grows_m_trees_of_one_and_n_leaves_per_round_and_keeps_k(
     strategy = TreeGrpo(TreeGrpoConfig(m=m, n=n, l=rounds, k=k))
     growth = grow(strategy, three_turns, seed=seed)
     assert [len(wave) for wave in growth.waves] == [m] + [m * n] * rounds
-    kept = strategy.select(growth)
-    assert len({t.trajectory_id for t in kept}) == len(kept) == m * k
-    assert all(sum(t.tree_id == f"g-{tree}" for t in kept) == k for tree in range(m))
+    selected = strategy.select(growth)
+    assert len({t.trajectory_id for t in selected}) == len(selected) == m * k
+    assert Counter(t.tree_id for t in selected) == {f"g-{tree}": k for tree in range(m)}
     known = {o.trajectory_id: o for wave in growth.waves for o in wave}
     for fork in (start.fork for start in starts_of(growth)[m:]):
-        assert fork is not None and fork.tokens == 0
+        assert fork is not None
+        assert fork.tokens == 0
         parent = known[fork.parent_id]
         assert parent.tree_id == fork.tree_id
         assert fork.turns < parent.trajectory.num_turns
@@ -101,13 +105,10 @@ def test_tree_grpo_grows_m_trees_of_one_and_n_leaves_per_round_and_keeps_k(
 
 def test_tree_grpo_draws_each_inner_node_and_the_prompt_alike():
     """A chain of three turns has three: each gets a third, within four standard deviations."""
-    drawn = [
-        start.fork.turns
-        for seed in range(300)
-        for start in starts_of(
-            grow(TreeGrpo(TreeGrpoConfig(m=1, n=1, k=1)), three_turns, seed=seed)
-        )[1:]
-    ]
+    drawn = []
+    for seed in range(300):
+        growth = grow(TreeGrpo(TreeGrpoConfig(m=1, n=1, k=1)), three_turns, seed=seed)
+        drawn += [start.fork.turns for start in starts_of(growth)[1:]]
     for turns in range(3):
         assert abs(drawn.count(turns) - 100) < 4 * math.sqrt(300 * 2 / 9)
 
@@ -139,9 +140,9 @@ def test_treerl_forks_the_least_likely_tokens_of_each_tree():
         return of_turns(number, *logprobs, fork=start.fork)
 
     growth = grow(TreeRL(TreerlConfig(m=2, n=2, l=1, t=2)), make)
-    places = [(s.fork.parent_id, s.fork.turns, s.fork.tokens) for s in starts_of(growth)[2:]]
+    forks = [(s.fork.parent_id, s.fork.turns, s.fork.tokens) for s in starts_of(growth)[2:]]
     assert (
-        places
+        forks
         == [("g-0", 0, 1)] * 2 + [("g-0", 1, 1)] * 2 + [("g-1", 1, 0)] * 2 + [("g-1", 0, 0)] * 2
     )
 
@@ -165,7 +166,8 @@ def test_treerl_forks_where_branches_sampled_themselves_and_never_twice():
 
     again = grow(TreeRL(TreerlConfig(m=1, n=1, l=3, t=1)), inherits_the_worst)
     forks = [s.fork for s in starts_of(again)[1:]]
-    assert len(set(forks)) == 3 and forks[0].at_prompt
+    assert len(set(forks)) == 3
+    assert forks[0].at_prompt
 
 
 @given(
@@ -182,8 +184,8 @@ def test_treerl_has_its_counts_and_survives_losses(m, n, rounds, t, lost):
     growth = grow(TreeRL(TreerlConfig(m=m, n=n, l=rounds, t=t)), make)
     if not lost & set(range(growth.started)):
         assert growth.started == m * (1 + rounds * n * t)
-    kept = TreeRL(TreerlConfig()).select(growth)
-    assert len(kept) == growth.started - len(lost & set(range(growth.started)))
+    selected = TreeRL(TreerlConfig()).select(growth)
+    assert len(selected) == growth.started - len(lost & set(range(growth.started)))
 
 
 CERTAIN = ArpoConfig(initial_rollouts=2, branch_probability=1.0)

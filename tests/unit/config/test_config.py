@@ -37,10 +37,10 @@ def test_overrides_win_over_the_file_and_are_parsed_as_yaml():
 
 
 def test_all_problems_are_reported_together():
-    found = problems(
+    messages = problems(
         MINIMAL | {"rollout": {"group_sise": 2}}, "learner.learning_rate=fast", "trainer.steps=0"
     )
-    assert len(found) == 3
+    assert len(messages) == 3
 
 
 @pytest.mark.parametrize(
@@ -62,21 +62,21 @@ def test_a_group_of_one_is_refused_with_the_fix():
 
 
 def test_budgets_that_cannot_fit_are_refused():
-    found = problems(MINIMAL, "agent.max_response_length=4000")
-    assert any("max_model_len" in line for line in found) and any(
-        "pack_length" in line for line in found
-    )
+    messages = problems(MINIMAL, "agent.max_response_length=4000")
+    assert any("max_model_len" in line for line in messages)
+    assert any("pack_length" in line for line in messages)
 
 
 def numeric_keys(schema: dict, root: dict, prefix: str = "") -> Iterator[str]:
     """Keys whose value is a number or a list of some, by the JSON schema."""
     for name, entry in schema["properties"].items():
         forms = entry.get("anyOf", [entry])
-        sections = [
-            root["$defs"][form["$ref"].rpartition("/")[2]] for form in forms if "$ref" in form
-        ]
-        for section in (section for section in sections if "properties" in section):
-            yield from numeric_keys(section, root, f"{prefix}{name}.")
+        for form in forms:
+            if "$ref" not in form:
+                continue
+            section = root["$defs"][form["$ref"].rpartition("/")[2]]
+            if "properties" in section:
+                yield from numeric_keys(section, root, f"{prefix}{name}.")
         if any(form.get("type") in ("number", "integer") and "enum" not in form for form in forms):
             yield prefix + name
 
@@ -86,14 +86,17 @@ NUMERIC_KEYS = tuple(numeric_keys(Config.model_json_schema(), Config.model_json_
 
 def test_true_is_refused_wherever_a_number_is_due():
     """All at once: one tree of nothing but true."""
-    found = problems(MINIMAL, *(f"{key}=true" for key in NUMERIC_KEYS))
-    refused = {line.partition("=")[0] for line in found if "true and false are no numbers" in line}
-    assert len(NUMERIC_KEYS) > 150 and refused == set(NUMERIC_KEYS)
+    messages = problems(MINIMAL, *(f"{key}=true" for key in NUMERIC_KEYS))
+    refusals = [line for line in messages if "true and false are no numbers" in line]
+    refused = {line.partition("=")[0] for line in refusals}
+    assert len(NUMERIC_KEYS) > 150
+    assert refused == set(NUMERIC_KEYS)
 
 
 def test_true_within_a_list_of_numbers_is_refused_and_a_switch_is_not():
-    found = problems(MINIMAL, "algorithm.rollout_correction.rollout_rs_threshold=[[true, 2.0]]")
-    assert len(found) == 1 and "no numbers" in found[0]
+    messages = problems(MINIMAL, "algorithm.rollout_correction.rollout_rs_threshold=[[true, 2.0]]")
+    assert len(messages) == 1
+    assert "no numbers" in messages[0]
     assert (
         build(MINIMAL, ["algorithm.filter_zero_variance=true"]).algorithm.filter_zero_variance
         is True
@@ -105,7 +108,7 @@ def test_a_malformed_override_is_reported_with_its_text():
 
 
 def test_a_missing_file_is_reported_with_its_path(tmp_path: Path):
-    with pytest.raises(ConfigError, match="nowhere.yaml"):
+    with raises(ConfigError, value="nowhere.yaml"):
         load(tmp_path / "nowhere.yaml")
 
 
@@ -125,10 +128,8 @@ def test_every_key_is_described():
 
 def test_null_is_the_default_of_a_key_that_cannot_be_null():
     tree = MINIMAL | {"trainer": {"project_name": None, "steps": 7}}
-    assert (
-        build(tree).trainer.project_name == build(MINIMAL).trainer.project_name
-        and build(tree).trainer.steps == 7
-    )
+    assert build(tree).trainer.project_name == build(MINIMAL).trainer.project_name
+    assert build(tree).trainer.steps == 7
     assert build(tree, ["trainer=null"]).trainer == build(MINIMAL).trainer
     assert (
         build(MINIMAL, ["algorithm.filter_zero_variance=null"]).algorithm.filter_zero_variance
@@ -143,14 +144,16 @@ def test_null_is_the_default_of_a_key_that_cannot_be_null():
 def test_a_rollout_server_is_named_once():
     url = "http://10.0.0.5:8100"
     (line,) = problems(MINIMAL, "rollout.backend=remote", f"rollout.urls=[{url}, {url}]")
-    assert url in line and "more than once" in line
+    assert url in line
+    assert "more than once" in line
 
 
 def test_an_external_engine_samples_from_the_raw_logits_or_not_at_all():
     external = "rollout.jetstream.engine_factory=my.module:make"
     assert build(MINIMAL, [external]).rollout.jetstream.engine_factory == "my.module:make"
     (line,) = problems(MINIMAL, external, "rollout.temperature=0.7")
-    assert "temperature=0.7" in line and "set temperature to 1" in line
+    assert "temperature=0.7" in line
+    assert "set temperature to 1" in line
     assert any(
         "learner's program" in line
         for line in problems(MINIMAL, external, "rollout.deterministic=true")
@@ -170,7 +173,8 @@ def test_an_external_engine_has_a_precision_of_its_own(key: str, value: str):
 
 def test_a_deterministic_rollout_rounds_nothing():
     (problem,) = problems(MINIMAL, "rollout.deterministic=true", "rollout.jetstream.kv_dtype=int8")
-    assert "kv_dtype=int8" in problem and "kv_dtype=auto" in problem
+    assert "kv_dtype=int8" in problem
+    assert "kv_dtype=auto" in problem
 
 
 @pytest.mark.parametrize(

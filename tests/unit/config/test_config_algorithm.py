@@ -7,6 +7,7 @@ import pytest
 from jax_agent_rl import config
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
+from tests.messages import raises
 
 MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
 
@@ -27,17 +28,21 @@ def test_a_file_with_a_base_says_only_what_differs(tmp_path: Path):
         " 1024}}"
     )
     (tmp_path / "b.yaml").write_text("{base: a.yaml, rollout: {group_size: 6}}")
-    made = config.load(tmp_path / "b.yaml", ["rollout.prompts_per_step=3"])
-    assert (made.run_dir, made.rollout.group_size, made.rollout.prompts_per_step) == ("r", 6, 3)
+    merged = config.load(tmp_path / "b.yaml", ["rollout.prompts_per_step=3"])
+    assert (merged.run_dir, merged.rollout.group_size, merged.rollout.prompts_per_step) == (
+        "r",
+        6,
+        3,
+    )
 
 
 def test_a_base_that_leads_back_or_nowhere_is_refused(tmp_path: Path):
     (tmp_path / "a.yaml").write_text("base: b.yaml")
     (tmp_path / "b.yaml").write_text("base: a.yaml")
-    with pytest.raises(ConfigError, match="leads back"):
+    with raises(ConfigError, value="leads back"):
         config.load(tmp_path / "a.yaml")
     (tmp_path / "a.yaml").write_text("base: c.yaml")
-    with pytest.raises(ConfigError, match=r"c\.yaml' does not"):
+    with raises(ConfigError, value="c.yaml'"):
         config.load(tmp_path / "a.yaml")
 
 
@@ -93,23 +98,21 @@ def test_a_combination_that_cannot_work_is_refused_with_the_fix(overrides: list[
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax"])
 def test_without_a_group_baseline_one_trajectory_per_prompt_is_enough(estimator: str):
-    made = config.build(MINIMAL, [f"algorithm.adv_estimator={estimator}", "rollout.group_size=1"])
-    assert not made.algorithm.filters_zero_variance
+    built = config.build(MINIMAL, [f"algorithm.adv_estimator={estimator}", "rollout.group_size=1"])
+    assert not built.algorithm.filters_zero_variance
 
 
 def test_a_resolved_configuration_can_be_read_again():
-    made = config.build(MINIMAL, ["algorithm.adv_estimator=gae", "algorithm.kl.where=loss"])
-    assert config.build(made.model_dump(mode="json")) == made
+    built = config.build(MINIMAL, ["algorithm.adv_estimator=gae", "algorithm.kl.where=loss"])
+    assert config.build(built.model_dump(mode="json")) == built
 
 
 def test_groups_are_filtered_by_right_and_wrong_where_that_is_asked_for():
-    by_accuracy = {
-        (filters, metric): (
-            AlgorithmConfig(filter_zero_variance=filters, filter_metric=metric).filters_by_accuracy
-        )
-        for filters in (None, True)
-        for metric in (None, "accuracy", "reward")
-    }
+    by_accuracy = {}
+    for filters in (None, True):
+        for metric in (None, "accuracy", "reward"):
+            algorithm = AlgorithmConfig(filter_zero_variance=filters, filter_metric=metric)
+            by_accuracy[filters, metric] = algorithm.filters_by_accuracy
     assert [key for key, value in by_accuracy.items() if value] == [
         (None, "accuracy"),
         (True, None),

@@ -31,11 +31,10 @@ EXAMPLES = {
     "search_agent": "search_agent",
     "textworld": "environment_agent",
 }
-CONDITIONAL = [
-    pytest.param(path, section.model_fields[name], id=path)
-    for path, section, name in keys(Config)
-    if all_conditions(Config, path)
-]
+CONDITIONAL = []
+for path, section, name in keys(Config):
+    if all_conditions(Config, path):
+        CONDITIONAL.append(pytest.param(path, section.model_fields[name], id=path))
 EVERY_AGENT = frozenset({*AGENTS, OpenAIAgentLoop.name})
 
 
@@ -44,7 +43,8 @@ def row(agent: str | None = None) -> dict:
 
 
 def require_used(config, rows):
-    if problems := list(unused(config, Facts(agents=select_agents(config, rows)))):
+    problems = list(unused(config, Facts(agents=select_agents(config, rows))))
+    if problems:
         raise ConfigError(problems)
 
 
@@ -67,7 +67,8 @@ def test_a_conditional_key_is_taken_only_where_all_its_conditions_hold(path: str
         assert (broken is None) == of_a_command
         if broken is not None:
             (line,) = about(path, broken, nobody)
-            assert "is used only" in line and "remove it" in line
+            assert "is used only" in line
+            assert "remove it" in line
         fulfilled = with_condition(condition, fulfilled, everybody, holding=True)
         assert fulfilled is not None
     assert about(path, fulfilled, everybody) == []
@@ -126,28 +127,32 @@ def test_an_agents_key_is_taken_where_a_row_selects_it_or_a_derived_one(override
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "is_refused"),
     [
         (
             "rollout.backend=vllm",
-            "rollout.jetstream.dtype=bfloat16 is used only with rollout.backend=jetstream or",
+            True,
         ),
-        ("rollout.jetstream={}", None),
-        ("rollout.jetstream=null", None),
-        ("rollout.jetstream.dtype=null", None),
-        ("rollout.backend=jetstream", None),
+        ("rollout.jetstream={}", False),
+        ("rollout.jetstream=null", False),
+        ("rollout.jetstream.dtype=null", False),
+        ("rollout.backend=jetstream", False),
     ],
 )
 def test_keys_of_another_engine_are_refused_with_a_way_to_reset_them(
-    override: str, message: str | None
+    override: str, is_refused: bool
 ):
     overrides = ["rollout.jetstream.dtype=bfloat16", override]
-    if message is None:
+    if not is_refused:
         assert build(MINIMAL, overrides)
         return
-    with pytest.raises(ConfigError) as caught:
+    with raises(
+        ConfigError,
+        key="rollout.jetstream.dtype",
+        value="bfloat16",
+        fix=("rollout.backend=jetstream", "rollout.jetstream=null"),
+    ):
         build(MINIMAL, overrides)
-    assert message in str(caught.value) and "rollout.jetstream=null" in str(caught.value)
 
 
 def test_a_users_agent_may_read_any_key_and_an_openai_client_only_its_own():
@@ -213,8 +218,8 @@ def test_a_run_refuses_what_neither_its_rows_agents_nor_its_model_use():
         config = build(MINIMAL, [f"model.path={model}", *keys])
         with pytest.raises(ConfigError) as caught:
             runtime_build.require_used(config, [row("tool_agent")])
-    found = [problem.partition("=")[0] for problem in caught.value.problems]
-    assert sorted(found) == sorted(key.partition("=")[0] for key in keys)
+    refused_keys = [problem.partition("=")[0] for problem in caught.value.problems]
+    assert sorted(refused_keys) == sorted(key.partition("=")[0] for key in keys)
     assert any(
         "by vision models; the one at model.path has no vision" in p for p in caught.value.problems
     )

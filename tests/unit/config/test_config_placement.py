@@ -4,6 +4,7 @@ import pytest
 
 from jax_agent_rl import config
 from jax_agent_rl.errors import ConfigError
+from tests.messages import raises
 
 BASE = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
 SEPARATE = {"placement": "separate"}
@@ -39,59 +40,63 @@ def test_what_fits_together_is_taken(rollout: dict, mode: str):
 
 
 @pytest.mark.parametrize(
-    ("rollout", "mode", "message"),
+    ("rollout", "mode", "named"),
     [
         (
             {"num_engines": 2},
             "sync",
-            "rollout.num_engines=2 is used only with rollout.placement=separate or hybrid",
+            {
+                "key": "rollout.num_engines",
+                "value": 2,
+                "fix": "rollout.placement=separate or hybrid",
+            },
         ),
-        ({"gpus_per_engine": 1}, "sync", "rollout.gpus_per_engine=1 is used only"),
-        ({"ray_address": "auto"}, "sync", "rollout.ray_address=auto is used only"),
+        ({"gpus_per_engine": 1}, "sync", {"key": "rollout.gpus_per_engine", "value": 1}),
+        ({"ray_address": "auto"}, "sync", {"key": "rollout.ray_address", "value": "auto"}),
         (
             {"sleep_during_update": True},
             "fully_async",
-            "the engine samples while the learner updates; set trainer.mode=sync",
+            {"fix": "set trainer.mode=sync"},
         ),
         (
             {**SEPARATE, "sleep_during_update": True},
             "sync",
-            "rollout.sleep_during_update: no engine shares the learner's devices",
+            {"key": "rollout.sleep_during_update", "value": "the learner's devices"},
         ),
         (
             {"backend": "remote", "urls": ["http://h:1"], "sleep_during_update": True},
             "sync",
-            "no engine shares the learner's",
+            {"value": "the learner's"},
         ),
         (
             {"backend": "remote", "urls": ["http://h:1"], **SEPARATE},
             "sync",
-            "remote runs where its servers are",
+            {"value": "remote"},
         ),
         (
             {**SEPARATE, "deterministic": True},
             "sync",
-            "rollout.deterministic shares one program with the learner",
+            {"key": "rollout.deterministic"},
         ),
         (
             {**SEPARATE, "gpus_per_engine": 2, "jetstream": {"mesh": {"data": 1, "tensor": 1}}},
             "sync",
-            "set 1, which rollout.jetstream.mesh needs, or 0 for CPUs",
+            {"key": "rollout.jetstream.mesh", "fix": ("set 1", "0 for CPUs")},
         ),
         (
             {**SEPARATE, "gpus_per_engine": 3, "jetstream": {"mesh": {"tensor": 2}}},
             "sync",
-            "set 2, which rollout.jetstream.mesh needs, or 0 for CPUs",
+            {"key": "rollout.jetstream.mesh", "fix": ("set 2", "0 for CPUs")},
         ),
         (
             {**SEPARATE, "backend": "vllm", "gpus_per_engine": 2},
             "sync",
-            "set 1, which rollout.vllm.tensor_parallel",
+            {"key": "rollout.vllm.tensor_parallel_size", "fix": "set 1"},
         ),
-        ({**SEPARATE, "num_engines": 0}, "sync", "rollout.num_engines"),
-        ({"placement": "elsewhere"}, "sync", "rollout.placement"),
+        ({**SEPARATE, "num_engines": 0}, "sync", {"key": "rollout.num_engines"}),
+        ({"placement": "elsewhere"}, "sync", {"key": "rollout.placement"}),
     ],
 )
-def test_what_does_not_is_refused_with_the_fix(rollout: dict, mode: str, message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_what_does_not_is_refused_with_the_fix(rollout: dict, mode: str, named: dict):
+    with raises(ConfigError, **named):
         build(rollout, mode)

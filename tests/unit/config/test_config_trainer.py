@@ -97,8 +97,8 @@ def test_stale_tokens_are_corrected_for_unless_a_user_says_how(
 
 def test_overrides_count_as_said():
     tree = {**BASE, "trainer": {"mode": "fully_async"}}
-    own = config.build(tree, ["algorithm.rollout_correction.rollout_is=sequence"])
-    assert own.algorithm.rollout_correction.rollout_is == "sequence"
+    corrected = config.build(tree, ["algorithm.rollout_correction.rollout_is=sequence"])
+    assert corrected.algorithm.rollout_correction.rollout_is == "sequence"
     assert (
         config.build(BASE, ["trainer.mode=fully_async"]).algorithm.rollout_correction.rollout_is
         == "token"

@@ -41,12 +41,9 @@ def test_every_key_is_in_one_set(name: str):
 
 
 def test_no_set_names_a_key_that_is_gone():
-    known = {
-        key.path
-        for tree, _ in TREES.values()
-        for key in list_keys(tree).values()
-        if not key.is_section
-    }
+    known = set()
+    for tree, _ in TREES.values():
+        known |= {key.path for key in list_keys(tree).values() if not key.is_section}
     assert (DEFINES | BY_CONTENT | ALLOWED) - known == set()
 
 
@@ -62,20 +59,17 @@ def test_another_value_of_any_key_is_found_in_its_set_and_in_no_other(name: str)
         if path in BY_CONTENT:
             continue
         changed = replaced(config, path, other_value(section.model_fields[field]))
-        found = {
-            may_change: [
-                one.key
-                for one in value_differences(
-                    model, dumped(config), dumped(changed), may_change=may_change
-                )
-            ]
-            for may_change in (False, True)
-        }
+        differences = {}
+        for may_change in (False, True):
+            listed = value_differences(
+                model, dumped(config), dumped(changed), may_change=may_change
+            )
+            differences[may_change] = [difference.key for difference in listed]
         kind = path in ALLOWED
         # A section that is null on one side is one difference, and may hold keys of both kinds.
-        assert any(path == key or path.startswith(f"{key}.") for key in found[kind]), path
-        if found[kind] == [path]:
-            assert found[not kind] == [], path
+        assert any(path == key or path.startswith(f"{key}.") for key in differences[kind]), path
+        if differences[kind] == [path]:
+            assert differences[not kind] == [], path
         assert value_differences(model, dumped(changed), dumped(changed), may_change=kind) == []
 
 
@@ -96,8 +90,8 @@ def test_a_key_that_is_newer_than_a_record_had_its_default():
 def test_a_section_that_comes_or_goes_is_one_difference():
     model, tree = TREES["train"]
     plain, lora = (
-        dumped(model.model_validate(tree | more))
-        for more in ({}, {"learner": {"lora": {"rank": 4}}})
+        dumped(model.model_validate(tree | learner_tree))
+        for learner_tree in ({}, {"learner": {"lora": {"rank": 4}}})
     )
     for old, new in itertools.permutations((plain, lora)):
         (difference,) = value_differences(model, old, new, may_change=False)
@@ -106,10 +100,10 @@ def test_a_section_that_comes_or_goes_is_one_difference():
 
 
 def test_a_change_is_named_by_its_key_or_its_section():
-    assert is_named("learner.lora.alpha", ["learner.lora"]) and is_named("seed", ["seed"])
-    assert not is_named("learner.lora", ["learner.lora.alpha"]) and not is_named(
-        "search.topk", ["sea"]
-    )
+    assert is_named("learner.lora.alpha", ["learner.lora"])
+    assert is_named("seed", ["seed"])
+    assert not is_named("learner.lora", ["learner.lora.alpha"])
+    assert not is_named("search.topk", ["sea"])
     require_known_keys(Config, ["learner.lora", "algorithm.kl.coef"])
     with raises(
         ConfigError, key="--accept-change", value="learner.lora.alpa", fix="learner.lora.alpha"

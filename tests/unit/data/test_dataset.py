@@ -39,8 +39,10 @@ def test_files_and_globs_are_one_data_set_in_the_order_they_are_named(tmp_path: 
     write(tmp_path / "parts" / "2.jsonl", range(10, 13))
     write(tmp_path / "parts" / "1.parquet", range(5, 10))
     rows = open_dataset([tmp_path / "b.parquet", f"{tmp_path}/parts/*"])
-    assert questions(rows) == list(range(13)) and len(rows) == 13
-    assert questions(rows[4:6]) == [4, 5] and questions([rows[-1]]) == [12]
+    assert questions(rows) == list(range(13))
+    assert len(rows) == 13
+    assert questions(rows[4:6]) == [4, 5]
+    assert questions([rows[-1]]) == [12]
     with pytest.raises(IndexError):
         rows[13]
 
@@ -100,9 +102,9 @@ def most_held(monkeypatch) -> list[int]:
 
     def counted(self, file, group):
         known = len(counts)
-        table = read(self, file, group)
+        row_group = read(self, file, group)
         counts[known:] = [len(self)] * (len(counts) - known)
-        return table
+        return row_group
 
     def counted_group(self, group, columns=None):
         if columns is None:

@@ -46,20 +46,21 @@ def test_no_more_groups_are_needed_at_a_time_than_may_be_held(rows: Grouped, see
     """
     order = [rows.group_of(row) for row in DataCursor(rows, seed=seed).next_rows(len(rows))]
     for position in range(len(order)):
-        begun = set(order[: position + 1])
+        earlier = set(order[: position + 1])
         needed = set(order[position:])
-        assert len(begun & needed) <= rows.held
+        assert len(earlier & needed) <= rows.held
 
 
 def test_rows_of_a_window_and_the_groups_in_it_differ_from_epoch_to_epoch():
     rows = Grouped([50] * 8, held=2)
     cursor = DataCursor(rows, seed=0)
     epochs = [cursor.next_rows(400) for _ in range(2)]
-    windows = [
-        {frozenset(map(rows.group_of, e[at : at + 100])) for at in range(0, 400, 100)}
-        for e in epochs
-    ]
-    assert all(len(pair) == 2 for each in windows for pair in each) and windows[0] != windows[1]
+    windows = []
+    for epoch in epochs:
+        groups = {frozenset(map(rows.group_of, epoch[at : at + 100])) for at in range(0, 400, 100)}
+        assert {len(pair) for pair in groups} == {2}
+        windows.append(groups)
+    assert windows[0] != windows[1]
     assert epochs[0][:100] != sorted(epochs[0][:100]), "rows of both groups are mixed"
     assert len({rows.group_of(row) for row in epochs[0][:10]}) == 2
 
@@ -68,18 +69,19 @@ def test_rows_without_groups_have_the_order_of_numpys_permutation_of_all():
     """Independent of the code: one permutation of all rows for each epoch, seeded by seed and
     epoch.
     """
-    expected = [
-        i for epoch in (0, 1) for i in np.random.default_rng([3, epoch]).permutation(10).tolist()
-    ]
+    expected = []
+    for epoch in (0, 1):
+        expected += np.random.default_rng([3, epoch]).permutation(10).tolist()
     assert DataCursor(range(10), seed=3).next_rows(20) == expected
 
 
 def mixture(
     sizes: tuple[int, ...] = (7, 1000, 40), weights: tuple[float, ...] = (0.5, 0.3, 0.2)
 ) -> Mixture:
-    return Mixture(
-        [[(source, row) for row in range(size)] for source, size in enumerate(sizes)], weights
-    )
+    sources = []
+    for source, size in enumerate(sizes):
+        sources.append([(source, row) for row in range(size)])
+    return Mixture(sources, weights)
 
 
 def test_every_1024_draws_hold_each_sources_share_up_to_one():
@@ -100,8 +102,8 @@ def test_a_share_too_small_for_a_row_in_1024_is_exact_on_average():
 
 
 def test_weights_count_relative_to_their_sum():
-    one, other = (DataCursor(mixture(weights=w), seed=4) for w in ((5, 3, 2), (0.05, 0.03, 0.02)))
-    assert one.next_rows(50) == other.next_rows(50)
+    large, small = (DataCursor(mixture(weights=w), seed=4) for w in ((5, 3, 2), (0.05, 0.03, 0.02)))
+    assert large.next_rows(50) == small.next_rows(50)
 
 
 def test_an_exhausted_source_begins_its_own_next_epoch_and_no_row_is_skipped():
@@ -115,18 +117,21 @@ def test_an_exhausted_source_begins_its_own_next_epoch_and_no_row_is_skipped():
 
 def test_sources_of_equal_size_are_in_different_orders():
     drawn = DataCursor(mixture((50, 50), (1, 1)), seed=0).next_rows(1024)
-    first, second = ([row for s, row in drawn if s == source][:50] for source in (0, 1))
-    assert first != second
+    first = [row for source, row in drawn if source == 0]
+    second = [row for source, row in drawn if source == 1]
+    assert first[:50] != second[:50]
 
 
 @settings(max_examples=examples(25))
 @given(st.integers(0, 3000), st.integers(0, 40), st.integers(0, 3))
-def test_a_restored_mixture_goes_on_as_if_nothing_had_happened(before: int, after: int, seed: int):
-    whole, first, second = (DataCursor(mixture(), seed=seed) for _ in range(3))
-    expected = whole.next_rows(before + after)
-    got = first.next_rows(before)
-    second.restore(json.loads(json.dumps(first.state())))
-    assert got + second.next_rows(after) == expected
+def test_a_restored_mixture_goes_on_as_if_nothing_had_happened(
+    count_before: int, count_after: int, seed: int
+):
+    uninterrupted, interrupted, resumed = (DataCursor(mixture(), seed=seed) for _ in range(3))
+    expected = uninterrupted.next_rows(count_before + count_after)
+    got = interrupted.next_rows(count_before)
+    resumed.restore(json.loads(json.dumps(interrupted.state())))
+    assert got + resumed.next_rows(count_after) == expected
 
 
 def test_a_draw_is_repeated_by_its_number_in_a_mixture_too():
@@ -139,7 +144,7 @@ def test_a_draw_is_repeated_by_its_number_in_a_mixture_too():
 
 
 @pytest.mark.parametrize(
-    ("other", "named"),
+    ("other_mixture", "named"),
     [
         (
             mixture(sizes=(7, 1000, 41)),
@@ -151,6 +156,6 @@ def test_a_draw_is_repeated_by_its_number_in_a_mixture_too():
         ),
     ],
 )
-def test_a_mixture_refuses_the_state_of_another(other: Mixture, named: dict):
+def test_a_mixture_refuses_the_state_of_another(other_mixture: Mixture, named: dict):
     with raises(CheckpointError, **named):
-        DataCursor(mixture(), seed=0).restore(DataCursor(other, seed=0).state())
+        DataCursor(mixture(), seed=0).restore(DataCursor(other_mixture, seed=0).state())

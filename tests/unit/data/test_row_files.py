@@ -56,7 +56,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 @settings(max_examples=30)
 @given(data=st.data())
-def test_wanted_rows_are_those_of_the_whole_file_wherever_groups_and_batches_end(data):
+def test_wanted_rows_are_right_wherever_groups_and_batches_end(data):
     count = data.draw(st.integers(0, 200))
     rows = [{"number": number, "text": "x" * (number % 3)} for number in range(count)]
     wanted = data.draw(st.sets(st.integers(0, 220)))
@@ -170,7 +170,8 @@ def test_every_type_of_parquet_becomes_one_that_json_has(
         file,
     )
     (row,) = rows_of(file)
-    assert row["a"] == value and type(row["a"]) is type(value)
+    assert row["a"] == value
+    assert type(row["a"]) is type(value)
     json.dumps(row)
 
 
@@ -250,7 +251,7 @@ def test_a_line_that_no_row_can_hold_is_named_with_its_column_and_value(
     ],
     ids=["nan", "bytes", "map", "struct", "time zone", "year", "text"],
 )
-def test_a_row_of_parquet_that_no_row_can_hold_is_named_with_its_column_and_value(
+def test_a_parquet_value_that_no_row_can_hold_is_named_with_its_column(
     tmp_path: Path, array: pa.Array, named: dict
 ):
     file = tmp_path / "rows.parquet"
@@ -293,10 +294,11 @@ def test_row_groups_without_rows_change_nothing(tmp_path: Path):
         for part in ([], full[:2], [], full[2:], []):
             writer.write_table(pa.Table.from_pylist(part, schema=schema))
     rows = open_dataset([file])
-    assert list(rows) == full and [row["n"] for row in RowsWithoutPrompts(rows)] == list(range(5))
+    assert list(rows) == full
+    assert [row["n"] for row in RowsWithoutPrompts(rows)] == list(range(5))
 
 
-def test_a_message_that_only_calls_a_tool_is_the_same_with_null_and_absent_content(tmp_path: Path):
+def test_null_and_absent_content_of_a_tool_call_are_the_same(tmp_path: Path):
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     said = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -331,11 +333,11 @@ def test_preferences_and_what_rollout_wrote_are_the_same_from_both(tmp_path: Pat
         "content": None,
         "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}],
     }
-    other = {"role": "assistant", "content": "no", "tool_calls": None}
+    rejected = {"role": "assistant", "content": "no", "tool_calls": None}
     prompt = [{"role": "user", "content": "hi", "name": None}]
     pairs = [
-        {"prompt": prompt, "chosen": [said], "rejected": [other]},
-        {"chosen": [*prompt, other], "rejected": [*prompt, said], "tools": None},
+        {"prompt": prompt, "chosen": [said], "rejected": [rejected]},
+        {"chosen": [*prompt, rejected], "rejected": [*prompt, said], "tools": None},
     ]
     ids = {"prompt_ids": [1, 2], "response_ids": [3], "loss_mask": [1], "group_id": "g"}
     sampled = [
@@ -343,18 +345,19 @@ def test_preferences_and_what_rollout_wrote_are_the_same_from_both(tmp_path: Pat
         {**ids, "trajectory_id": "b", "reward": 0.5, "no_loss": None},
         {**ids, "trajectory_id": "c", "reward": 0.5, "no_loss": "timeout"},
     ]
-    found = []
+    encoded = []
     for file in write_twins(tmp_path, [*pairs, *sampled]):
         encoder = Encoder(
             codec=ChatCodec(tokenizer()),
             config=ConversationsConfig.model_validate({"train": str(file)}),
             pack_length=1000,
         )
-        made = encoder.pairs([DataSource(path=str(file))])
-        found.append(
-            [[s.token_ids.tolist() for s in (*pair.chosen, *pair.rejected)] for pair in made]
+        preferences = encoder.pairs([DataSource(path=str(file))])
+        encoded.append(
+            [[s.token_ids.tolist() for s in (*pair.chosen, *pair.rejected)] for pair in preferences]
         )
-    assert found[0] == found[1] and len(found[0]) == 3
+    assert encoded[0] == encoded[1]
+    assert len(encoded[0]) == 3
 
 
 def test_a_run_records_what_sft_can_read_whatever_the_model_wrote(tmp_path: Path):
@@ -424,11 +427,9 @@ def or_null(values: st.SearchStrategy[Any], **named: Any) -> st.SearchStrategy[A
 @st.composite
 def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
     """Rows for every consumer, and their schema."""
-    (given_, given_kind), (call, call_kind), (free, free_kind) = (
-        draw(objects()),
-        draw(objects()),
-        draw(kinds()),
-    )
+    nullable, given_kind = draw(objects())
+    call, call_kind = draw(objects())
+    free, free_kind = draw(kinds())
     truth, truth_kind = draw(kinds())
     text = st.text("ab ", min_size=1, max_size=5)
     named = struct(name=pa.string(), **{field.name: field.type for field in given_kind})
@@ -455,8 +456,8 @@ def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
     kwargs = st.none() | st.fixed_dictionaries(
         {},
         optional={
-            "create_kwargs": or_null(given_),
-            "execute_kwargs": or_null(given_),
+            "create_kwargs": or_null(nullable),
+            "execute_kwargs": or_null(nullable),
             "release_kwargs": st.none(),
         },
     )
@@ -487,8 +488,8 @@ def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
             ),
             "extra_info": st.fixed_dictionaries(
                 {
-                    "environment_kwargs": given_.map(lambda value: {"name": "twins", **value}),
-                    "interaction_kwargs": given_.map(lambda value: {"name": "keeper", **value}),
+                    "environment_kwargs": nullable.map(lambda value: {"name": "twins", **value}),
+                    "interaction_kwargs": nullable.map(lambda value: {"name": "keeper", **value}),
                 },
                 optional={
                     "tool_selection": st.sampled_from([None, ["keep"]]),
@@ -535,11 +536,11 @@ def in_order(value: Any, kind: pa.DataType) -> Any:
 class Keeper(BaseTool):
     """A tool, and a list of what it was given."""
 
-    def __init__(self, kept: list[Any], name: str) -> None:
+    def __init__(self, seen: list[Any], name: str) -> None:
         super().__init__(
             name=name, description="Keeps.", parameters={"type": "object", "properties": {}}
         )
-        self.kept = kept
+        self.kept = seen
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         self.kept.append(["create", kwargs])
@@ -555,9 +556,9 @@ class Keeper(BaseTool):
 class User(BaseInteraction):
     """A simulated user that ends the conversation, and keeps what it was given."""
 
-    def __init__(self, kept: list[Any]) -> None:
+    def __init__(self, seen: list[Any]) -> None:
         super().__init__({})
-        self.kept = kept
+        self.kept = seen
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
         self.kept.append(["user", kwargs])
@@ -578,18 +579,18 @@ REWARDED: list[Any] = []
 
 def played(row: dict[str, Any]) -> list[Any]:
     """What tools, environment, simulated user, reward and records get of a row."""
-    kept: list[Any] = []
+    seen: list[Any] = []
 
     class World(Environment):
         async def reset(self, **environment_kwargs: Any) -> Observation:
-            kept.append(["environment", environment_kwargs])
+            seen.append(["environment", environment_kwargs])
             return Observation.say("go")
 
         async def step(self, reply: Any) -> Observation:
             return Observation(done=True)
 
-    tools = ToolRegistry([Keeper(kept, "keep"), Keeper(kept, "other")])
-    users = InteractionRegistry({"keeper": User(kept)}, timeout=10.0)
+    tools = ToolRegistry([Keeper(seen, "keep"), Keeper(seen, "other")])
+    users = InteractionRegistry({"keeper": User(seen)}, timeout=10.0)
     known = base.ENVIRONMENTS
     base.ENVIRONMENTS = {**known, "twins": World}
     try:
@@ -604,13 +605,13 @@ def played(row: dict[str, Any]) -> list[Any]:
             )
             trajectory = asyncio.run(harness.run(row))
             scored = asyncio.run(score(trajectory, timeout=10.0))
-            kept.append(harness.text(trajectory))
-            kept.append(recorded(scored))
+            seen.append(harness.text(trajectory))
+            seen.append(recorded(scored))
     finally:
         base.ENVIRONMENTS = known
-    kept += REWARDED
+    seen += REWARDED
     REWARDED.clear()
-    return kept
+    return seen
 
 
 def recorded(trajectory: Trajectory) -> list[Any]:
@@ -629,9 +630,9 @@ def recorded(trajectory: Trajectory) -> list[Any]:
 @settings(max_examples=examples(40))
 @given(twins())
 def test_whoever_reads_a_row_gets_the_same_from_json_lines_and_parquet(
-    made: tuple[list[dict[str, Any]], pa.Schema],
+    data: tuple[list[dict[str, Any]], pa.Schema],
 ):
-    rows, schema = made
+    rows, schema = data
     with tempfile.TemporaryDirectory() as folder:
         results = [
             results_of(file) for file in write_twins(Path(folder), rows, schema=schema, group=2)
@@ -644,17 +645,17 @@ def results_of(file: Path) -> dict[str, Any]:
     """What every consumer makes of a file."""
     dataset = open_dataset([file], RowChecks(agents=["tool_agent"], tools=["keep", "other"]))
     rows = list(dataset)
-    outlines = list(RowsWithoutPrompts(dataset))
+    row_infos = list(RowsWithoutPrompts(dataset))
     config = build({"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}, [])
     asks = RewardFunction.of(lambda prompt, free, ground_truth: 0.0, "last_turn")
     return {
         "reader": rows_of(file),
         "fingerprint": dataset.fingerprint,
         "rows": rows,
-        "outlines": outlines,
+        "outlines": row_infos,
         "played": [played(row) for row in rows],
-        "idle tools": report_idle_tools(config, outlines),
-        "missing for the reward": [sorted(asks.missing_in(row, ())) for row in outlines],
+        "idle tools": report_idle_tools(config, row_infos),
+        "missing for the reward": [sorted(asks.missing_in(row, ())) for row in row_infos],
         "tasks": [str(read_task(row)) for row in rows],
         "clients": [openai_prompt(row) for row in rows],
         "prompts": [encode_prompt(ChatCodec(tokenizer()), row["prompt"], ())[0] for row in rows],
@@ -692,14 +693,14 @@ def test_replaced_pictures_and_videos_make_other_rows_and_moved_ones_do_not(tmp_
         (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
         return open_dataset([folder / "rows.jsonl"]).fingerprint
 
-    before = fingerprint("a")
-    assert fingerprint("b") == before
+    first_fingerprint = fingerprint("a")
+    assert fingerprint("b") == first_fingerprint
     for name, data in (
         ("one.png", b"other"),
         ("shown.png", b"q"),
         ("frame.png", b"f" * 199_999 + b"g"),
     ):
-        assert fingerprint("a", **{name: data}) != before, name
+        assert fingerprint("a", **{name: data}) != first_fingerprint, name
 
 
 @pytest.mark.parametrize("agent", ["command", "an_agent_of_a_user"])
@@ -716,7 +717,7 @@ def test_a_task_whose_files_change_makes_other_rows(tmp_path: Path, agent: str):
     }
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row | {"number": number}) for number in range(3)) + "\n")
-    before = open_dataset([file]).fingerprint
-    assert open_dataset([file]).fingerprint == before
+    first_fingerprint = open_dataset([file]).fingerprint
+    assert open_dataset([file]).fingerprint == first_fingerprint
     (task / "tests" / "test.sh").write_text("false")
-    assert open_dataset([file]).fingerprint != before
+    assert open_dataset([file]).fingerprint != first_fingerprint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.chat.formats import get_format
+from jax_agent_rl.chat.formats import ToolFormat, get_format
 from jax_agent_rl.config import load
 from jax_agent_rl.data.tasks import EXAMPLE_ITEMS, TABLES, prepare_shop
 from jax_agent_rl.rewards.registry import find_reward
@@ -30,11 +30,12 @@ def question(row: dict) -> str:
 
 
 def items(rows: list[dict]) -> set[str]:
-    return {
-        match[1]
-        for row in rows
-        if (match := re.fullmatch(r"What is the \w+ of \d+ × (\w+)\?", question(row)))
-    }
+    names = set()
+    for row in rows:
+        match = re.fullmatch(r"What is the \w+ of \d+ × (\w+)\?", question(row))
+        if match:
+            names.add(match[1])
+    return names
 
 
 def test_answers_are_right_and_no_prompt_gives_them_away(files: list[list[dict]]):
@@ -51,17 +52,18 @@ def test_answers_are_right_and_no_prompt_gives_them_away(files: list[list[dict]]
 
 def test_heldout_questions_ask_about_items_that_training_never_names(files: list[list[dict]]):
     train, heldout = map(items, files)
-    assert train and heldout and not train & heldout and not (train | heldout) & set(EXAMPLE_ITEMS)
+    assert train
+    assert heldout
+    assert not train & heldout
+    assert not (train | heldout) & set(EXAMPLE_ITEMS)
     assert len({question(row) for row in files[0] + files[1]}) == 360
 
 
 def test_difficulty_is_mixed_half_of_the_questions_need_two_calls(files: list[list[dict]]):
     kinds = Counter(row["data_source"] for row in files[0])
     assert kinds["shop/price"] == kinds["shop/weight"] == kinds["shop/product"] == 75
-    assert (
-        kinds["shop/sum"] + kinds["shop/difference"] == 75
-        and kinds["shop/sum"] > 20 < kinds["shop/difference"]
-    )
+    assert kinds["shop/sum"] + kinds["shop/difference"] == 75
+    assert kinds["shop/sum"] > 20 < kinds["shop/difference"]
 
 
 async def test_the_prompts_calls_are_read_as_written_and_give_the_results_shown(
@@ -75,13 +77,13 @@ async def test_the_prompts_calls_are_read_as_written_and_give_the_results_shown(
         shop.__name__,
     )
     messages = files[0][0]["prompt"]
-    shown = [
-        (m["content"], after["content"])
-        for m, after in zip(messages, messages[1:], strict=False)
+    shown_results = [
+        (m["content"], next_message["content"])
+        for m, next_message in zip(messages, messages[1:], strict=False)
         if m["content"][0] == "["
     ]
-    assert len(shown) == 5
-    for text, result in shown:
+    assert len(shown_results) == 5
+    for text, result in shown_results:
         (call,) = get_format("pythonic").parse(text, ()).tool_calls
         assert await getattr(shop, call.name).execute("", call.arguments) == result
 
@@ -126,12 +128,11 @@ def test_worked_calls_are_written_in_the_format_that_is_asked_for(
     for row, as_python in zip(rows[0] + rows[1], plain[0] + plain[1], strict=True):
         said = [m["content"] for m in row["prompt"] if m["role"] == "assistant"]
         expected = [m["content"] for m in as_python["prompt"] if m["role"] == "assistant"]
-        read = [
-            [(c.name, dict(c.arguments)) for c in reader.parse(text, ()).tool_calls]
-            for text in said
-        ]
-        assert read == [
-            [(c.name, dict(c.arguments)) for c in get_format("pythonic").parse(text, ()).tool_calls]
-            for text in expected
-        ]
-        assert sum(map(len, read)) == 5 and question(row) == question(as_python)
+        read = [calls_in(reader, text) for text in said]
+        assert read == [calls_in(get_format("pythonic"), text) for text in expected]
+        assert sum(map(len, read)) == 5
+        assert question(row) == question(as_python)
+
+
+def calls_in(reader: ToolFormat, text: str) -> list[tuple[str, dict]]:
+    return [(call.name, dict(call.arguments)) for call in reader.parse(text, ()).tool_calls]

@@ -55,14 +55,16 @@ def resolve(words: list[str]) -> tuple[Any, list[str]]:
 )
 def test_a_command_takes_what_it_is_given(page: Path, line: list[str]):
     command, words = resolve(line)
-    given = {word.split("=")[0].strip("[]") for word in words if word.lstrip("[").startswith("--")}
+    options = {
+        word.split("=")[0].strip("[]") for word in words if word.lstrip("[").startswith("--")
+    }
     known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
-    assert given <= known
+    assert options <= known
     if (
-        words and "…" not in words and "--help" not in given
+        words and "…" not in words and "--help" not in options
     ):  # a bare name in prose leaves out everything
         needed = [p for p in command.params if p.required and p.param_type_name == "option"]
-        assert [p.name for p in needed if not given & set(p.opts)] == []
+        assert [p.name for p in needed if not options & set(p.opts)] == []
 
 
 def test_there_are_commands_on_the_pages():

@@ -25,12 +25,12 @@ def test_page_pictures_and_results_agree(gallery):
     assert (DOCS / "gallery.md").read_text() == gallery.page(
         TREE["figures"], TREE["curves"], results
     )
-    shown = {
+    complete_figures = {
         name
         for name, figure in TREE["figures"].items()
         if all(label in results for label in figure["curves"])
     }
-    assert {file.stem for file in (DOCS / "images" / "gallery").glob("*.svg")} == shown
+    assert {file.stem for file in (DOCS / "images" / "gallery").glob("*.svg")} == complete_figures
 
 
 def test_every_curve_is_shown_and_every_shown_curve_has_commands():
@@ -56,18 +56,19 @@ def test_a_command_names_existing_files_and_keys(command: str):
     elif program == "/python":
         assert (ROOT / words[0]).is_file() or words[:2] == ["-m", "jax_agent_rl.cli"]
     else:
-        assert program == "sft" and (ROOT / words[0]).is_file()
+        assert program == "sft"
+        assert (ROOT / words[0]).is_file()
 
 
 def test_a_curve_is_its_last_command_and_costs_what_all_of_them_cost(
     gallery, tmp_path, monkeypatch
 ):
     """Two seeds of a curve of two commands, from run folders that hold what runs write."""
-    made = []
+    commands_run = []
 
     def run(command: str):
-        made.append(command)
-        folder = tmp_path / f"run-{len(made)}"
+        commands_run.append(command)
+        folder = tmp_path / f"run-{len(commands_run)}"
         folder.mkdir()
         step = {"kind": "step", "step": 1, "step_seconds": 2.5, "sampled_tokens_mean": 10.0}
         lines = [
@@ -87,27 +88,26 @@ def test_a_curve_is_its_last_command_and_costs_what_all_of_them_cost(
 
     monkeypatch.setattr(gallery, "run", run)
     commands = ["sft a.yaml run_dir={out}/sft-{seed}", "train b.yaml model.path={out}/sft-{seed}"]
-    one = gallery.measure(commands, "accuracy", 2, tmp_path / "out", "both", {})
-    assert made == [
+    curve = gallery.measure(commands, "accuracy", 2, tmp_path / "out", "both", {})
+    assert commands_run == [
         f"sft a.yaml run_dir={tmp_path}/out/sft-2 seed=2",
         f"train b.yaml model.path={tmp_path}/out/sft-2 seed=2 run_dir={tmp_path}/out/both-2",
     ]
-    assert (one["steps"], one["values"], one["train_seconds"], one["zero_variance"]) == (
+    assert (curve["steps"], curve["values"], curve["train_seconds"], curve["zero_variance"]) == (
         [0, 1],
         [0.25, 0.75],
         5.0,
         0.25,
     )
-    assert one["sampled_tokens"] == 40 and one["warnings"] == ["w"]
+    assert curve["sampled_tokens"] == 40
+    assert curve["warnings"] == ["w"]
     figures = {"f": {"title": "T", "lesson": "L.", "curves": ["both"]}}
     figures["unfinished"] = {"title": "U", "lesson": "M.", "curves": ["both", "missing"]}
-    text = gallery.page(figures, {"both": {"commands": commands}}, {"both": {"0": one, "1": one}})
-    assert (
-        "| both | 25% | 75%, 75% | 40 | 0.1 min | 25% |" in text
-        and "missing" not in text
-        and "## U" not in text
+    text = gallery.page(
+        figures, {"both": {"commands": commands}}, {"both": {"0": curve, "1": curve}}
     )
-    assert (
-        "jax-agent-rl train b.yaml model.path=runs/sft\n" in text
-        and "Warnings of these runs: both: `w`." in text
-    )
+    assert "| both | 25% | 75%, 75% | 40 | 0.1 min | 25% |" in text
+    assert "missing" not in text
+    assert "## U" not in text
+    assert "jax-agent-rl train b.yaml model.path=runs/sft\n" in text
+    assert "Warnings of these runs: both: `w`." in text

@@ -55,11 +55,13 @@ DEFAULTS = [
 
 @pytest.mark.parametrize("row", DEFAULTS, ids=lambda row: row and row[1])
 def test_a_default_that_differs_is_the_one_here(row: re.Match[str] | None):
-    assert row is not None and yaml.safe_load(row[2]) == default_of(row[1])
+    assert row is not None
+    assert yaml.safe_load(row[2]) == default_of(row[1])
 
 
 def test_the_page_names_enough_to_be_read():
-    assert len(NAMES) > 80 and len(DEFAULTS) > 15
+    assert len(NAMES) > 80
+    assert len(DEFAULTS) > 15
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -71,20 +73,18 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 def test_the_example_loads_and_has_the_values_of_its_table(page: Path, tmp_path: Path):
-    table = page.read_text().split("\n## A script, line by line\n")[1]
-    given = {
-        key: value
-        for line in table.splitlines()
-        if line.startswith("| ")
-        for _, key, value in re.findall(
-            r"(`+)([a-z_0-9.]+)=(.+?)(?<!`)\1(?!`)", line.split(" | ")[1]
-        )
-    }
+    table_text = page.read_text().split("\n## A script, line by line\n")[1]
+    values = {}
+    for line in table_text.splitlines():
+        if line.startswith("| "):
+            cell = line.split(" | ")[1]
+            for _, key, value in re.findall(r"(`+)([a-z_0-9.]+)=(.+?)(?<!`)\1(?!`)", cell):
+                values[key] = value
     (block,) = [block for block in blocks(page) if block.language == "yaml" and block.title]
     file = tmp_path / block.title
     file.write_text(block.text)
-    assert set(leaves(read_tree(file))) == set(given)  # every line of the YAML is a row's
-    assert load(file) == build({}, [f"{key}={text}" for key, text in given.items()])
+    assert set(leaves(read_tree(file))) == set(values)  # every line of the YAML is a row's
+    assert load(file) == build({}, [f"{key}={text}" for key, text in values.items()])
 
 
 def test_there_is_a_page_for_each_project():

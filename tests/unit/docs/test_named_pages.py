@@ -23,13 +23,13 @@ _PAGE = re.compile(r"\b(?:docs|third_party)/[\w./-]+\.(?:md|txt|ipynb|svg|png)\b
 
 def named_pages() -> dict[str, Path]:
     """Return every page that a file names, with one of the files that do."""
-    found: dict[str, Path] = {}
+    readers: dict[str, Path] = {}
     for folder in FOLDERS:
         for file in sorted((ROOT / folder).rglob("*")):
             if file.suffix in SUFFIXES:
                 for page in _PAGE.findall(file.read_text(encoding="utf-8")):
-                    found[page] = file.relative_to(ROOT)
-    return found
+                    readers[page] = file.relative_to(ROOT)
+    return readers
 
 
 @pytest.mark.parametrize(("page", "reader"), named_pages().items(), ids=named_pages())

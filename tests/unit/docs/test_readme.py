@@ -38,8 +38,8 @@ def named(cell: str) -> set[str]:
 def test_the_example_runs(tmp_path: Path):
     (program,) = [block.text for block in blocks(README) if block.language == "python"]
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_table_of_models_names_every_family():

@@ -18,11 +18,9 @@ import pytest
 from tests.unit.docs.pages import DOCS, ROOT
 
 REFERENCE = DOCS / "reference"
-DESCRIBED = {
-    name
-    for page in REFERENCE.glob("*.md")
-    for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)
-}
+DESCRIBED = set()
+for page in REFERENCE.glob("*.md"):
+    DESCRIBED |= set(re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M))
 MODULES = (
     "errors",
     "types",
@@ -51,9 +49,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocstrings_handlers.python", reason="needs the extra docs")
     folder = tmp_path_factory.mktemp("site")
     copy_sources(folder)
-    done = build(folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "griffe:" not in done.stdout + done.stderr, (
+    result = build(folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "griffe:" not in result.stdout + result.stderr, (
         "a docstring describes what its function does not have"
     )
     return folder / "site"
@@ -95,8 +93,8 @@ def test_every_page_is_in_the_navigation_once_and_home_comes_first():
         "training.md",
         "config.md",
     ]
-    places = [named.index(page) for page in first_steps]
-    assert places == sorted(places)
+    positions = [named.index(page) for page in first_steps]
+    assert positions == sorted(positions)
 
 
 @pytest.mark.parametrize("package", PUBLIC_PACKAGES)

@@ -22,9 +22,9 @@ def test_the_page_lists_every_key_that_may_change_and_no_other():
     for name in re.findall(
         r"`([a-z_.]+(?:\.\*)?)`", "\n".join(re.findall(r"^\|.*", section, re.MULTILINE))
     ):
-        found = {
+        matching = {
             key for key in keys if key == name or (name.endswith("*") and key.startswith(name[:-1]))
         }
-        assert found, f"there is no key {name!r}"
-        listed |= found
+        assert matching, f"there is no key {name!r}"
+        listed |= matching
     assert listed == frozenset().union(*MAY_CHANGE.values()) & keys

@@ -33,10 +33,13 @@ REQUIRED = {
 }
 
 
-PROGRAMS = {
-    page: "".join(b.text for b in blocks(page) if b.language == "python" and not b.title)
-    for page in PAGES
-}
+def program_of(page: Path) -> str:
+    """Return the page's blocks of Python that belong to no file."""
+    parts = [block for block in blocks(page) if block.language == "python" and not block.title]
+    return "".join(block.text for block in parts)
+
+
+PROGRAMS = {page: program_of(page) for page in PAGES}
 
 
 @pytest.mark.parametrize(
@@ -48,8 +51,8 @@ def test_its_programs_run_through(page: Path, program: str, tmp_path: Path):
     write_files(page, tmp_path)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -65,11 +68,12 @@ async def test_the_agent_looks_twice_and_only_what_it_sampled_is_trained_on(tmp_
     stage = AgentHarness(get_agent("second_look"), ["It is 4.", "It is 3."])
     trajectory = await stage.run()
     assert_token_exact(trajectory, stage.backend.requests)
-    assert trajectory.finish_reason is FinishReason.ANSWER and len(trajectory.turns) == 2
+    assert trajectory.finish_reason is FinishReason.ANSWER
+    assert len(trajectory.turns) == 2
     sampled = [
         token
-        for token, own in zip(trajectory.response_ids, trajectory.response_mask, strict=True)
-        if own
+        for token, is_sampled in zip(trajectory.response_ids, trajectory.response_mask, strict=True)
+        if is_sampled
     ]
     assert stage.codec.decode(sampled) == "It is 4.It is 3."
     assert "Check that" in stage.text(trajectory)
@@ -93,11 +97,9 @@ async def test_the_client_is_handed_an_endpoint_that_records_its_ids(tmp_path: P
 async def test_the_environment_plays_until_the_number_is_found(tmp_path: Path):
     write_files(DOCS / "write" / "environment.md", tmp_path)
     load_environments(str(tmp_path / "guess.py"))
-    (row,) = [
-        yaml.safe_load(b.text)
-        for b in blocks(DOCS / "write" / "environment.md")
-        if b.language == "json"
-    ]
+    page_blocks = blocks(DOCS / "write" / "environment.md")
+    (json_block,) = [block for block in page_blocks if block.language == "json"]
+    row = yaml.safe_load(json_block.text)
     stage = AgentHarness(
         EnvironmentAgent, ["50", "hm", "42"], shared={"environments": EnvironmentPools()}
     )
@@ -105,7 +107,8 @@ async def test_the_environment_plays_until_the_number_is_found(tmp_path: Path):
     assert trajectory.finish_reason is FinishReason.ENVIRONMENT_DONE
     assert trajectory.turn_scores == (0.0, 0.0, 1.0)
     text = stage.text(trajectory)
-    assert "smaller" in text and "That was no number." in text
+    assert "smaller" in text
+    assert "That was no number." in text
     await stage.agent.close()
 
 
@@ -150,7 +153,5 @@ async def test_the_tool_adds_its_span_to_a_trace_and_does_without(
             await call()
     _, added = traces[0].spans
     assert (added.name, added.about, added.error) == ("tool", "database", None)
-    assert (
-        added.attributes["arguments"]["customer"] == "Ann"
-        and "chair" in added.attributes["observation"]
-    )
+    assert added.attributes["arguments"]["customer"] == "Ann"
+    assert "chair" in added.attributes["observation"]

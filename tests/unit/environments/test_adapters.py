@@ -48,7 +48,8 @@ async def answer(reply, **kwargs):
 )
 async def test_reasoning_gym_wants_the_marked_answer_and_gives_nothing_for_part_of_it(reply, score):
     observation = await answer(reply)
-    assert observation.score == score and observation.done
+    assert observation.score == score
+    assert observation.done
     assert observation.metrics["reasoning_gym/answered"] == float("<answer>" in reply)
 
 
@@ -67,10 +68,8 @@ async def test_a_reasoning_gym_question_is_fixed_by_seed_and_index():
     assert same == await question(index=5, seed=1)
     assert len({same, await question(index=6, seed=1), await question(index=5, seed=1000)}) == 3
     short = await question(index=5, config='{"min_terms": 2, "max_terms": 2}')
-    assert (
-        short == await question(index=5, config={"max_terms": 2, "min_terms": 2})
-        and short.count("+") <= 1
-    )
+    assert short == await question(index=5, config={"max_terms": 2, "min_terms": 2})
+    assert short.count("+") <= 1
 
 
 @pytest.mark.parametrize(
@@ -102,23 +101,29 @@ def game(tmp_path_factory) -> Path:
 async def test_a_textworld_game_is_won_and_its_points_add_up_to_one(game):
     async with lease("textworld") as environment:
         opening = await environment.reset(game=str(game))
-        assert "recover the teacup" in text_of(opening) and "You can: " in text_of(opening)
+        assert "recover the teacup" in text_of(opening)
+        assert "You can: " in text_of(opening)
         assert "take teacup from chair" in text_of(opening)
         first = await environment.step(Reply(content="Take teacup from chair"))
-        assert not first.done and first.metrics["textworld/inadmissible"] == 0.0
+        assert not first.done
+        assert first.metrics["textworld/inadmissible"] == 0.0
         second = await environment.step(Reply(content="I put it down.\n> put teacup on counter"))
-    assert second.done and second.metrics["textworld/won"] == 1.0
+    assert second.done
+    assert second.metrics["textworld/won"] == 1.0
     assert first.score + second.score == 1.0
     for observation in (opening, first, second):
-        assert ">" not in text_of(observation) and "RESTART" not in text_of(observation)
+        assert ">" not in text_of(observation)
+        assert "RESTART" not in text_of(observation)
 
 
 async def test_a_textworld_command_that_means_nothing_is_answered_and_counted(game):
     async with lease("textworld") as environment:
         await environment.reset(game=str(game), show_commands=False)
         observation = await environment.step(Reply(content="sing a song\x00\n\n"))
-        assert observation.metrics["textworld/inadmissible"] == 1.0 and observation.score == 0.0
-        assert text_of(observation) and "You can:" not in text_of(observation)
+        assert observation.metrics["textworld/inadmissible"] == 1.0
+        assert observation.score == 0.0
+        assert text_of(observation)
+        assert "You can:" not in text_of(observation)
         for nonsense in ("", "x" * 5000, "\N{SNOWMAN}", "quit", "restart", "save"):
             assert not (await environment.step(Reply(content=nonsense))).metrics["textworld/won"]
 
@@ -290,7 +295,8 @@ async def test_a_verifiers_toolset_is_called_and_its_failures_are_read_by_the_mo
         assert observation.messages == (
             {"role": "tool", "name": "words_first_letter", "content": "K"},
         )
-        assert not observation.done and observation.tool_calls[0].error is None
+        assert not observation.done
+        assert observation.tool_calls[0].error is None
         wrong = (
             ToolCall(name="words_last_letter", arguments={}),
             ToolCall(name=call.name, arguments={"loud": 7}),
@@ -299,7 +305,8 @@ async def test_a_verifiers_toolset_is_called_and_its_failures_are_read_by_the_mo
         assert [c.error for c in observation.tool_calls] == ["unknown_tool", "bad_arguments"]
         assert observation.done, "three tool results: the task's own stop"
         outcome = await environment.conclude([], FinishReason.ENVIRONMENT_DONE)
-    assert outcome["score"] == 0.0 and outcome["verifiers/calls"] == 3.0
+    assert outcome["score"] == 0.0
+    assert outcome["verifiers/calls"] == 3.0
 
 
 async def test_a_verifiers_reply_that_was_cut_off_is_part_of_what_is_scored():
@@ -308,7 +315,8 @@ async def test_a_verifiers_reply_that_was_cut_off_is_part_of_what_is_scored():
         await environment.reset(taskset="guess_fruit", index=0)
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "appl"}]
         outcome = await environment.conclude(messages, FinishReason.RESPONSE_LENGTH)
-    assert outcome["verifiers/right"] == 0.0 and outcome["verifiers/brief"] == 0.5
+    assert outcome["verifiers/right"] == 0.0
+    assert outcome["verifiers/brief"] == 0.5
 
 
 async def test_a_call_that_cannot_be_decoded_is_answered():
@@ -316,9 +324,8 @@ async def test_a_call_that_cannot_be_decoded_is_answered():
     async with lease("verifiers") as environment:
         await environment.reset(taskset="guess_fruit", index=0)
         observation = await environment.step(Reply(content="", malformed=("no JSON",)))
-        assert not observation.done and "Failed to decode tool call: no JSON" in text_of(
-            observation
-        )
+        assert not observation.done
+        assert "Failed to decode tool call: no JSON" in text_of(observation)
 
 
 async def test_a_verifiers_task_that_cannot_run_here_is_refused_not_scored_wrongly():

@@ -15,6 +15,7 @@ from jax_agent_rl.agents import ToolAgent
 from jax_agent_rl.config import ToolsConfig
 from jax_agent_rl.environments import EnvironmentTool, environment_tool
 from jax_agent_rl.errors import ToolDefinitionError, ToolError
+from jax_agent_rl.testing.simulate.workload import VirtualLoop
 from jax_agent_rl.tools import ToolRegistry, ToolSession
 from jax_agent_rl.tools.registry import open_tools
 from tests.agent_testbed import ROW
@@ -28,10 +29,10 @@ TIMEOUT = 10.0
 class Notes:
     """Keeps lines; counts what happens to it."""
 
-    made: list[Notes] = []
+    instances: list[Notes] = []
 
     def __init__(self, *, title="notes"):
-        self.made.append(self)
+        self.instances.append(self)
         self.title = title
         self.lines = []
         self.resets = []
@@ -46,9 +47,9 @@ class Notes:
 
 
 @pytest.fixture(autouse=True)
-def made(monkeypatch):
-    monkeypatch.setattr(Notes, "made", [])
-    return Notes.made
+def instances(monkeypatch):
+    monkeypatch.setattr(Notes, "instances", [])
+    return Notes.instances
 
 
 async def write(line: str, env: Notes) -> str:
@@ -92,22 +93,24 @@ async def say(opened, line):
     return (await opened.call("write", {"line": line})).observation
 
 
-async def test_a_trajectory_has_one_environment_and_the_next_one_gets_it_reset(made):
+async def test_a_trajectory_has_one_environment_and_the_next_one_gets_it_reset(instances):
     tools = tools_of(env_kwargs={"title": "lines"})
     async with session(tools, write={"create_kwargs": {"lines": ["x"]}}) as opened:
-        assert made == [], "leased by the first call"
+        assert instances == [], "leased by the first call"
         assert [await say(opened, "a"), await say(opened, "b")] == ["2 lines", "3 lines"]
     async with session(tools, "u") as opened:
         assert await say(opened, "c") == "1 lines"
-    (notes,) = made
-    assert notes.resets == [{"lines": ["x"]}, {}] and notes.closes == 0
+    (notes,) = instances
+    assert notes.resets == [{"lines": ["x"]}, {}]
+    assert notes.closes == 0
     await tools["write"].close()
     assert notes.closes == 1
 
 
 async def test_the_model_does_not_see_the_environment():
     tool = tools_of()["write"]
-    assert isinstance(tool, EnvironmentTool) and tool.description == "Writes a line."
+    assert isinstance(tool, EnvironmentTool)
+    assert tool.description == "Writes a line."
     properties = {"line": {"type": "string", "description": "The line."}}
     assert tool.parameters == {"type": "object", "properties": properties, "required": ["line"]}
     async with session({"write": tool}) as opened:
@@ -117,7 +120,9 @@ async def test_the_model_does_not_see_the_environment():
         )
 
 
-async def test_tools_of_a_decorator_share_an_environment_and_blocking_ones_run_in_a_thread(made):
+async def test_tools_of_a_decorator_share_an_environment(
+    instances,
+):
     tools = tools_of(write, read)
     async with session(tools, read={"create_kwargs": {"lines": ["x"]}}) as opened:
         calls = [
@@ -131,13 +136,14 @@ async def test_tools_of_a_decorator_share_an_environment_and_blocking_ones_run_i
             "x a",
             "3 notes",
         ], "one after the other"
-    (notes,) = made
+    (notes,) = instances
     async with session(tools) as opened:
         assert (await opened.call("read", {})).observation == "nothing"
-    assert made == [notes] and len(notes.resets) == 2
+    assert instances == [notes]
+    assert len(notes.resets) == 2
 
 
-async def test_a_mistake_of_the_model_keeps_the_environment(made):
+async def test_a_mistake_of_the_model_keeps_the_environment(instances):
     tools = tools_of()
     async with session(tools) as opened:
         assert [await say(opened, line) for line in ("a", "mistake", "b")] == [
@@ -146,64 +152,65 @@ async def test_a_mistake_of_the_model_keeps_the_environment(made):
             "2 notes",
         ]
     await tools["write"].close()
-    assert [notes.closes for notes in made] == [1]
+    assert [notes.closes for notes in instances] == [1]
 
 
 @pytest.mark.parametrize("line", ["break", "hang"])
 @pytest.mark.parametrize("scope", ["trajectory", "global"])
-async def test_a_broken_environment_is_closed_and_another_takes_its_place(made, line, scope):
+async def test_a_broken_environment_is_closed_and_another_takes_its_place(instances, line, scope):
     tools = tools_of(scope=scope)
     async with session(tools, timeout=0.05 if line == "hang" else TIMEOUT) as opened:
         await say(opened, "a")
-        shown = await say(opened, line)
-        assert "disk full" in shown or "write did not answer" in shown
+        answer = await say(opened, line)
+        assert "disk full" in answer or "write did not answer" in answer
         for _ in range(20):  # a call that was cut off ends in a task of its own
             await asyncio.sleep(0)
-        assert made[0].closes == 1
+        assert instances[0].closes == 1
         if scope == "trajectory":
             assert "Error: its Notes is gone: a call raised " in await say(opened, "b")
-            async with session(tools, "u") as other:
-                assert await say(other, "c") == "1 notes", (
+            async with session(tools, "u") as other_session:
+                assert await say(other_session, "c") == "1 notes", (
                     "the place is free before the trajectory ends"
                 )
         else:
             assert await say(opened, "b") == "1 notes"
     await tools["write"].close()
-    assert [(len(notes.resets), notes.closes) for notes in made] == [(1, 1), (1, 1)]
+    assert [(len(notes.resets), notes.closes) for notes in instances] == [(1, 1), (1, 1)]
 
 
-async def test_a_full_pool_makes_calls_wait_and_says_why_they_waited_in_vain(made, caplog):
+async def test_a_full_pool_makes_calls_wait_and_says_why_they_waited_in_vain(instances, caplog):
     tools = tools_of(pool_size=2)
     async with contextlib.AsyncExitStack() as stack:
         first, second = [await stack.enter_async_context(session(tools, name)) for name in "ab"]
         await asyncio.gather(say(first, "a"), say(second, "b"))
         async with session(tools, "c", timeout=0.05) as third:
-            shown = await say(third, "c")
+            answer = await say(third, "c")
         reason = "all 2 of its Notes environments are in use (pool_size=2)"
-        assert shown == f"Error: write did not answer within 0.05 seconds: {reason}"
-        assert reason in caplog.text and "agent.tool_timeout=0.05" in caplog.text
+        assert answer == f"Error: write did not answer within 0.05 seconds: {reason}"
+        assert reason in caplog.text
+        assert "agent.tool_timeout=0.05" in caplog.text
         async with session(tools, "d") as fourth:
             waiting = asyncio.create_task(say(fourth, "d"))
             await asyncio.sleep(0)
             await first.__aexit__(None, None, None)
             assert await waiting == "1 notes"
-    assert len(made) == 2
+    assert len(instances) == 2
 
 
-async def test_global_environments_keep_what_other_trajectories_did_and_are_reset_once(made):
+async def test_global_environments_keep_what_others_did_and_are_reset_once(instances):
     tools = tools_of(scope="global")
-    async with session(tools) as one, session(tools, "u") as other:
-        assert [await say(one, "a"), await say(other, "b"), await say(one, "c")] == [
+    async with session(tools) as first, session(tools, "u") as second:
+        assert [await say(first, "a"), await say(second, "b"), await say(first, "c")] == [
             "1 notes",
             "2 notes",
             "3 notes",
         ]
-    assert [notes.resets for notes in made] == [[{}]]
+    assert [notes.resets for notes in instances] == [[{}]]
     async with session(tools, write={"create_kwargs": {"lines": []}}) as opened:
         assert "all trajectories share the environments of 'write'" in await say(opened, "d")
 
 
-async def test_one_of_two_tools_that_cannot_be_created_leaves_the_other_its_environment(made):
+async def test_a_tool_that_cannot_be_created_leaves_another_its_environment(instances):
     tools = tools_of(write, read, scope="global")
     async with session(tools, read={"create_kwargs": {"lines": []}}) as opened:
         assert "read is not available" in (await opened.call("read", {})).observation
@@ -211,34 +218,34 @@ async def test_one_of_two_tools_that_cannot_be_created_leaves_the_other_its_envi
 
 
 @pytest.mark.parametrize("fork", FORKS)
-async def test_a_branch_repeats_its_calls_in_an_environment_of_its_own(made, fork):
+async def test_a_branch_repeats_its_calls_in_an_environment_of_its_own(instances, fork):
     words = [f'<call>write {{"line": "{line}"}}</call>' for line in "abc"] + ["done"]
     stage = Branching(
         ToolAgent, words, shared={"tools": ToolRegistry(tools_of(pool_size=2).values())}
     )
     parent = await stage.parent(ROW)
     assert_same_course(parent, await stage.branch(parent, *fork))
-    assert [notes.resets for notes in made] == [[{}, {}]], (
+    assert [notes.resets for notes in instances] == [[{}, {}]], (
         "released by the parent before it branches"
     )
-    assert made[0].lines == ["a", "b", "c"]
+    assert instances[0].lines == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("fork", FORKS)
-async def test_a_branch_does_not_repeat_what_it_did_to_all(made, fork):
+async def test_a_branch_does_not_repeat_what_it_did_to_all(instances, fork):
     words = [f'<call>write {{"line": "{line}"}}</call>' for line in "abc"] + ["done"]
     stage = Branching(
         ToolAgent, words, shared={"tools": ToolRegistry(tools_of(scope="global").values())}
     )
     await stage.branch(await stage.parent(ROW), *fork)
-    assert made[0].lines == list("abc") + list("abc")[fork[0] :]
+    assert instances[0].lines == list("abc") + list("abc")[fork[0] :]
 
 
 async def test_the_end_of_the_run_closes_environments(tmp_path, monkeypatch):
     (tmp_path / "my_notes.py").write_text(
         "from jax_agent_rl.environments import environment_tool\n"
         "from tests.unit.environments.test_environment_tool import Notes, write\n"
-        "Notes.made = made = []\n"
+        "Notes.instances = instances = []\n"
         "write = environment_tool(env_cls=Notes, pool_size=3)(write)\n"
     )
     async with open_tools(
@@ -246,9 +253,9 @@ async def test_the_end_of_the_run_closes_environments(tmp_path, monkeypatch):
     ) as registry:
         async with session(registry.select()) as opened:
             assert await say(opened, "a") == "1 notes"
-        made = registry.select()["write"].function.__globals__["Notes"].made
-        assert [notes.closes for notes in made] == [0]
-    assert [notes.closes for notes in made] == [1]
+        instances = registry.select()["write"].function.__globals__["Notes"].instances
+        assert [notes.closes for notes in instances] == [0]
+    assert [notes.closes for notes in instances] == [1]
 
 
 def no_env(line: str) -> str:
@@ -271,20 +278,6 @@ def test_a_wrong_declaration_is_refused(settings, function, named):
 # --- any order of events --------------------------------------------------------------------------
 
 
-class VirtualTime(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer when nothing else is left to do."""
-
-    now = 0.0
-
-    def time(self):
-        return self.now
-
-    def _run_once(self):
-        if not self._ready and self._scheduled:
-            self.now = max(self.now, self._scheduled[0]._when)
-        super()._run_once()
-
-
 class Held:
     """Fails the test if it is used by two at once, by another trajectory than the one it was reset
     for, or closed.
@@ -295,7 +288,7 @@ class Held:
         self.in_call = False
         self.closes = 0
         self.world = world
-        world.made.append(self)
+        world.instances.append(self)
 
     async def reset(self):
         assert not self.closes
@@ -312,7 +305,7 @@ class World:
     """
 
     def __init__(self, resets, scope):
-        self.made = []
+        self.instances = []
         self.resets = resets
         self.violations = []
         self.scope = scope
@@ -352,6 +345,14 @@ LIVES = st.tuples(
     st.lists(st.lists(ACTS, min_size=1, max_size=2), max_size=4),  # turns of concurrent calls
     st.one_of(st.none(), st.integers(0, 30)),  # when it is cancelled
 )
+
+
+async def seconds_of(live, count: int) -> float:
+    """Return how long so many trajectories take that each call once for nine seconds."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await asyncio.gather(*(live(f"{count}-{n}", 0, [[("ok", 9)]]) for n in range(count)))
+    return loop.time() - began
 
 
 # The trajectory is cancelled, its call is not to be stopped, and another one waits for the
@@ -397,23 +398,15 @@ def test_in_any_order_of_events_a_lease_has_one_holder_and_ends_once(
         while len(asyncio.all_tasks()) > 1:  # calls that were cut off
             await asyncio.sleep(1)
         assert world.violations == []
-        world.resets.clear()
-        free = [asyncio.create_task(live(f"last{n}", 0, [[("ok", 9)]])) for n in range(pool_size)]
-        began = asyncio.get_running_loop().time()
-        await asyncio.gather(*free)
-        assert asyncio.get_running_loop().time() == began + 9, (
-            "every place of the pool is free again"
-        )
-        again = [
-            asyncio.create_task(live(f"more{n}", 0, [[("ok", 9)]])) for n in range(pool_size + 1)
-        ]
-        began = asyncio.get_running_loop().time()
-        await asyncio.gather(*again)
-        assert asyncio.get_running_loop().time() > began + 9, "and there are not more of them"
-        await tool.close()
-        assert world.violations == [] and [env.closes for env in world.made] == [1] * len(
-            world.made
-        )
 
-    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        world.resets.clear()
+        seconds = await seconds_of(live, pool_size)
+        assert seconds == pytest.approx(9), "every place of the pool is free again"
+        seconds = await seconds_of(live, pool_size + 1)
+        assert seconds > 9.5, "and there are not more of them"
+        await tool.close()
+        assert world.violations == []
+        assert [env.closes for env in world.instances] == [1] * len(world.instances)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(run())

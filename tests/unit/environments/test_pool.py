@@ -25,10 +25,10 @@ from tests.trajectories import trajectory
 class Room(Environment):
     """Counts what happens to it."""
 
-    made: list["Room"]
+    instances: list["Room"]
 
     def __init__(self):
-        self.made.append(self)
+        self.instances.append(self)
         self.resets = self.closes = 0
 
     async def reset(self, *, size: int = 1) -> Observation:
@@ -44,7 +44,7 @@ class Room(Environment):
 
 @pytest.fixture
 def room():
-    return type("Room", (Room,), {"made": []})
+    return type("Room", (Room,), {"instances": []})
 
 
 def pool_of(cls, *, scope="rollout", max_instances=2, timeout=5.0):
@@ -61,7 +61,7 @@ async def test_each_trajectory_has_an_instance_of_its_own_that_is_closed_once(ro
                 {"role": "user", "content": "a room of 2"},
             )
     await pool.close()
-    assert [(r.resets, r.closes) for r in room.made] == [(1, 1)] * 3
+    assert [(r.resets, r.closes) for r in room.instances] == [(1, 1)] * 3
 
 
 async def test_global_instances_are_reset_and_used_again(room):
@@ -72,10 +72,11 @@ async def test_global_instances_are_reset_and_used_again(room):
             await leased.reset()
 
     await asyncio.gather(*(live() for _ in range(6)))
-    assert len(room.made) <= 2 and sum(r.resets for r in room.made) == 6
-    assert not any(r.closes for r in room.made)
+    assert len(room.instances) <= 2
+    assert sum(r.resets for r in room.instances) == 6
+    assert not any(r.closes for r in room.instances)
     await pool.close()
-    assert all(r.closes == 1 for r in room.made)
+    assert all(r.closes == 1 for r in room.instances)
 
 
 async def test_an_instance_that_failed_is_not_used_again(room):
@@ -85,28 +86,29 @@ async def test_an_instance_that_failed_is_not_used_again(room):
             raise ValueError
     async with pool.lease():
         pass
-    assert [r.closes for r in room.made] == [1, 0]
+    assert [r.closes for r in room.instances] == [1, 0]
     await pool.close()
 
 
 async def test_there_are_never_more_instances_than_the_limit(room):
     pool = pool_of(room, max_instances=3)
     living = 0
-    most = 0
+    most_living = 0
 
     async def live():
-        nonlocal living, most
+        nonlocal living, most_living
         async with pool.lease():
             living += 1
-            most = max(most, living)
+            most_living = max(most_living, living)
             await asyncio.sleep(0)
             living -= 1
 
     await asyncio.gather(*(live() for _ in range(20)))
-    assert most == 3 and len(room.made) == 20
+    assert most_living == 3
+    assert len(room.instances) == 20
 
 
-async def test_a_cancelled_trajectory_closes_its_instance_once_and_gives_its_place_back(room):
+async def test_a_cancelled_trajectory_closes_its_instance_and_frees_its_place(room):
     pool = pool_of(room, max_instances=1)
     inside = asyncio.Event()
 
@@ -120,7 +122,7 @@ async def test_a_cancelled_trajectory_closes_its_instance_once_and_gives_its_pla
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert [r.closes for r in room.made] == [1]
+    assert [r.closes for r in room.instances] == [1]
     async with pool.lease():
         pass
 
@@ -129,7 +131,7 @@ async def test_after_the_pool_is_closed_what_comes_back_is_closed_too(room):
     pool = pool_of(room, scope="global")
     async with pool.lease():
         await pool.close()
-    assert [r.closes for r in room.made] == [1]
+    assert [r.closes for r in room.instances] == [1]
 
 
 async def test_a_call_that_hangs_is_given_up_and_named(room):
@@ -155,7 +157,7 @@ async def test_whatever_an_environment_raises_loses_one_trajectory(room, problem
             raise problem
 
     async with pool_of(Broken).lease() as leased:
-        with pytest.raises(EnvironmentFailedError, match="environment 'room': reset") as caught:
+        with raises(EnvironmentFailedError, key="environment 'room'", value="reset") as caught:
             await leased.reset()
     assert caught.value.drop_reason is DropReason.ENVIRONMENT_ERROR
 

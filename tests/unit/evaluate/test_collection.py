@@ -22,6 +22,7 @@ from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.rollouts import Rollouts
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.messages import raises
 
 ROWS = [{"prompt": [{"role": "user", "content": f"row {i}"}], "data_source": "x"} for i in range(6)]
 
@@ -87,21 +88,22 @@ async def test_every_row_is_collected_once(tmp_path):
     stage = Stage(tmp_path)
     async with stage.open() as (journal, collection):
         await collection.run()
-        assert sorted(journal.sizes) == list(range(6)) and journal.kept == journal.started == 12
+        assert sorted(journal.sizes) == list(range(6))
+        assert journal.kept == journal.started == 12
         assert balanced(stage, journal)
 
 
 async def test_interrupted_it_counts_what_ran_and_the_next_call_does_the_rest_alike(tmp_path):
-    whole = Stage(tmp_path / "whole")
-    async with whole.open() as (journal, collection):
+    uninterrupted = Stage(tmp_path / "whole")
+    async with uninterrupted.open() as (journal, collection):
         await collection.run()
         expected = list(journal.lines(range(6)))
 
-    done = asyncio.Event()
+    two_done = asyncio.Event()
 
     async def score(trajectory):
         if len(first.journal.sizes) >= 2:
-            done.set()
+            two_done.set()
             await asyncio.Event().wait()  # the rest never ends
         return replace(trajectory, reward=1.0)
 
@@ -109,18 +111,21 @@ async def test_interrupted_it_counts_what_ran_and_the_next_call_does_the_rest_al
     async with first.open() as (journal, collection):
         first.journal = journal
         running = asyncio.create_task(collection.run())
-        await done.wait()
+        await two_done.wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        before = sorted(journal.sizes)
-        assert len(before) >= 2 and journal.dropped["cancelled"] > 0 and balanced(first, journal)
+        collected_rows = sorted(journal.sizes)
+        assert len(collected_rows) >= 2
+        assert journal.dropped["cancelled"] > 0
+        assert balanced(first, journal)
         assert journal.started == first.collector.accounting.started
     second = Stage(tmp_path / "parts")
     async with second.open() as (journal, collection):
-        assert sorted(journal.sizes) == before
+        assert sorted(journal.sizes) == collected_rows
         await collection.run()
-        assert journal.kept == 12 and second.collector.accounting.started == 2 * (6 - len(before))
+        assert journal.kept == 12
+        assert second.collector.accounting.started == 2 * (6 - len(collected_rows))
         assert [_ids(line) for line in journal.lines(range(6))] == [_ids(line) for line in expected]
 
 
@@ -128,9 +133,10 @@ async def test_a_dead_engine_ends_it_and_its_prompts_are_not_done(tmp_path):
     stage = Stage(tmp_path)
     stage.backend.die()
     async with stage.open() as (journal, collection):
-        with pytest.raises(EngineDiedError, match="no rollout engine"):
+        with raises(EngineDiedError, value="no rollout engine"):
             await collection.run()
-        assert not journal.sizes and balanced(stage, journal)
+        assert not journal.sizes
+        assert balanced(stage, journal)
         assert journal.started == stage.collector.accounting.started > 0
 
 
@@ -142,7 +148,8 @@ async def test_a_reward_that_always_fails_ends_it(tmp_path):
     async with stage.open() as (journal, collection):
         with pytest.raises(NothingToTrainError, match="no such field"):
             await collection.run()
-        assert not journal.sizes and journal.dropped["reward_error"] >= 4
+        assert not journal.sizes
+        assert journal.dropped["reward_error"] >= 4
 
 
 def _ids(records):
@@ -176,9 +183,9 @@ def test_a_collection_goes_on_with_what_defines_its_trajectories(
         sources = request.sources(config)
         return collection_settings(subject, request, sources, 2, SamplingParams(max_tokens=20))
 
-    before = json.loads(json.dumps(settings()))
+    recorded_settings = json.loads(json.dumps(settings()))
     if continues:
-        require_same(settings(override), before, tmp_path)
+        require_same(settings(override), recorded_settings, tmp_path)
     else:
-        with pytest.raises(ConfigError, match=override.partition("=")[0]):
-            require_same(settings(override), before, tmp_path)
+        with raises(ConfigError, key=override.partition("=")[0]):
+            require_same(settings(override), recorded_settings, tmp_path)

@@ -43,27 +43,30 @@ def group(number: int, *, window: int | None = None) -> Group:
 
 def written(target: Target, *groups: Group) -> None:
     with Journal(target.journal, {"seed": 0}) as journal:
-        for made in groups:
-            number = int(made.group_id.rpartition("-")[2])
-            journal.add(number, records(made, number), {})
+        for each in groups:
+            number = int(each.group_id.rpartition("-")[2])
+            journal.add(number, records(each, number), {})
         write(target, journal, SUMMARY)
-    assert not target.journal.exists() and json.loads(target.summary.read_text()) == SUMMARY
+    assert not target.journal.exists()
+    assert json.loads(target.summary.read_text()) == SUMMARY
 
 
 def test_parquet_holds_the_exact_ids_in_the_order_of_the_prompts(tmp_path: Path):
     written(Target.from_path(tmp_path / "out.parquet"), group(2), group(0), group(1))
-    table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
-    assert table.schema.equals(schema()) and table["row"].to_pylist() == [0, 1, 2]
-    first, *_ = table.to_pylist()
-    assert first["prompt_ids"] == [1, 2, 0] and first["response_ids"] == [10, 11, 30, 12, 31, 13]
+    exported = pyarrow.parquet.read_table(tmp_path / "out.parquet")
+    assert exported.schema.equals(schema())
+    assert exported["row"].to_pylist() == [0, 1, 2]
+    first, *_ = exported.to_pylist()
+    assert first["prompt_ids"] == [1, 2, 0]
+    assert first["response_ids"] == [10, 11, 30, 12, 31, 13]
     assert first["response_mask"] == first["loss_mask"] == [1, 1, 0, 1, 0, 1]
     assert first["rollout_logprobs"] == [-0.5, -0.25, 0.0, -1.5, 0.0, -2.0]
-    assert first["policy_versions"] == [0, 0, -1, 0, -1, 0] and first["stop_reasons"] == ["eos"] * 3
+    assert first["policy_versions"] == [0, 0, -1, 0, -1, 0]
+    assert first["stop_reasons"] == ["eos"] * 3
     assert (first["reward"], first["num_turns"], first["finish_reason"]) == (0.5, 3, "answer")
     assert first["messages"][1] == {"role": "assistant", "content": "十"}
-    assert first["tool_calls"][0]["error"] == "timeout" and json.loads(first["extra_info"]) == {
-        "level": 1
-    }
+    assert first["tool_calls"][0]["error"] == "timeout"
+    assert json.loads(first["extra_info"]) == {"level": 1}
 
 
 def test_json_lines_hold_the_same_as_parquet(tmp_path: Path):
@@ -74,13 +77,15 @@ def test_json_lines_hold_the_same_as_parquet(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out"])
-def test_half_a_surrogate_pair_that_a_model_or_a_tool_wrote_becomes_a_question_mark(
-    tmp_path: Path, name: str
-):
+def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path: Path, name: str):
     half = "\ud83d"
-    made = replace(call(), name=half, arguments={"text": half}, observation=half)
+    surrogate_call = replace(call(), name=half, arguments={"text": half}, observation=half)
     member = trajectory(
-        [1], [10], group="rollout-0-0", calls=[[made]], messages=[{"role": "user", "content": half}]
+        [1],
+        [10],
+        group="rollout-0-0",
+        calls=[[surrogate_call]],
+        messages=[{"role": "user", "content": half}],
     )
     member = replace(member, row={"data_source": half, "extra_info": {half: half}})
     written(
@@ -118,15 +123,17 @@ def test_a_folder_is_cut_into_shards_that_its_card_names(
 
 
 def test_a_trajectory_of_several_contexts_is_several_rows_of_one_reward():
-    made = records(group(0, window=1), 0)
-    assert [row["sequence"] for row in made] == [0, 1] and {row["reward"] for row in made} == {0.5}
-    assert made[0]["response_ids"] == [
+    rows = records(group(0, window=1), 0)
+    assert [row["sequence"] for row in rows] == [0, 1]
+    assert {row["reward"] for row in rows} == {0.5}
+    assert rows[0]["response_ids"] == [
         10,
         11,
         30,
         12,
     ]  # what follows the last turn of a context is not in it
-    assert made[1]["prompt_ids"] == [1, 2, 0, 12, 31] and made[1]["response_ids"] == [13]
+    assert rows[1]["prompt_ids"] == [1, 2, 0, 12, 31]
+    assert rows[1]["response_ids"] == [13]
 
 
 def test_a_branch_says_whom_it_left():
@@ -153,7 +160,8 @@ def test_trajectories_are_restored_from_each_kind_of_table(tmp_path: Path, name:
     written(Target.from_path(tmp_path / name), *groups)
     assert is_table(tmp_path / name)
     data = read_table(tmp_path / name)
-    assert data.notes == [] and data.summary == SUMMARY
+    assert data.notes == []
+    assert data.summary == SUMMARY
     recorded = list(data.trajectories)
     for numbers in (
         [2],
@@ -163,16 +171,15 @@ def test_trajectories_are_restored_from_each_kind_of_table(tmp_path: Path, name:
         [0, 3, 0],
     ):  # of a branch, the tree is known from those before it
         assert list(data.trajectories.read(numbers)) == [recorded[number] for number in numbers]
-    for record, made in zip(
-        data.trajectories, (t for g in groups for t in g.trajectories), strict=True
-    ):
+    members = [member for each in groups for member in each.trajectories]
+    for record, member in zip(data.trajectories, members, strict=True):
         calls = [call["error"] for turn in record["turns"] for call in turn["tool_calls"]]
-        assert (
-            calls == ["timeout"] and record["row"] == made.row and record["reward"] == made.reward
-        )
+        assert calls == ["timeout"]
+        assert record["row"] == member.row
+        assert record["reward"] == member.reward
         back = restore_trajectory(record)
-        assert (back.trajectory_id, back.fork) == (made.trajectory_id, made.fork)
-        for ours, theirs in zip(back.sequences, made.sequences, strict=True):
+        assert (back.trajectory_id, back.fork) == (member.trajectory_id, member.fork)
+        for ours, theirs in zip(back.sequences, member.sequences, strict=True):
             for arrays in (
                 "prompt_ids",
                 "response_ids",
@@ -241,9 +248,9 @@ def counted_rows(monkeypatch) -> Counter:
     sizes: Counter = Counter()
     real = reader.ParquetFile.rows
 
-    def rows(self, table, *arguments):
-        sizes[table.num_rows] += 1
-        return real(self, table, *arguments)
+    def rows(self, record_batch, *arguments):
+        sizes[record_batch.num_rows] += 1
+        return real(self, record_batch, *arguments)
 
     monkeypatch.setattr(reader.ParquetFile, "rows", rows)
     return sizes
@@ -256,11 +263,12 @@ def test_rows_are_converted_a_few_at_a_time_however_large_a_row_group_is(
     file = tmp_path / "out.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema()), file)
     sizes = counted_rows(monkeypatch)
-    table = read_table(file).trajectories
-    names = [record["trajectory_id"] for record in table]
-    assert len(names) == len(rows) == 500 and max(sizes) <= 64
+    trajectories = read_table(file).trajectories
+    names = [record["trajectory_id"] for record in trajectories]
+    assert len(names) == len(rows) == 500
+    assert max(sizes) <= 64
     chosen = [499, 3, 250, *range(100, 300)]
-    assert [record["trajectory_id"] for record in table.read(chosen)] == [
+    assert [record["trajectory_id"] for record in trajectories.read(chosen)] == [
         names[number] for number in chosen
     ]
 
@@ -271,8 +279,8 @@ def test_a_report_shows_a_table(tmp_path: Path):
         result = CliRunner().invoke(app, ["report", str(tmp_path / name)])
         assert result.exit_code == 0, result.output
         page = Path(result.stdout.strip()).read_text(encoding="utf-8")
-        for made in (group(0), group(1, window=1)):
-            assert all(member.trajectory_id in page for member in made.trajectories)
+        for each in (group(0), group(1, window=1)):
+            assert all(member.trajectory_id in page for member in each.trajectories)
 
 
 def test_every_record_has_just_the_columns():

@@ -29,8 +29,10 @@ def test_what_was_added_is_there_for_the_next_process_in_any_order(file):
         journal.add(1, records(1, 1), {})
         journal.lose({"cancelled": 4})
     with Journal(file, SETTINGS) as journal:
-        assert sorted(journal.sizes) == [1, 3] and journal.kept == 3
-        assert journal.dropped == {"backend_error": 1, "cancelled": 4} and journal.started == 8
+        assert sorted(journal.sizes) == [1, 3]
+        assert journal.kept == 3
+        assert journal.dropped == {"backend_error": 1, "cancelled": 4}
+        assert journal.started == 8
         assert list(journal.lines([1, 3])) == [records(1, 1), records(3)]
 
 
@@ -46,12 +48,13 @@ def test_cut_anywhere_it_keeps_the_whole_lines_and_goes_on(tmp_path_factory, dat
     content = file.read_bytes()
     cut = data.draw(st.integers(0, len(content)))
     file.write_bytes(content[:cut])
-    whole = sum(end <= cut for end in ends)
+    complete_lines = sum(end <= cut for end in ends)
     with Journal(file, SETTINGS) as journal:
-        assert sorted(journal.sizes) == list(range(whole))
+        assert sorted(journal.sizes) == list(range(complete_lines))
         journal.add(9, records(9), {})
     with Journal(file, SETTINGS) as journal:
-        assert list(journal.lines([9])) == [records(9)] and journal.kept == 2 * (whole + 1)
+        assert list(journal.lines([9])) == [records(9)]
+        assert journal.kept == 2 * (complete_lines + 1)
 
 
 def test_a_prompt_of_which_nothing_came_is_not_done_but_its_losses_count(file):
@@ -59,7 +62,8 @@ def test_a_prompt_of_which_nothing_came_is_not_done_but_its_losses_count(file):
         journal.add(0, records(0), {})
         journal.add(1, [], {"tool_server_error": 2})
     with Journal(file, SETTINGS) as journal:
-        assert list(journal.sizes) == [0] and journal.dropped == {"tool_server_error": 2}
+        assert list(journal.sizes) == [0]
+        assert journal.dropped == {"tool_server_error": 2}
 
 
 def test_other_settings_are_refused_by_name(file):
@@ -91,5 +95,5 @@ def test_rollout_servers_have_to_serve_the_weights_that_were_sampled_from(file):
 
 
 def test_two_processes_do_not_write_one_journal(file):
-    with Journal(file, SETTINGS), pytest.raises(ConfigError, match="another process"):
+    with Journal(file, SETTINGS), raises(ConfigError, value="another process"):
         Journal(file, SETTINGS)

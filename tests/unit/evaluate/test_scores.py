@@ -26,8 +26,10 @@ def test_each_data_source_has_its_numbers_and_all_have_theirs():
         **SETTINGS,
     )
     assert {name: part["prompts"] for name, part in got.items()} == {"x": 2, "y": 1, "all": 3}
-    assert got["x"]["pass"]["1"]["mean"] == 0.75 and got["x"]["pass"]["2"]["mean"] == 1.0
-    assert got["y"]["pass"]["2"]["mean"] == 0.0 and got["y"]["reward"]["mean"] == 0.5
+    assert got["x"]["pass"]["1"]["mean"] == 0.75
+    assert got["x"]["pass"]["2"]["mean"] == 1.0
+    assert got["y"]["pass"]["2"]["mean"] == 0.0
+    assert got["y"]["reward"]["mean"] == 0.5
     assert got["all"]["reward"]["mean"] == pytest.approx(2 / 3)
 
 
@@ -39,8 +41,10 @@ def test_lost_trajectories_count_as_failures():
     got = scores([group("a", 1.0, dropped={DropReason.TOOL_SERVER_ERROR: 1})], ["x"], **SETTINGS)[
         "x"
     ]
-    assert got["samples"] == 2 and got["lost"] == {"tool_server_error": 1}
-    assert got["pass"]["1"]["mean"] == 0.5 and got["reward"]["mean"] == 0.5
+    assert got["samples"] == 2
+    assert got["lost"] == {"tool_server_error": 1}
+    assert got["pass"]["1"]["mean"] == 0.5
+    assert got["reward"]["mean"] == 0.5
 
 
 def test_a_reward_passes_from_the_threshold_on():
@@ -58,15 +62,18 @@ def test_tool_errors_parts_and_cut_trajectories_are_counted():
     got = scores([replace(first, trajectories=(first.trajectories[0], cut))], ["x"], **SETTINGS)[
         "x"
     ]
-    assert got["tool_calls_mean"] == 2.0 and got["tool_error_share"] == 0.5
-    assert got["cut_share"] == 0.5 and got["reward_parts"] == {"format": 1.0}
+    assert got["tool_calls_mean"] == 2.0
+    assert got["tool_error_share"] == 0.5
+    assert got["cut_share"] == 0.5
+    assert got["reward_parts"] == {"format": 1.0}
 
 
 def test_calls_of_every_segment_are_counted():
-    whole = group("a", 1.0, calls=[[call()]])
-    (last,) = whole.trajectories
+    one_segment = group("a", 1.0, calls=[[call()]])
+    (last,) = one_segment.trajectories
     (first,) = group("s", 0.0, calls=[[call(), call(error="timeout")]]).trajectories
     got = scores(
-        [replace(whole, trajectories=(replace(last, segments=(first,)),))], ["x"], **SETTINGS
+        [replace(one_segment, trajectories=(replace(last, segments=(first,)),))], ["x"], **SETTINGS
     )["x"]
-    assert got["tool_calls_mean"] == 3.0 and got["tool_error_share"] == pytest.approx(1 / 3)
+    assert got["tool_calls_mean"] == 3.0
+    assert got["tool_error_share"] == pytest.approx(1 / 3)

@@ -17,16 +17,13 @@ SETTINGS = {"samples": 2, "ks": (1,), "pass_reward": 1.0, "seed": 0}
 
 def printed(*rewards: float, source: str = "x", dropped: dict | None = None) -> str:
     """The line of an evaluation of prompts that got these rewards for both samples."""
-    groups = [
-        Group(
-            group_id=str(number),
-            trajectories=tuple(
-                trajectory([1], [5], reward=reward, index=i, group=str(number)) for i in range(2)
-            ),
-            dropped=dropped or {},
-        )
-        for number, reward in enumerate(rewards)
-    ]
+    groups = []
+    for number, reward in enumerate(rewards):
+        group_id = str(number)
+        first = trajectory([1], [5], reward=reward, index=0, group=group_id)
+        second = trajectory([1], [5], reward=reward, index=1, group=group_id)
+        group = Group(group_id=group_id, trajectories=(first, second), dropped=dropped or {})
+        groups.append(group)
     console = Console(file=io.StringIO(), width=200)
     console.print(score_table(scores(groups, [source] * len(groups), **SETTINGS)))
     return console.file.getvalue().splitlines()[1]

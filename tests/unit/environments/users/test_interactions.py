@@ -84,10 +84,8 @@ async def test_the_user_replies_until_satisfied_and_scores_every_turn():
     assert [m["content"] for m in trajectory.messages[1:]] == ["first", "and now ?", "second"]
     assert it.codec.decode(trajectory.turns[0].appended_ids) == "user: and now ?assistant:"
     assert trajectory.turns[-1].appended_ids == (), "what ends the conversation is not inserted"
-    assert (
-        trajectory.metrics["interaction/patience"] == 2
-        and trajectory.metrics["interaction_turns"] == 2
-    )
+    assert trajectory.metrics["interaction/patience"] == 2
+    assert trajectory.metrics["interaction_turns"] == 2
     assert_token_exact(trajectory, it.backend.requests)
     assert user.calls == [
         ("start", "t", {"mood": "good"}),
@@ -126,7 +124,8 @@ async def test_turns_and_budgets_bound_the_conversation_and_the_last_turn_is_sco
     it = stage(["word"], user, **limits)
     trajectory = await it.run()
     assert (trajectory.num_turns, trajectory.finish_reason) == (turns, reason)
-    assert len(trajectory.turn_scores) == turns and user.finalized == 1
+    assert len(trajectory.turn_scores) == turns
+    assert user.finalized == 1
     assert trajectory.turns[-1].appended_ids == ()
     assert_token_exact(trajectory, it.backend.requests)
 
@@ -143,12 +142,12 @@ async def test_tools_may_be_called_in_between_and_count_as_user_turns():
         "user",
         "assistant",
     ]
-    assert (
-        trajectory.turn_scores == (0.25, 1.0) and trajectory.finish_reason is FinishReason.USER_DONE
-    )
+    assert trajectory.turn_scores == (0.25, 1.0)
+    assert trajectory.finish_reason is FinishReason.USER_DONE
     assert_token_exact(trajectory, it.backend.requests)
     short = await stage(script, Recorded(MORE), tools=[add], max_user_turns=1).run()
-    assert short.num_turns == 2 and short.finish_reason is FinishReason.MAX_USER_TURNS
+    assert short.num_turns == 2
+    assert short.finish_reason is FinishReason.MAX_USER_TURNS
 
 
 async def never():
@@ -198,7 +197,7 @@ async def test_a_user_that_cannot_begin_is_finalized_too():
             raise KeyError("no")
 
     user = Shy(DONE)
-    with pytest.raises(InteractionError, match="start raised KeyError"):
+    with raises(InteractionError, key="start", value="KeyError"):
         await stage(["word"], user).run()
     assert user.finalized == 1
 
@@ -209,17 +208,15 @@ async def test_a_user_that_cannot_be_finalized_costs_nothing(caplog):
             raise OSError("stays")
 
     trajectory = await stage(["word"], Clingy(DONE)).run()
-    assert (
-        trajectory.finish_reason is FinishReason.USER_DONE
-        and "finalize raised OSError" in caplog.text
-    )
+    assert trajectory.finish_reason is FinishReason.USER_DONE
+    assert "finalize raised OSError" in caplog.text
 
 
 async def test_a_row_that_names_nobody_known_says_who_there_is():
     users = {"a": Recorded(DONE), "b": Recorded(DONE)}
     for kwargs in ({"name": "c"}, {}):
         row = {**ROW, "extra_info": {"interaction_kwargs": kwargs}}
-        with pytest.raises(InteractionError, match=r"\['a', 'b'\].*interaction_config_path"):
+        with raises(InteractionError, value="['a', 'b']", fix="interaction_config_path"):
             await stage(["word"], users).run(row)
 
 
@@ -228,13 +225,12 @@ async def test_a_row_that_names_nobody_known_says_who_there_is():
 
 async def test_the_gsm8k_user_asks_again_until_the_answer_is_right():
     user = Gsm8kInteraction({})
-    before = dict(vars(user))
+    initial_state = dict(vars(user))
     trajectory = await stage(["#### 17", "#### 18"], {"gsm8k": user}).run(GSM8K)
-    assert (
-        trajectory.turn_scores == (0.0, 1.0) and trajectory.finish_reason is FinishReason.USER_DONE
-    )
+    assert trajectory.turn_scores == (0.0, 1.0)
+    assert trajectory.finish_reason is FinishReason.USER_DONE
     assert "incorrect" in trajectory.messages[2]["content"]
-    assert vars(user) == before, "nothing is kept of a finished conversation"
+    assert vars(user) == initial_state, "nothing is kept of a finished conversation"
 
 
 @pytest.mark.parametrize(("style", "score"), [("strict", 0.0), ("flexible", 1.0)])
@@ -288,7 +284,8 @@ async def test_a_model_behind_an_endpoint_plays_the_user(monkeypatch):
         api_key_env="USER_KEY",
         persona="be brief, end with {done}",
     )
-    assert trajectory.finish_reason is FinishReason.USER_DONE and trajectory.turn_scores == (
+    assert trajectory.finish_reason is FinishReason.USER_DONE
+    assert trajectory.turn_scores == (
         0.0,
         1.0,
     )
@@ -312,7 +309,7 @@ async def test_a_model_behind_an_endpoint_plays_the_user(monkeypatch):
     "answer", [{}, {"choices": []}, {"choices": [{"message": {"content": None}}]}, [1]]
 )
 async def test_an_endpoint_without_text_loses_the_trajectory(answer):
-    with pytest.raises(InteractionError, match=r"/v1/chat/completions answered without"):
+    with raises(InteractionError, key="/v1/chat/completions", value="without"):
         await converse(answer, script=["3"])
 
 
@@ -334,7 +331,7 @@ async def test_the_runs_own_engine_may_play_the_user():
 async def test_a_conversation_too_long_for_the_engine_names_the_key():
     it = stage(["3"], ModelUserInteraction({}))
     it.context.interactions.attach(EngineChat(it.client, it.codec, max_model_len=10))
-    with pytest.raises(InteractionError, match="rollout.max_model_len=10"):
+    with raises(InteractionError, key="rollout.max_model_len", value=10):
         await it.run()
 
 
@@ -360,9 +357,9 @@ def test_users_come_from_yaml_also_from_a_file_of_ones_own(tmp_path):
         " config: {answer_format: flexible}}\n"
         f"  - {{name: own, class_name: '{tmp_path}/mine.py:Mine', config: {{a: 1}}}}\n",
     )
-    assert (
-        list(users) == ["gsm8k", "own"] and users["own"].config == {"a": 1} and users.timeout == 3.0
-    )
+    assert list(users) == ["gsm8k", "own"]
+    assert users["own"].config == {"a": 1}
+    assert users.timeout == 3.0
     assert len(InteractionRegistry.from_path(None)) == 0
 
 
@@ -411,5 +408,5 @@ def test_a_wrong_file_says_what_and_where(tmp_path, text, named):
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match="interaction_config_path='/no/such'"):
+    with raises(ConfigError, key="interaction_config_path", value="'/no/such'"):
         InteractionRegistry.from_path("/no/such")
