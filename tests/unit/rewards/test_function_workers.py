@@ -131,7 +131,7 @@ async def test_scores_come_from_another_process_and_failures_cost_one_trajectory
             (
                 "no_number",
                 (
-                    r"'no_number' \(.*my_rewards.py:20\) .*its score must be a finite number, got"
+                    r"'no_number' \(.*my_rewards.py:22\) .*its score must be a finite number, got"
                     r" 'much'"
                 ),
             ),
