@@ -66,7 +66,6 @@ from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
 from jax_agent_rl.learner.learner import UpdateResult
-from jax_agent_rl.models import stored
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.rollout.server import AsyncServer
@@ -110,10 +109,6 @@ class PacedLearner:
 
     def averaged(self) -> WeightSource:
         return self
-
-    def store(self, folder: str, dtype: str) -> str:
-        stored.write_part(folder, self.params, part=0, dtype=dtype)
-        return stored.publish(folder, parts=1)
 
     def seconds(self, batch: Sequence[Trajectory]) -> float:
         """Return the seconds an update with this batch takes."""

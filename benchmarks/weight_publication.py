@@ -145,8 +145,7 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
 
     def write_shards(version: int) -> WeightUpdate:
         folder = stored.version_folder(root, version)
-        stored.write_part(folder, sharded_params, part=0, dtype=dtype)
-        digests = {stored.MANIFEST: stored.publish(folder, parts=1)}
+        digests = {stored.MANIFEST: stored.store(folder, sharded_params, dtype=dtype)}
         stored.remove(stored.version_folder(root, version - 1))
         return WeightUpdate(version=version, kind="tensorstore", payload=folder, digests=digests)
 

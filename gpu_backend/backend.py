@@ -61,7 +61,6 @@ from jax_agent_rl.rollout.protocol import (
 from jax_agent_rl.types import PauseMode, TokenOutput, TokenScores
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.services import ENGINE_START_SECONDS, start_service
-from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 logger = logging.getLogger(__name__)
 
@@ -404,14 +403,14 @@ class VllmBackend:
                 raise WeightUpdateError(
                     f"a partial update cannot repair this engine: {self._failure}"
                 )
-            probe = await asyncio.to_thread(self.updater.check, update, served=self._version)
+            await asyncio.to_thread(self.updater.check, update, served=self._version)
 
             start_time = time.perf_counter()
             if not self._paused:
                 await self._stop("keep")
             self._delivery.clear()
             try:
-                await self._load_and_verify(update, probe)
+                await self._load_and_verify(update)
             except BaseException as error:
                 await self._refuse_to_serve(update, error)
                 if isinstance(error, WeightUpdateError) or not isinstance(error, Exception):
@@ -425,15 +424,15 @@ class VllmBackend:
             await self._resume_unless_paused()
             self._usage.weight_update_seconds += time.perf_counter() - start_time
 
-    async def _load_and_verify(self, update: WeightUpdate, probe: LogprobProbe | None) -> None:
+    async def _load_and_verify(self, update: WeightUpdate) -> None:
         """Load weights into the paused engine, and compare its log-probs with the learner's."""
         await self.updater.load(update)
-        if probe is None:
+        if update.probe is None:
             return
         # The probe is a request: the engine must run for it, while delivery is suspended.
         await self.engine.resume_generation()
         try:
-            await self.updater.verify(probe, f"probe-{update.version}")
+            await self.updater.verify(update.probe, f"probe-{update.version}")
         finally:
             await self.engine.pause_generation(mode="keep", clear_cache=False)
 

@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
 from jax_agent_rl.errors import ConfigError, ModelError, WeightUpdateError
-from jax_agent_rl.models.tensors import HEAD, has_own_head
+from jax_agent_rl.models.tensors import HEAD, has_own_head, open_tensors
 from jax_agent_rl.utils.text import counted
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -140,24 +138,19 @@ class Checkpoint:
         family = FAMILIES[names[0]]
         shapes: dict[str, tuple[int, ...]] = {}
         files = sorted(folder.glob("*.safetensors"))
-        for file in files:
-            try:
-                file_shapes = read_shapes(file)
-            except WeightUpdateError as error:
-                raise ConfigError(str(error)) from error
-            for name, shape in file_shapes.items():
-                shapes[_renamed(name, family.aliases)] = shape
+        is_tied = config.get("tie_word_embeddings", False) or names[0] == "GPT2LMHeadModel"
+        try:
+            for file in files:
+                for name, shape in read_shapes([file]).items():
+                    shapes[_renamed(name, family.aliases)] = shape
+            is_tied = is_tied and not has_own_head(files)  # vLLM unties a head that differs
+        except ModelError as error:
+            raise ConfigError(str(error)) from error
         if not shapes:
             raise ConfigError(
                 f"{folder} holds no *.safetensors; convert the model's weights to safetensors"
             )
 
-        is_tied = config.get("tie_word_embeddings", False) or names[0] == "GPT2LMHeadModel"
-        if is_tied:
-            try:
-                is_tied = not has_own_head(files)  # vLLM unties a head that differs
-            except ModelError as error:
-                raise ConfigError(str(error)) from error
         return cls(
             family=family,
             shapes=shapes,
@@ -307,33 +300,10 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
     return name
 
 
-def read_shapes(file: Path) -> Shapes:
-    """Return the shapes of a safetensors file, without reading its tensors.
+def read_shapes(files: Sequence[str | Path]) -> Shapes:
+    """Return the shapes of safetensors files, without reading their tensors.
 
     Raises:
-        WeightUpdateError: the file is missing, cut short, or not safetensors.
+        ModelError: a file is missing, cut short, or not safetensors, or two hold the same tensor.
     """
-    try:
-        with safe_open(file, framework="numpy") as tensors:
-            names = tensors.keys()  # safetensors' file is no mapping
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise WeightUpdateError(f"{file} is not a whole safetensors file: {error}") from error
-
-
-def update_shapes(paths: Sequence[str]) -> Shapes:
-    """Return the shapes of an update's files.
-
-    Raises:
-        WeightUpdateError: a file is damaged, or two files hold the same tensor.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in paths:
-        file_shapes = read_shapes(Path(path))
-        duplicates = sorted(shapes.keys() & file_shapes.keys())
-        if duplicates:
-            raise WeightUpdateError(
-                f"{duplicates[0]} stands in two files of the update, the second is {path}"
-            )
-        shapes |= file_shapes
-    return shapes
+    return {name: tuple(tensor().get_shape()) for name, tensor in open_tensors(files).items()}

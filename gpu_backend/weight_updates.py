@@ -20,12 +20,12 @@ from dataclasses import asdict
 from typing import Any
 
 from gpu_backend.settings import Platform, VllmSettings
-from gpu_backend.weight_mapping import Checkpoint, Shapes, update_shapes
-from jax_agent_rl.errors import WeightUpdateError
+from gpu_backend.weight_mapping import Checkpoint, Shapes, read_shapes
+from jax_agent_rl.errors import ModelError, WeightUpdateError
 from jax_agent_rl.models.tensors import TensorSample
 from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, FILES, WeightUpdate
 from jax_agent_rl.utils.text import counted
-from jax_agent_rl.utils.weight_transfer import LogprobProbe, check_files, read_probe
+from jax_agent_rl.utils.weight_transfer import LogprobProbe, check_files
 
 logger = logging.getLogger(__name__)
 _KINDS: Mapping[Platform, frozenset[str]] = {
@@ -77,8 +77,8 @@ class WeightUpdater:
         self.last_difference: tuple[float, float] | None = None
         """(largest, mean) log-prob difference of the last probe."""
 
-    def check(self, update: WeightUpdate, *, served: int) -> LogprobProbe | None:
-        """Refuse wrong updates before the model is touched; return the update's probe.
+    def check(self, update: WeightUpdate, *, served: int) -> None:
+        """Refuse wrong updates before the model is touched.
 
         Args:
             served: version of the weights that are served.
@@ -88,43 +88,29 @@ class WeightUpdater:
         """
         if self._why_fixed is not None:
             raise WeightUpdateError(self._why_fixed)
-        if update.kind not in self.kinds:
-            raise WeightUpdateError(
-                f"this vLLM backend takes weights of kind {sorted(self.kinds)}, got"
-                f" kind={update.kind!r}"
-            )
-        if update.version <= served:
-            raise WeightUpdateError(
-                f"version {update.version} is not newer than {served}, which is served"
-            )
+        update.require_kind(self.kinds)
+        update.require_newer(served)
         if update.partial and self._is_tpu:
             raise WeightUpdateError(
                 "on TPUs vLLM takes whole updates only; send every tensor with partial=False"
             )
 
-        shapes, probe = _shapes_and_probe(update)
-        self._checkpoint.check(shapes, partial=update.partial)
-        if probe is None:
+        self._checkpoint.check(_shapes(update), partial=update.partial)
+        if update.probe is None:
             if self._settings.require_probe or self._is_tpu:
-                raise WeightUpdateError(self._missing_probe())
-            return None
+                raise WeightUpdateError(
+                    "the update brings no log-prob probe, so a wrong load could not be noticed;"
+                    " send WeightUpdate.probe, or set rollout.vllm.require_probe=false, which"
+                    " TPUs do not allow"
+                )
+            return
 
-        longest = max((len(ids) for ids in probe.ids), default=0)
+        longest = max(len(ids) for ids in update.probe.ids)
         if longest >= self._settings.max_model_len:
             raise WeightUpdateError(
                 f"the probe has a sequence of {longest} ids, which does not fit max_model_len="
                 f"{self._settings.max_model_len}"
             )
-        return probe
-
-    def _missing_probe(self) -> str:
-        message = (
-            "the update brings no log-prob probe, so a wrong load could not be noticed; write"
-            " it with jax_agent_rl.runtime.transports.FileTransport"
-        )
-        if self._settings.require_probe:
-            message += ", or set rollout.vllm.require_probe=false"
-        return message
 
     async def load(self, update: WeightUpdate) -> None:
         """Load the weights; tokens sampled from now on carry the new version.
@@ -244,19 +230,21 @@ class WeightUpdater:
         return log_probs
 
 
-def _shapes_and_probe(update: WeightUpdate) -> tuple[Shapes, LogprobProbe | None]:
-    """Return the shapes of an update's tensors, and its probe."""
+def _shapes(update: WeightUpdate) -> Shapes:
+    """Return the shapes of an update's tensors."""
     if update.kind == FILES:
         if isinstance(update.payload, str | bytes):
             raise WeightUpdateError(
                 f"payload must be a list of file paths, got {type(update.payload).__name__}"
             )
-        paths = [str(path) for path in update.payload]
-        check_files(paths, update.digests)
-        return update_shapes(paths), read_probe(paths)
+        check_files(update.payload, update.digests)
+        try:
+            return read_shapes(update.payload)
+        except ModelError as error:
+            raise WeightUpdateError(f"the update cannot be read: {error}") from error
     if update.kind == BROADCAST:
-        return {name: shape for name, (_, shape) in update.payload.tensors.items()}, update.probe
-    return {name: tuple(array.shape) for name, array in update.payload.items()}, update.probe
+        return {name: shape for name, (_, shape) in update.payload.tensors.items()}
+    return {name: tuple(array.shape) for name, array in update.payload.items()}
 
 
 async def _run_transfer(engine: Any, update_info: Mapping[str, Any]) -> None:

@@ -312,7 +312,7 @@ class BatchingEngine(FakeBackend):
             )
         if update.partial and not self.capabilities.partial_update:
             raise WeightUpdateError(f"the {self.name} does not take partial updates")
-        self.require_newer(update)
+        update.require_newer(self._version)
         await self.load(update)
         self._version = update.version
         await self.reset_prefix_cache()

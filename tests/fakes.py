@@ -336,7 +336,7 @@ class ScriptedBackend(FakeBackend):
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check_alive()
-        self.require_newer(update)
+        update.require_newer(self._version)
         self._version = update.version
 
     async def health(self) -> Health:

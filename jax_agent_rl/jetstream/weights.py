@@ -41,12 +41,11 @@ from jax_agent_rl.models.sharding import (
     replicated,
     shard_bounds,
 )
-from jax_agent_rl.models.stored import MANIFEST, StoredParams
+from jax_agent_rl.models.stored import MANIFEST, StoredParams, named, require_same
 from jax_agent_rl.rollout.protocol import ARRAYS, FILES, SHARDS, WeightUpdate
-from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, check_files, read_probe
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, check_files
 
-_STORED = frozenset({FILES, SHARDS})
-WEIGHT_PAYLOADS = _STORED | {ARRAYS}
+WEIGHT_PAYLOADS = frozenset({ARRAYS, FILES, SHARDS})
 Devices = tuple[Device, ...]
 
 
@@ -73,7 +72,7 @@ class ServedWeights:
     def __init__(self, config: DecoderConfig, params: Params, mesh: Mesh) -> None:
         self._config = config
         self._shardings = learner_shardings(config, mesh)
-        self._structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
+        self._structure = _structure(params)
 
     async def receive(self, update: WeightUpdate) -> WeightUpdate:
         """Read and verify an update in a thread, while decoding goes on.
@@ -86,12 +85,13 @@ class ServedWeights:
         Raises:
             WeightUpdateError: they are damaged, of another model, or under wrong names.
         """
-        if update.kind not in _STORED and update.probe is None:
+        update.require_kind(WEIGHT_PAYLOADS)
+        if update.kind == ARRAYS and update.probe is None:
             return update
         return await asyncio.to_thread(self._receive, update)
 
     def _receive(self, update: WeightUpdate) -> WeightUpdate:
-        if update.kind in _STORED:
+        if update.kind != ARRAYS:
             update = self._read(update)
         if update.probe is None:
             return update
@@ -118,7 +118,7 @@ class ServedWeights:
             )
         except ModelError as error:
             raise WeightUpdateError(f"the update does not fit the model served: {error}") from error
-        return replace(update, kind=ARRAYS, payload=params, probe=read_probe(update.payload))
+        return replace(update, kind=ARRAYS, payload=params)
 
     def check(self, update: WeightUpdate, version: int) -> None:
         """Check that an update can follow ``version``.
@@ -126,42 +126,22 @@ class ServedWeights:
         Raises:
             WeightUpdateError: it cannot.
         """
+        update.require_newer(version)
         of_adapters_alone = update.adapters and not update.payload
-        if update.kind != ARRAYS or (update.partial and not of_adapters_alone):
+        if update.partial and not of_adapters_alone:
             raise WeightUpdateError(
-                f"the jetstream backend takes whole updates of {sorted(WEIGHT_PAYLOADS)}, got"
-                f" kind={update.kind!r}, partial={update.partial}"
-            )
-        if update.version <= version:
-            raise WeightUpdateError(
-                f"version {update.version} is not newer than {version}, which is served"
+                "the jetstream backend takes whole updates, got partial=True; send every parameter"
             )
         if not update.partial:
             self._check_structure(update.payload)
 
     def _check_structure(self, params: Params) -> None:
-        structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
-        if structure != self._structure:
-            difference = _difference(self._structure, structure)
-            raise WeightUpdateError(f"the update does not fit the model served: {difference}")
+        require_same(self._structure, _structure(params))
 
 
-def _difference(old: Any, new: Any) -> str:
-    """Describe the first parameter in which two trees of (shape, dtype) differ."""
-    served = _by_path(old)
-    update = _by_path(new)
-    for name in sorted(served.keys() | update.keys()):
-        if served.get(name) != update.get(name):
-            return (
-                f"{name} is {update.get(name, 'missing')}, served is {served.get(name, 'nothing')}"
-            )
-    return "the trees are nested differently"
-
-
-def _by_path(tree: Any) -> dict[str, tuple]:
-    """Return the (shape, dtype) of every parameter by its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple))
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+def _structure(params: Params) -> dict[str, tuple]:
+    """Return shape and type of every parameter by its name."""
+    return {name: (x.shape, x.dtype) for name, x in named(params).items()}
 
 
 class WeightLoader:

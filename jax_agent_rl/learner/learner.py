@@ -61,7 +61,6 @@ from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.scoring import ScoreContexts, Scorer, score_contexts
 from jax_agent_rl.learner.teachers import Teacher, score_by_teachers
 from jax_agent_rl.learner.undo import HostState, all_or_nothing
-from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, place, replicated
 from jax_agent_rl.models.vision_context import VisionProcessor
@@ -303,18 +302,6 @@ class Learner:
         if trained is not None:
             weights = (trained, self.policy.frozen)
         return self.scorer.logprobs(weights, batch)
-
-    def store(self, folder: str, dtype: str) -> str:
-        """Write :attr:`params` to a version's folder, in the format of ``models.stored``.
-
-        Returns:
-            the manifest's digest.
-
-        Raises:
-            OSError: they cannot be written.
-        """
-        stored.write_part(folder, self.params, part=0, dtype=dtype)
-        return stored.publish(folder, parts=1)
 
     @property
     def programs_compiled(self) -> int:

@@ -29,7 +29,6 @@ from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.optimized_params import LearnerState
 from jax_agent_rl.learner.undo import HostState, all_or_nothing
-from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.lora import PeftAdapter, scaled_adapter
 from jax_agent_rl.types import Group
@@ -95,11 +94,6 @@ class MultiAdapterLearner:
         for name, learner in self.learners.items():
             adapters[name] = scaled_adapter(self._lora, jax.device_get(learner.trained))
         return adapters
-
-    def store(self, folder: str, dtype: str) -> str:
-        """Write :attr:`params` as :meth:`Learner.store` does."""
-        stored.write_part(folder, self.params, part=0, dtype=dtype)
-        return stored.publish(folder, parts=1)
 
     @property
     def programs_compiled(self) -> int:

@@ -2,8 +2,8 @@
 
 Each process writes and reads only the parts that its devices hold::
 
-    <folder>/v7/layers.q/…       zarr3 arrays (TensorStore), a chunk per shard of the writers' mesh
-    <folder>/v7/part-<n>.json    what process n wrote: a digest per chunk
+    <folder>/v7/layers.q/c/0/2   a chunk: the numbers of a shard of the writers' mesh, in C order
+    <folder>/v7/part-<n>.json    what process n wrote: shapes, types, and a digest per chunk
     <folder>/v7/manifest.json    all parts, written last: it publishes the version
 
 Every process writes the shards of its own devices, one replica of each. A reader fetches the chunks
@@ -16,11 +16,14 @@ folder.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import jax
 import jax.numpy as jnp
@@ -61,35 +64,30 @@ def write_part(folder: str, params: Params, *, part: int, dtype: str = AS_THEY_A
     Raises:
         OSError: they cannot be written.
     """
-    context = ts.Context(_CONTEXT)
     entries: dict[str, Any] = {}
     try:
-        for name, value in _named(params):
-            entries[name] = _write_shards(folder, name, rounded(value, dtype), context)
-        store = ts.KvStore.open(folder, context=context).result()
+        store = ts.KvStore.open(folder, context=ts.Context(_CONTEXT)).result()
+        for name, value in named(params).items():
+            entries[name] = _write_shards(store, name, rounded(value, dtype))
         store.write(f"part-{part}.json", json.dumps(entries).encode()).result()
     except ValueError as error:  # raised by TensorStore
         raise OSError(f"weights cannot be written to {folder}: {error}") from error
 
 
-def _write_shards(folder: str, name: str, x: jax.Array, context: ts.Context) -> dict[str, Any]:
+def _write_shards(store: ts.KvStore, name: str, x: jax.Array) -> dict[str, Any]:
     """Write this process's shards of a parameter; return its entry of the part file."""
     chunk = x.sharding.shard_shape(x.shape)
     digests: dict[str, str] = {}
-    entry = {"shape": x.shape, "dtype": x.dtype.name, "chunk": chunk, "digests": digests}
-    spec = _array_spec(folder, name, entry)
-    array = ts.open(spec, context=context, create=True, open=True).result()
-
     writes = []
     for shard in x.addressable_shards:
         if shard.replica_id == 0:
-            numbers = np.ascontiguousarray(shard.data)
+            data = np.asarray(shard.data).tobytes()
             key = _chunk_key(shard_bounds(shard.index, x.shape), chunk)
-            digests[key] = digest(_bytes(numbers))
-            writes.append(array[shard.index].write(numbers))
+            digests[key] = digest(data)
+            writes.append(store.write(f"{name}/{key}", data))
     for write in writes:
         write.result()
-    return entry
+    return {"shape": x.shape, "dtype": x.dtype.name, "chunk": chunk, "digests": digests}
 
 
 def publish(folder: str, *, parts: int) -> str:
@@ -119,22 +117,26 @@ def publish(folder: str, *, parts: int) -> str:
     return digest(manifest)
 
 
+def store(folder: str, params: Params, *, dtype: str = AS_THEY_ARE) -> str:
+    """Write and publish a version from a sole process; return the digest of its manifest.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_part(folder, params, part=0, dtype=dtype)
+    return publish(folder, parts=1)
+
+
 def remove(folder: str) -> None:
     """Delete everything below an address, if there is anything."""
+    if folder.startswith("file://"):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(unquote(folder.removeprefix("file://")))  # a URL, as TensorStore reads it
+        return
     parent, _, name = folder.rstrip("/").rpartition("/")
     store = ts.KvStore.open(f"{parent}/").result()
     # All keys that begin with the name and "/"; the character after "/" is "0".
     store.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
-    if folder.startswith("file://"):
-        _remove_empty(Path(folder.removeprefix("file://")))
-
-
-def _remove_empty(folder: Path) -> None:
-    """Remove empty folders, which only file systems have."""
-    for inner in sorted(folder.rglob("*"), reverse=True):
-        inner.rmdir()
-    if folder.is_dir():
-        folder.rmdir()
 
 
 class StoredParams:
@@ -153,7 +155,8 @@ class StoredParams:
         self.bytes_read = 0
         """Bytes of chunks read so far."""
         try:
-            manifest = ts.KvStore.open(self._folder).result().read(MANIFEST).result()
+            self._store = ts.KvStore.open(self._folder).result()
+            manifest = self._store.read(MANIFEST).result()
         except ValueError as error:
             raise WeightUpdateError(f"weights at {self._folder} cannot be read: {error}") from error
         if manifest.state != "value":
@@ -179,18 +182,11 @@ class StoredParams:
         Raises:
             WeightUpdateError: the model differs, or a chunk is missing or damaged.
         """
-        served_shapes = dict(_named(shapes))
-        named_shardings = dict(_named(shardings))
         stored_shapes = {name: tuple(entry["shape"]) for name, entry in self._entries.items()}
-        for name in sorted(stored_shapes | served_shapes):
-            if stored_shapes.get(name) != served_shapes.get(name):
-                raise WeightUpdateError(
-                    f"the update does not fit the model served: {name} is"
-                    f" {stored_shapes.get(name, 'missing')}, served is"
-                    f" {served_shapes.get(name, 'nothing')}; {self._folder} is of another model"
-                )
-
-        arrays = [self._read(name, named_shardings[name], dtype) for name in served_shapes]
+        require_same(named(shapes), stored_shapes)
+        arrays = []
+        for name, sharding in named(shardings).items():
+            arrays.append(self._read(name, sharding, dtype))
         return jax.tree.unflatten(jax.tree.structure(shardings), arrays)
 
     def _read(self, name: str, sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> jax.Array:
@@ -224,22 +220,22 @@ class StoredParams:
     def _fetch_chunks(self, name: str, wanted: set[Bounds]) -> dict[Bounds, np.ndarray]:
         """Read chunks of a parameter, given by their bounds, and check their digests."""
         entry = self._entries[name]
-        chunks: dict[Bounds, np.ndarray] = {}
-        try:
-            array = ts.open(_array_spec(self._folder, name, entry), open=True).result()
-            reads = {}
-            for bounds in wanted:
-                reads[bounds] = array[tuple(slice(*ends) for ends in bounds)].read()
-            for bounds, read in reads.items():
-                chunks[bounds] = np.ascontiguousarray(read.result())
-        except ValueError as error:
-            raise WeightUpdateError(f"{name} at {self._folder} cannot be read: {error}") from error
-
-        for bounds, numbers in chunks.items():
+        reads = {}
+        for bounds in wanted:
             key = _chunk_key(bounds, entry["chunk"])
-            expected = entry["digests"].get(key, "none")
-            check_digest(f"{self._folder}{name} chunk {key}", digest(_bytes(numbers)), expected)
-            self.bytes_read += numbers.nbytes
+            reads[key] = bounds, self._store.read(f"{name}/{key}")
+
+        chunks: dict[Bounds, np.ndarray] = {}
+        while reads:
+            key, (bounds, read) = reads.popitem()  # frees TensorStore's copy
+            chunk_address = f"{self._folder}{name}/{key}"
+            try:
+                data = read.result().value  # empty if there is none
+                check_digest(chunk_address, digest(data), entry["digests"].get(key, "none"))
+                chunks[bounds] = np.frombuffer(data, entry["dtype"]).reshape(entry["chunk"])
+            except (ValueError, TypeError) as error:
+                raise WeightUpdateError(f"{chunk_address} cannot be read: {error}") from error
+            self.bytes_read += len(data)
         return chunks
 
 
@@ -265,24 +261,32 @@ def _assemble(bounds: Bounds, chunks: Mapping[Bounds, np.ndarray]) -> np.ndarray
     return part
 
 
-def _array_spec(folder: str, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return TensorStore's spec of a parameter's array."""
-    grid = {"name": "regular", "configuration": {"chunk_shape": list(entry["chunk"])}}
-    metadata = {"shape": list(entry["shape"]), "chunk_grid": grid, "data_type": entry["dtype"]}
-    return {"driver": "zarr3", "kvstore": f"{folder}{name}/", "metadata": metadata}
-
-
-def _named(tree: Params) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a tree under dotted names."""
+def named(tree: Params) -> dict[str, Any]:
+    """Return the leaves of a tree, or tuples in place of leaves, by their dotted names."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple))
-    for path, leaf in leaves:
-        yield ".".join(key.key for key in path), leaf
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def require_same(served: Mapping[str, Any], update: Mapping[str, Any]) -> None:
+    """Check that an update has the parameters of the model that is served.
+
+    Args:
+        served: the model's shapes, perhaps with types, by dotted name.
+        update: those of the update.
+
+    Raises:
+        WeightUpdateError: they differ; names the first parameter.
+    """
+    for name in sorted(served.keys() | update.keys()):
+        if served.get(name) != update.get(name):
+            raise WeightUpdateError(
+                f"the update does not fit the model served: {name} is"
+                f" {update.get(name, 'missing')}, served is {served.get(name, 'nothing')}; it is of"
+                " another model"
+            )
 
 
 def _chunk_key(bounds: Bounds, chunk: tuple[int, ...]) -> str:
-    """Return a chunk's index in every dimension, such as ``0/2``."""
-    return "/".join(str(begin // size) for (begin, _), size in zip(bounds, chunk, strict=True))
-
-
-def _bytes(x: np.ndarray) -> memoryview:
-    return x.reshape(-1).view(np.uint8).data
+    """Return a chunk's key from its index in every dimension, such as ``c/0/2``."""
+    indices = [str(begin // size) for (begin, _), size in zip(bounds, chunk, strict=True)]
+    return "/".join(["c", *indices])

@@ -5,8 +5,8 @@
     learner   offer: arrays, or files ──► reference and fingerprint in a WeightUpdate
     engine    fetch ──► check ──► arrays, or files, as the engine loads them
 
-Tensors are stored as plain bytes with their type and shape: Ray returns those as views of shared
-memory, while it would copy arrays of types that NumPy itself does not know (bfloat16).
+Tensors are stored as unsigned integers: Ray returns those as views of shared memory, while it would
+copy arrays of types that NumPy itself does not know (bfloat16).
 """
 
 from __future__ import annotations
@@ -46,36 +46,8 @@ GetObject = Callable[[Any], Awaitable[Any]]
 """Returns a stored object by its reference."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tensor:
-    """One stored array.
-
-    Attributes:
-        data: uint8 [bytes], in C order.
-        dtype: name of the type.
-        shape: shape of the array.
-    """
-
-    data: np.ndarray
-    dtype: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, array: Any, dtype: str = AS_THEY_ARE) -> Tensor:
-        """Store a NumPy or device array, perhaps rounded.
-
-        Copy it only if it is not in C order on the host already.
-        """
-        host_array = np.ascontiguousarray(rounded(array, dtype))
-        return cls(
-            data=host_array.reshape(-1).view(np.uint8),
-            dtype=host_array.dtype.name,
-            shape=tuple(np.shape(array)),
-        )
-
-    def array(self) -> np.ndarray:
-        """Return the array, a view of the data."""
-        return self.data.view(np.dtype(self.dtype)).reshape(self.shape)
+Tensor = tuple[str, np.ndarray]
+"""A stored array: the name of its type, and its numbers as unsigned integers of that size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,10 +109,10 @@ def store(
         form = FILES
         tree = {}
         for path in update.payload:
-            tree[Path(path).name] = Tensor.of(np.memmap(path, np.uint8, mode="r"))
+            tree[Path(path).name] = _pack(np.memmap(path, np.uint8, mode="r"))
     else:
         form = ARRAYS
-        tree = _map(functools.partial(Tensor.of, dtype=dtype), update.payload)
+        tree = _map(lambda array: _pack(rounded(array, dtype)), update.payload)
         update = replace(update, dtype=dtype)
     payload = StoredWeights(form=form, reference=put(tree), fingerprint=fingerprint(tree))
     return replace(update, kind=OBJECT_STORE, payload=payload, lasting=True)
@@ -180,7 +152,7 @@ async def fetch(
         )
 
     if stored.form == ARRAYS:
-        yield replace(update, kind=ARRAYS, payload=_map(Tensor.array, tree))
+        yield replace(update, kind=ARRAYS, payload=_map(_unpack, tree))
         return
 
     folder = make_temp_folder("jax_agent_rl-fetched-", in_memory=True)
@@ -198,6 +170,18 @@ def from_object_store(
     return fetching(backend, OBJECT_STORE, functools.partial(fetch, get=get), passes=BROADCAST)
 
 
+def _pack(array: Any) -> Tensor:
+    """Copy a NumPy or device array only if it is not in C order on the host already."""
+    host_array = np.asarray(array, order="C")
+    return host_array.dtype.name, host_array.view(f"u{host_array.dtype.itemsize}")
+
+
+def _unpack(tensor: Tensor) -> np.ndarray:
+    """Return the array, a view of the stored one."""
+    dtype, numbers = tensor
+    return numbers.view(dtype)
+
+
 def _map(function: Callable[[Any], Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
     mapped = {}
     for name, value in tree.items():
@@ -213,6 +197,6 @@ def _write_files(tree: Mapping[str, Tensor], folder: Path) -> list[str]:
     paths = []
     for name in sorted(tree):
         path = folder / Path(name).name
-        tree[name].data.tofile(path)
+        _unpack(tree[name]).tofile(path)
         paths.append(str(path))
     return paths

@@ -445,7 +445,7 @@ class ServerPool:
                 raise BackendError(f"no server is left to take weights of version {update.version}")
 
             self._version = update.version
-            self._weights = "" if update.partial else update.fingerprint
+            self._weights = update.fingerprint
             self.queue.balancer.forget_prefixes()
             for server, error in refused.items():
                 self.mark_lost(server, f"it refused weights that others took: {error}")

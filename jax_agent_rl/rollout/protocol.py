@@ -17,11 +17,12 @@ Life of a backend::
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jax_agent_rl.checks import check_bool, check_ids, check_int, check_str
+from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.types import (
     PauseMode,
     SamplingParams,
@@ -228,7 +229,6 @@ class WeightUpdate:
             whole. None: the next version is sent whole as well, and a server need not keep these
             files.
         probe: log-probs of a few sequences, which the weights must reproduce where they arrive.
-            The probe of ``safetensors`` is in the files' metadata.
         adapters: the LoRA adapters that change, by name
             (:class:`~jax_agent_rl.models.lora.PeftAdapter`), together with the weights, or with
             ``partial`` and an empty payload alone; only with ``kind="arrays"``.
@@ -247,16 +247,30 @@ class WeightUpdate:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the weights, by the files they are in; empty if they are in none.
+        """Fingerprint of the weights, by the files they are in; empty for parts and for no files.
 
         Another run, or the same one after it was rewound, may give other weights the same version.
         """
         # The launcher imports this module before it has the packages that fingerprints need.
         from jax_agent_rl.utils.fingerprints import fingerprint
 
-        if not self.digests:
+        if self.partial or not self.digests:
             return ""
         return fingerprint(dict(self.digests))
+
+    def require_kind(self, kinds: Collection[str]) -> None:
+        """Raise WeightUpdateError unless the update is of one of these kinds."""
+        if self.kind not in kinds:
+            raise WeightUpdateError(
+                f"this engine takes weights of kind {sorted(kinds)}, got kind={self.kind!r}"
+            )
+
+    def require_newer(self, served: int) -> None:
+        """Raise WeightUpdateError unless the version is newer than the one that is served."""
+        if self.version <= served:
+            raise WeightUpdateError(
+                f"version {self.version} is not newer than {served}, which is served"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

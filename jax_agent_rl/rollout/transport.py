@@ -21,7 +21,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import Capabilities, RolloutBackend, WeightUpdate
 from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
@@ -35,17 +34,6 @@ class WeightSource(Protocol):
     @property
     def params(self) -> dict[str, Any]:
         """All parameters, on device."""
-        ...
-
-    def store(self, folder: str, dtype: str) -> str:
-        """Write the parameters in the format of ``models.stored``; return the manifest's digest.
-
-        Each process writes its own shards.
-
-        Args:
-            folder: address of the version.
-            dtype: the parameters are rounded to it, see ``WeightUpdate.dtype``.
-        """
         ...
 
 
@@ -116,10 +104,7 @@ class FetchingBackend:
         if update.kind == self.passes:
             await self.backend.update_weights(update)
             return
-        if update.kind != self.kind:
-            raise WeightUpdateError(
-                f"this engine takes weights of kind {self.kind!r}, got {update.kind!r}"
-            )
+        update.require_kind({self.kind})
         async with self.fetch(update) as fetched:
             await self.backend.update_weights(fetched)
 

@@ -241,7 +241,18 @@ class LeadingLearner:
                 put(version, self._learner.params)
 
     def store(self, folder: str, dtype: str) -> str:
-        """See :meth:`Learner.store`: every process writes the shards of its own devices."""
+        """Let every process write its devices' shards, in the format of ``models.stored``.
+
+        Args:
+            folder: address of the version.
+            dtype: what the parameters are rounded to.
+
+        Returns:
+            The manifest's digest.
+
+        Raises:
+            OSError: a process could not write.
+        """
         with self._channel.command("store", {"folder": folder, "dtype": dtype, **self._source}):
             with self._channel.together("store"):
                 stored.write_part(folder, self._learner.params, part=0, dtype=dtype)

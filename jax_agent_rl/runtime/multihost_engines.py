@@ -95,16 +95,12 @@ class HostTransport(WeightTransport):
         Raises:
             WeightUpdateError: it has another version, or none.
         """
-        if self._newest is None:
-            raise WeightUpdateError(
-                f"weights of version {update.version} are not in this process, which has none"
-            )
-        version, params = self._newest
+        version, params = self._newest or (None, None)
         self._newest = None
         if version != update.version:
+            found = "none" if version is None else f"version {version}"
             raise WeightUpdateError(
-                f"weights of version {update.version} are not in this process, which has version"
-                f" {version}"
+                f"weights of version {update.version} are not in this process, which has {found}"
             )
         yield replace(update, kind=ARRAYS, payload=params)
 

@@ -28,7 +28,6 @@ from urllib.parse import urlsplit
 import jax
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
@@ -37,9 +36,11 @@ from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import device_tensors, hf_tensors
+from jax_agent_rl.models.tensors import save_tensors
 from jax_agent_rl.rollout.object_store import ObjectStoreTransport
 from jax_agent_rl.rollout.protocol import ARRAYS, BROADCAST, CUDA_IPC, FILES, SHARDS, WeightUpdate
 from jax_agent_rl.rollout.transport import Engines, ScoreProbe, WeightSource, WeightTransport
+from jax_agent_rl.runtime.multihost import LeadingLearner
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.fingerprints import read_fingerprint
 from jax_agent_rl.utils.network import is_loopback
@@ -160,7 +161,7 @@ class FileTransport(WeightTransport):
             "jax_agent_rl-weights-", Path(folder) if folder else None, in_memory=True
         )
         self._offered = 0
-        self._digests: dict[str, str] = {}  # of the newest version's files, by name
+        self._digests: dict[Path, str] = {}  # of the newest version's files, in order
 
     def offer(self, learner: WeightSource, version: int) -> WeightUpdate:
         dtype = AS_THEY_ARE
@@ -171,8 +172,8 @@ class FileTransport(WeightTransport):
     def write(self, params: Params, version: int, *, dtype: str = AS_THEY_ARE) -> WeightUpdate:
         """Write all parameters and, if only changes are uploaded, the changes.
 
-        The files of the previous version are removed. A file appears under its name when it is
-        complete.
+        The files of the previous version are removed, each as soon as its successor is written, so
+        that memory holds one version and a file. A file appears under its name when it is complete.
 
         Args:
             dtype: what the parameters are rounded to.
@@ -180,73 +181,55 @@ class FileTransport(WeightTransport):
         Raises:
             WeightUpdateError: they could not be written.
         """
-        is_full = self._offered % self._full_every == 0
-        previous_digests: Mapping[str, str] = {} if is_full else self._digests
-        self._remove_files(keep=previous_digests)
+        bases: list[tuple[Path, str]] = []
+        if self._offered % self._full_every:
+            bases = list(self._digests.items())
+        self._remove_files(keep=[base for base, _ in bases])
         self._digests = {}
 
-        probe = score_probe(self._config, params, self._probe_ids, dtype=dtype)
-        metadata = {"format": "pt", "policy_version": str(version), **probe.to_metadata()}
-        paths: list[str] = []
         deltas: dict[str, str] = {}
         for number, tensors in enumerate(self._shards(params, dtype)):
             path = self._folder / f"v{version}-{number:05d}.safetensors"
             incomplete = path.with_suffix(".incomplete")
             try:
-                save_file(tensors, incomplete, metadata=metadata)
-                self._digests[path.name] = read_fingerprint(incomplete)
+                save_tensors(tensors, incomplete, {"policy_version": str(version)})
+                self._digests[path] = read_fingerprint(incomplete)
                 incomplete.rename(path)
-                deltas |= self._write_delta(path, number, previous_digests)
+                if number < len(bases) and bases[number][0] != path:  # a version may be repeated
+                    base, base_digest = bases[number]
+                    delta = write_delta(base, base_digest, path)
+                    base.unlink()
+                    if delta is not None:
+                        deltas[str(delta)] = base_digest
             except (SafetensorError, OSError) as error:
                 raise WeightUpdateError(
                     f"the weights of version {version} could not be written to {path} ({error});"
                     " make space there, or set rollout.weight_dir to a folder with room for the"
                     " whole model"
                 ) from error
-            paths.append(str(path))
 
-        if len(deltas) < len(paths):
+        if len(deltas) < len(self._digests):
             deltas = {}  # engines take changes of all files, or all files
-        self._remove_files(keep={Path(file).name for file in (*paths, *deltas)})
+        self._remove_files(keep=[*self._digests, *map(Path, deltas)])
         self._offered += 1
         return WeightUpdate(
             version=version,
             kind=FILES,
-            payload=paths,
+            payload=[str(path) for path in self._digests],
             lasting=True,
             dtype=dtype,
-            digests=self._digests,
+            digests={path.name: digest for path, digest in self._digests.items()},
             deltas=deltas if self._full_every > 1 else None,
+            probe=score_probe(self._config, params, self._probe_ids, dtype=dtype),
         )
 
     def release(self) -> None:
         """Remove the folder."""
         remove_temp_folder(self._folder)
 
-    def _write_delta(
-        self, path: Path, number: int, previous_digests: Mapping[str, str]
-    ) -> dict[str, str]:
-        """Write what changed in a file, and delete the previous version's.
-
-        So memory holds one version and a file.
-
-        Returns:
-            Digest of the previous version's file by the path of the delta; empty without one.
-        """
-        for name, digest in previous_digests.items():
-            if not name.endswith(f"-{number:05d}.safetensors"):
-                continue
-            if name == path.name:  # the same version is written again
-                return {}
-            previous_file = self._folder / name
-            delta = write_delta(previous_file, digest, path)
-            previous_file.unlink()
-            return {} if delta is None else {str(delta): digest}
-        return {}
-
-    def _remove_files(self, *, keep: Collection[str]) -> None:
+    def _remove_files(self, *, keep: Collection[Path]) -> None:
         for file in self._folder.iterdir():
-            if file.name not in keep:
+            if file not in keep:
                 file.unlink()
 
     def _shards(self, params: Params, dtype: str) -> Iterator[dict[str, np.ndarray]]:
@@ -282,7 +265,10 @@ class ShardTransport(WeightTransport):
         """Write a version, make it visible, and remove the previous one."""
         folder = stored.version_folder(self._root, version)
         dtype = self._engines.weight_dtype()
-        digest = learner.store(folder, dtype)
+        if isinstance(learner, LeadingLearner):
+            digest = learner.store(folder, dtype)
+        else:
+            digest = stored.store(folder, learner.params, dtype=dtype)
         previous_folder = self._newest
         self._newest = folder
         if previous_folder is not None and previous_folder != folder:

@@ -17,9 +17,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.errors import BackendClosedError, WeightUpdateError
+from jax_agent_rl.errors import BackendClosedError
 from jax_agent_rl.learner.cancellation import StepCancellation
-from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, TokenChunk, WeightUpdate
+from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, TokenChunk
 from jax_agent_rl.types import Group, TokenOutput, TokenScores
 
 if TYPE_CHECKING:
@@ -89,13 +89,6 @@ class FakeBackend(ABC):
         if self.closed:
             raise BackendClosedError(f"the {self.name} is closed")
 
-    def require_newer(self, update: WeightUpdate) -> None:
-        """Raise WeightUpdateError unless an update's version is newer than the served one."""
-        if update.version <= self._version:
-            raise WeightUpdateError(
-                f"version {update.version} is not newer than {self._version}, which is served"
-            )
-
 
 class FakeLearner(ABC):
     """Replaces a :class:`~jax_agent_rl.learner.learner.Learner`.
@@ -110,9 +103,6 @@ class FakeLearner(ABC):
     @abstractmethod
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         """Take the groups of a step and return its metrics."""
-
-    def store(self, folder: str, dtype: str) -> str:
-        raise NotImplementedError("the fake learner has no parameters to store")
 
     def averaged(self) -> WeightSource:
         raise NotImplementedError("the fake learner has no parameters to average")

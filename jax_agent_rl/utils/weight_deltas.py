@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +38,6 @@ _MAX_SHARE = 0.25
 def delta_path(file: Path) -> Path:
     """Return where the delta of a weight file is written."""
     return file.with_name(file.name.removesuffix(".safetensors") + DELTA_SUFFIX)
-
-
-def result_name(delta: Path) -> str:
-    """Return the name of the weight file that a delta makes."""
-    return delta.name.removesuffix(DELTA_SUFFIX) + ".safetensors"
 
 
 def write_delta(base: Path, base_digest: str, new: Path) -> Path | None:
@@ -91,29 +87,26 @@ def write_delta(base: Path, base_digest: str, new: Path) -> Path | None:
     return delta
 
 
-def base_of(delta: Path) -> str:
-    """Return the digest of the file that a delta changes.
+def apply_delta(delta: Path, bases: Mapping[str, Path]) -> None:
+    """Replace a delta and the old file by the new file, whose digest the caller compares.
 
-    Raises:
-        WeightUpdateError: it is not a delta.
-    """
-    metadata, _ = _read_delta(delta)
-    return metadata["base"]
-
-
-def apply_delta(base: Path, delta: Path, out: Path) -> None:
-    """Write the new file from the old one and its delta.
+    It is beside the delta, under the name that :func:`write_delta` was given.
 
     Args:
-        base: the old file.
-        delta: from :func:`write_delta`.
-        out: where to write the new file; the caller compares its digest.
+        bases: old files by their digests.
 
     Raises:
         WeightUpdateError: the delta is damaged, or of another file.
         OSError: a file cannot be read or written.
     """
     metadata, tensors = _read_delta(delta)
+    digest = metadata["base"]
+    if digest not in bases:
+        raise WeightUpdateError(
+            f"{delta.name} changes a file with the digest {digest}, which is not there; send the"
+            " whole file"
+        )
+    base = bases[digest]
     words = np.fromfile(base, _WORD, offset=_data_start(base))
     try:
         count = int(metadata["count"])
@@ -129,9 +122,12 @@ def apply_delta(base: Path, delta: Path, out: Path) -> None:
             f"{delta.name} does not fit {base.name}: {error}; send the whole file"
         ) from error
 
-    with out.open("xb") as stream:
+    new = delta.with_name(delta.name.removesuffix(DELTA_SUFFIX) + ".safetensors")
+    with new.open("xb") as stream:
         stream.write(tensors["header"].tobytes())
         words.tofile(stream)
+    base.unlink()
+    delta.unlink()
 
 
 def _read_delta(delta: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:

@@ -10,23 +10,17 @@ sends a probe: a few sequences with its own log-probs.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.utils.fingerprints import read_fingerprint
 
 AS_THEY_ARE = "float32"
 """``WeightUpdate.dtype`` of weights that were not rounded."""
-
-METADATA_KEY = "logprob_probe"
-"""Key of the probe in a safetensors file's metadata."""
 
 _FLOAT16_MAX = 65504.0
 
@@ -80,10 +74,6 @@ class LogprobProbe:
                 f"a probe needs sequences of n >= 2 ids with n - 1 log-probs each, got {lengths}"
             )
 
-    def to_metadata(self) -> dict[str, str]:
-        """Return metadata for a safetensors file (strings only)."""
-        return {METADATA_KEY: json.dumps(self.to_json())}
-
     def to_json(self) -> dict[str, Any]:
         return {"ids": self.ids, "log_probs": self.log_probs}
 
@@ -114,25 +104,6 @@ class LogprobProbe:
                 else:
                     differences.append(math.inf)
         return max(differences), sum(differences) / len(differences)
-
-
-def read_probe(paths: Sequence[str]) -> LogprobProbe | None:
-    """Return the probe in the metadata of safetensors files, if one has any.
-
-    Raises:
-        WeightUpdateError: a file cannot be read, or the probe is damaged.
-    """
-    for path in paths:
-        try:
-            with safe_open(path, framework="numpy") as file:
-                metadata = file.metadata() or {}
-            if METADATA_KEY in metadata:
-                return LogprobProbe.from_json(json.loads(metadata[METADATA_KEY]))
-        except (SafetensorError, OSError) as error:
-            raise WeightUpdateError(f"weight file {path} cannot be read: {error}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise WeightUpdateError(f"the log-prob probe in {path} is damaged: {error}") from error
-    return None
 
 
 def check_files(paths: Sequence[str], digests: Mapping[str, str]) -> None:

@@ -110,11 +110,12 @@ async def test_other_families_take_updates(tmp_path: Path, family: Any):
     new = make(tmp_path / "new", family, 1)
     probe = LogprobProbe(ids=(tuple(IDS),), log_probs=(tuple(new.logprobs(IDS[:1], IDS[1:])),))
     tensors = load_file(tmp_path / "new" / "model.safetensors")
-    save_file(tensors, tmp_path / "update.safetensors", metadata=probe.to_metadata())
+    save_file(tensors, tmp_path / "update.safetensors")
+    files = [str(tmp_path / "update.safetensors")]
     async with running(tmp_path / "old") as backend:
         old_output = await backend.generate(request("a", PROMPT))
         await backend.update_weights(
-            WeightUpdate(version=2, kind=FILES, payload=[str(tmp_path / "update.safetensors")])
+            WeightUpdate(version=2, kind=FILES, payload=files, probe=probe)
         )
         new_output = await backend.generate(request("b", PROMPT))
     assert list(old_output.token_ids) == old.greedy(PROMPT, 8)
@@ -140,12 +141,13 @@ async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(
         output = await backend.generate(request("a", PROMPT))
         tensors = load_file(good.payload[0])
         probe = score_probe(config, params, [IDS])
+        wrong = [str(tmp_path / "wrong.safetensors")]
         first, second = exchangeable(tensors)
         tensors[first], tensors[second] = tensors[second], tensors[first]
-        save_file(tensors, tmp_path / "wrong.safetensors", metadata=probe.to_metadata())
+        save_file(tensors, wrong[0])
         with pytest.raises(WeightUpdateError, match="not the learner's"):
             await backend.update_weights(
-                WeightUpdate(version=3, kind=FILES, payload=[str(tmp_path / "wrong.safetensors")])
+                WeightUpdate(version=3, kind=FILES, payload=wrong, probe=probe)
             )
         assert not (await backend.health()).ok
     reference = Reference(tmp_path / "new")

@@ -262,9 +262,11 @@ def update_of(
         for name, t in load_file(source / "model.safetensors").items()
         if name.startswith(only)
     }
-    save_file(tensors, target / f"{version}.safetensors", metadata=probe.to_metadata())
+    save_file(tensors, target / f"{version}.safetensors")
     path = str(target / f"{version}.safetensors")
-    return WeightUpdate(version=version, kind=FILES, payload=[path], partial=bool(only))
+    return WeightUpdate(
+        version=version, kind=FILES, payload=[path], partial=bool(only), probe=probe
+    )
 
 
 async def test_updates_reach_language_and_vision_and_old_pictures_are_forgotten(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from gpu_backend import broadcast
@@ -46,12 +45,9 @@ async def assert_serves(engine: Engine, seed: int, name: str = "check") -> None:
 
 
 def rewrite(update: WeightUpdate, change) -> WeightUpdate:
-    """The same update with its (only) file's tensors and metadata changed."""
+    """The same update with its (only) file's tensors changed."""
     path = Path(update.payload[0])
-    with safe_open(path, framework="numpy") as file:
-        metadata = dict(file.metadata())
-    tensors, metadata = change(load_file(path), metadata)
-    save_file(tensors, path, metadata=metadata)
+    save_file(change(load_file(path)), path)
     return update
 
 
@@ -135,8 +131,8 @@ async def test_a_partial_update_changes_what_it_names_and_nothing_else(engine: E
     whole_update = engine.files.write(mixed, engine.backend.policy_version + 1)
     update = replace(whole_update, digests={}, partial=True)
 
-    def keep(tensors, metadata):
-        return {n: t for n, t in tensors.items() if "k_proj" in n or "embed" in n}, metadata
+    def keep(tensors):
+        return {n: t for n, t in tensors.items() if "k_proj" in n or "embed" in n}
 
     await engine.backend.update_weights(rewrite(update, keep))
     save_hf(engine.folder / "mixed", SMALL, mixed)
@@ -147,8 +143,8 @@ async def test_a_partial_update_changes_what_it_names_and_nothing_else(engine: E
 async def test_a_whole_update_that_lacks_a_tensor_is_refused(
     engine: Engine,
 ):
-    def drop(tensors, metadata):
-        return {n: t for n, t in tensors.items() if "layers.1.mlp.up_proj" not in n}, metadata
+    def drop(tensors):
+        return {n: t for n, t in tensors.items() if "layers.1.mlp.up_proj" not in n}
 
     with raises(WeightUpdateError, value="1 of"):
         await engine.backend.update_weights(rewrite(engine.update(1), drop))
@@ -173,32 +169,30 @@ async def test_a_wrong_update_is_refused_and_the_old_weights_serve(
 
 async def test_an_update_without_a_probe_is_refused(engine: Engine):
     with pytest.raises(WeightUpdateError, match="no log-prob probe"):
-        await engine.backend.update_weights(
-            rewrite(engine.update(1), lambda t, m: (t, {"format": "pt"}))
-        )
+        await engine.backend.update_weights(engine.update(1, probe=None))
     await assert_serves(engine, 0)
 
 
-def stale(tensors, metadata):
+def stale(tensors):
     """One matrix is another, as if it had stayed that of the version before."""
     name = "model.layers.1.mlp.down_proj.weight"
-    return tensors | {name: tensors[name] * 1.02}, metadata
+    return tensors | {name: tensors[name] * 1.02}
 
 
-def stale_tied(tensors, metadata):
+def stale_tied(tensors):
     name = "model.embed_tokens.weight"
-    return tensors | {name: tensors[name] * 1.02}, metadata
+    return tensors | {name: tensors[name] * 1.02}
 
 
-def renamed(tensors, metadata):
+def renamed(tensors):
     """Right bytes under wrong names, as in SkyRL #1816."""
     gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
-    return tensors | {gate: tensors[up], up: tensors[gate]}, metadata
+    return tensors | {gate: tensors[up], up: tensors[gate]}
 
 
-def unwritten(tensors, metadata):
+def unwritten(tensors):
     """Numbers that nobody wrote, as in Tunix #2096."""
-    return {name: np.zeros_like(tensor) for name, tensor in tensors.items()}, metadata
+    return {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("spoil", [stale, stale_tied, renamed, unwritten])
@@ -250,7 +244,7 @@ async def test_what_is_broadcast_is_served_if_it_is_whole(engine: Engine):
 @pytest.mark.parametrize("spoil", [stale, renamed, unwritten])
 async def test_what_is_broadcast_and_not_the_learners_is_never_served(engine: Engine, spoil):
     with raises(WeightUpdateError, value="not the learner's"):
-        await send(engine, spoil(device_tensors(SMALL, small_params(1)), {})[0])
+        await send(engine, spoil(device_tensors(SMALL, small_params(1))))
     with raises(EngineDiedError, fix="send a whole update"):
         await engine.backend.generate(request("s", prompt_of(1, 8)))
     await engine.serve(1)

@@ -200,11 +200,7 @@ class RemoteBackend(ProxyBackend):
     # --- weights ----------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        if update.kind not in wire.REMOTE_PAYLOADS:
-            kinds = sorted(wire.REMOTE_PAYLOADS)
-            raise WeightUpdateError(
-                f"a remote backend takes weights of kind {kinds}, got {update.kind!r}"
-            )
+        update.require_kind(wire.REMOTE_PAYLOADS)
         arguments: dict[str, Any] = {
             "version": update.version,
             "kind": update.kind,
@@ -215,7 +211,7 @@ class RemoteBackend(ProxyBackend):
             arguments["probe"] = update.probe.to_json()
         location = await self._provide(update)
         await self._call("update_weights", **arguments, **location)
-        self.weights_fingerprint = "" if update.partial else update.fingerprint
+        self.weights_fingerprint = update.fingerprint
 
     async def _provide(self, update: WeightUpdate) -> dict[str, Any]:
         """Return where the server finds the weights, after uploading files that it cannot read."""
@@ -233,39 +229,33 @@ class RemoteBackend(ProxyBackend):
         if missing:
             raise WeightUpdateError(f"weight files do not exist: {missing}")
 
+        visible_files = []
         if self._may_share_disk:
-            sizes = [{"path": str(file), "size": file.stat().st_size} for file in files]
-            if await self._call("sees_files", files=sizes):
-                return {"paths": [str(file) for file in files]}
+            for file in files:
+                visible_files.append({"path": str(file), "size": file.stat().st_size})
+        deltas = update.deltas or {}
+        needed = await self._call("needed_files", files=visible_files, bases=[*deltas.values()])
+        if needed == wire.NO_FILES:
+            return {"paths": [str(file) for file in files]}
 
-        if update.deltas is None:
-            return {"upload": await self._upload(files)}
-        upload = await self._upload_deltas(update.deltas, update.digests)
-        if upload is None:
-            upload = await self._upload(files)
-        return {"upload": upload, "keep": True}
+        keep = update.deltas is not None  # the next version may be sent as what changes
+        if needed == wire.DELTAS:
+            upload = await self._upload([Path(delta) for delta in deltas], {})
+            if await self._call("apply_deltas", upload=upload, digests=dict(update.digests)):
+                return {"upload": upload, "keep": keep}
+        return {"upload": await self._upload(files, update.digests), "keep": keep}
 
-    async def _upload_deltas(
-        self, deltas: Mapping[str, str], digests: Mapping[str, str]
-    ) -> str | None:
-        """Send what changed.
+    async def _upload(self, files: Sequence[Path], digests: Mapping[str, str]) -> str:
+        """Send the bytes, file by file; return the name of the upload.
 
-        Returns:
-            The name of the upload; None if the server needs the complete files.
+        Args:
+            digests: by name of the file, where they are known.
         """
-        if not await self._call("holds_files", digests=list(deltas.values())):
-            return None
-        upload = await self._upload([Path(file) for file in deltas])
-        if not await self._call("apply_deltas", upload=upload, digests=dict(digests)):
-            return None
-        return upload
-
-    async def _upload(self, files: Sequence[Path]) -> str:
-        """Send the bytes, file by file; return the name of the upload."""
         upload = secrets.token_hex(16)
         for file in files:
             url = f"{self.url}/v1/uploads/{upload}/{file.name}"
-            headers = {wire.DIGEST_HEADER: await asyncio.to_thread(read_fingerprint, file)}
+            digest = digests.get(file.name) or await asyncio.to_thread(read_fingerprint, file)
+            headers = {wire.DIGEST_HEADER: digest}
             with file.open("rb") as stream, self._loss_is_an_error():
                 put = self._client().put(url, data=stream, headers=headers, allow_redirects=False)
                 async with put as response:

@@ -67,16 +67,16 @@ class _File(_Request):
     size: Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class SeesFilesRequest(_Request):
-    """``sees_files``."""
+class NeededFilesRequest(_Request):
+    """``needed_files``: what a client could avoid to upload.
+
+    Attributes:
+        files: the files of the update, if the server may see them.
+        bases: digests of the files that the client has deltas to.
+    """
 
     files: Annotated[list[_File], Field(max_length=MAX_FILES, fail_fast=True)]
-
-
-class HoldsFilesRequest(_Request):
-    """``holds_files``."""
-
-    digests: Annotated[list[Digest], Field(max_length=MAX_FILES, fail_fast=True)]
+    bases: Annotated[list[Digest], Field(max_length=MAX_FILES, fail_fast=True)]
 
 
 class ApplyDeltasRequest(_Request):

@@ -138,14 +138,7 @@ class RolloutServer:
             "pause": (requests.PauseRequest, lambda body: backend.pause(PauseMode(body.mode))),
             "resume": (requests.NoArguments, lambda body: backend.resume()),
             "update_weights": (requests.UpdateRequest, self._update_weights),
-            "sees_files": (
-                requests.SeesFilesRequest,
-                lambda body: self._shared.sees({file.path: file.size for file in body.files}),
-            ),
-            "holds_files": (
-                requests.HoldsFilesRequest,
-                lambda body: self._uploads.holds(body.digests),
-            ),
+            "needed_files": (requests.NeededFilesRequest, self._needed_files),
             "apply_deltas": (
                 requests.ApplyDeltasRequest,
                 lambda body: self._uploads.apply_deltas(body.upload, body.digests),
@@ -331,6 +324,14 @@ class RolloutServer:
             return _refuse(507, WeightUpdateError(f"{name} cannot be stored: {error}"))
         return web.json_response({"size": size})
 
+    async def _needed_files(self, body: requests.NeededFilesRequest) -> str:
+        """Return what a client has to upload before an update."""
+        if body.files and await self._shared.sees({file.path: file.size for file in body.files}):
+            return wire.NO_FILES
+        if self._uploads.holds(body.bases):
+            return wire.DELTAS
+        return wire.WHOLE_FILES
+
     async def _update_weights(self, body: requests.UpdateRequest) -> None:
         """Let the backend take weights from where the request says they are."""
         self._updating += 1
@@ -356,7 +357,7 @@ class RolloutServer:
             )
             await self._backend.update_weights(update)
 
-            self._weights = "" if update.partial else update.fingerprint
+            self._weights = update.fingerprint
             if body.upload and body.keep:
                 self._uploads.keep(body.upload, body.digests)
         finally:

@@ -9,21 +9,21 @@ newest update kept, to which the next delta is applied.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import re
 import shutil
 import stat
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.utils.files import SHARED_MEMORY, make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.fingerprints import read_fingerprint
-from jax_agent_rl.utils.weight_deltas import apply_delta, base_of, result_name
+from jax_agent_rl.utils.weight_deltas import apply_delta
 from jax_agent_rl.utils.weight_transfer import check_files
 
 logger = logging.getLogger(__name__)
@@ -66,119 +66,82 @@ class SharedDir:
         """Whether the configuration names a folder or bucket."""
         return self._folder is not None
 
-    async def files(self, paths: Any) -> list[str]:
+    async def files(self, paths: Sequence[str] | None) -> list[str]:
         """Return the paths of weight files, checked.
 
         Raises:
             WeightUpdateError: one is outside the folder, not a regular file, or reached through a
                 link.
         """
-        if not isinstance(paths, list) or not paths:
+        if not paths:
             raise WeightUpdateError(f"paths={paths!r}: must be a list of weight files")
+        await asyncio.to_thread(self._sizes, paths)
+        return list(paths)
 
-        def check_all() -> list[str]:
-            checked = []
-            for path in paths:
-                file, _ = self._checked(str(path))
-                checked.append(str(file))
-            return checked
-
-        return await asyncio.to_thread(check_all)
-
-    async def sees(self, sizes: Mapping[str, Any]) -> bool:
+    async def sees(self, sizes: Mapping[str, int]) -> bool:
         """Return whether weight files of these paths and sizes can be read.
 
         The answer reveals nothing about other files.
         """
+        try:
+            return await asyncio.to_thread(self._sizes, sizes) == list(sizes.values())
+        except WeightUpdateError:
+            return False
 
-        def compare_all() -> bool:
-            for path, expected_size in sizes.items():
-                try:
-                    _, size = self._checked(path)
-                except WeightUpdateError:
-                    return False
-                if size != expected_size:
-                    return False
-            return True
-
-        return await asyncio.to_thread(compare_all)
-
-    async def address(self, folder: Any) -> str:
+    async def address(self, folder: str) -> str:
         """Return the address of a version's folder, checked.
 
         Raises:
             WeightUpdateError: it is not below the configured folder or bucket.
         """
-        configured = self._folder if self._is_bucket else self._root
-        root_scheme, _, root = str(configured).rpartition("://")
-        scheme, _, path = str(folder).rpartition("://")
-        inner = path.removeprefix(root)
-        is_below = (
-            PurePosixPath(path).is_relative_to(root)
-            and _BELOW.fullmatch(inner)
-            and ".." not in inner.split("/")
-        )
+        configured = str(self._folder if self._is_bucket else self._root)
+        root_scheme, _, root = configured.rpartition("://")
+        scheme, _, path = folder.rpartition("://")
         has_root_scheme = (scheme or "file") == (root_scheme or "file")
-        if self._folder is None or not has_root_scheme or not is_below:
-            raise self._elsewhere(str(folder))
-
+        is_below = PurePosixPath(path).is_relative_to(root)
+        has_plain_name = _BELOW.fullmatch(path.removeprefix(root)) and ".." not in path.split("/")
+        if self._folder is None or not (has_root_scheme and is_below and has_plain_name):
+            raise self._elsewhere(folder)
         if not self._is_bucket:
-            folders = PurePosixPath(path).relative_to(root).parts
-            descriptor = await asyncio.to_thread(self._walk, folders, path)
-            os.close(descriptor)
-        return str(folder)
+            await asyncio.to_thread(self._status, path)
+        return folder
 
-    def _checked(self, path: str) -> tuple[Path, int]:
-        """Return a file's path and size. It is opened without following links or blocking."""
-        inner = PurePosixPath(path)
-        if self._is_bucket or not inner.is_relative_to(self._root) or inner.suffix != _SUFFIX:
-            raise self._elsewhere(path)
-        *folders, name = inner.relative_to(self._root).parts
-        if self._folder is None and (len(folders) != 1 or not _PUBLISHED.fullmatch(folders[0])):
-            raise self._elsewhere(path)
-
-        try:
-            folder = self._walk(folders, path)
-            try:
-                file = os.open(
-                    name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
-                )
-            finally:
-                os.close(folder)
-            try:
-                status = os.fstat(file)
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise WeightUpdateError(
-                f"weight file {path} cannot be read: {error.strerror}"
-            ) from None
-        if not stat.S_ISREG(status.st_mode):
-            raise WeightUpdateError(f"weight file {path} is not a regular file")
-        return Path(inner), status.st_size
-
-    def _walk(self, folders: Sequence[str], path: str) -> int:
-        """Return a descriptor of a folder below the root, which is reached without links."""
-        if ".." in folders:
-            raise self._elsewhere(path)
-        try:
-            folder = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            for name in folders:
-                try:
-                    subfolder = os.open(
-                        name,
-                        os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC,
-                        dir_fd=folder,
-                    )
-                finally:
-                    os.close(folder)
-                folder = subfolder
-            if self._folder is None and os.fstat(folder).st_uid != os.geteuid():
-                os.close(folder)
+    def _sizes(self, paths: Iterable[str]) -> list[int]:
+        """Return the sizes of weight files, checked without opening them: a pipe would block."""
+        sizes = []
+        for path in paths:
+            if self._is_bucket or PurePosixPath(path).suffix != _SUFFIX:
                 raise self._elsewhere(path)
+            status = self._status(path)
+            if not stat.S_ISREG(status.st_mode):
+                raise WeightUpdateError(f"weight file {path} is not a regular file")
+            sizes.append(status.st_size)
+        return sizes
+
+    def _status(self, path: str) -> os.stat_result:
+        """Return the status of a file or folder below the root that is reached without links."""
+        if not PurePosixPath(path).is_relative_to(self._root):
+            raise self._elsewhere(path)
+        names = PurePosixPath(path).relative_to(self._root).parts
+        # Before anything is looked at, lest the error tell what else is in shared memory.
+        is_published = len(names) == 2 and _PUBLISHED.fullmatch(names[0])
+        if ".." in names or (self._folder is None and not is_published):
+            raise self._elsewhere(path)
+
+        place = self._root
+        try:
+            for name in names:
+                place /= name
+                if place.is_symlink():
+                    raise self._elsewhere(path)
+            if self._folder is None and place.parent.stat().st_uid != os.geteuid():
+                raise self._elsewhere(path)
+            status = place.stat()
+            if not os.access(place, os.R_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise WeightUpdateError(f"weights at {path} cannot be read: {error.strerror}") from None
-        return folder
+        return status
 
     def _elsewhere(self, path: str) -> WeightUpdateError:
         where = self._folder or f"{SHARED_MEMORY}/jax_agent_rl-weights-*"
@@ -276,7 +239,7 @@ class Uploads:
             raise WeightUpdateError(f"there is no upload {upload!r}; send the files again")
         return [str(file) for file in sorted(self._uploads[upload].folder.iterdir())]
 
-    async def holds(self, digests: Sequence[str]) -> bool:
+    def holds(self, digests: Sequence[str]) -> bool:
         """Return whether deltas of files with these digests can be applied.
 
         If not, make room for complete files.
@@ -286,7 +249,7 @@ class Uploads:
         self._delete_bases()
         return False
 
-    async def apply_deltas(self, upload: str, digests: Mapping[str, Any]) -> bool:
+    async def apply_deltas(self, upload: str, digests: Mapping[str, str]) -> bool:
         """Apply an upload's deltas to the kept files, and replace both by the resulting files.
 
         Args:
@@ -301,13 +264,13 @@ class Uploads:
         """
         deltas = [Path(file) for file in self.files(upload)]
         state = self._uploads[upload]
-        bases = dict(self._bases)
-        expected_digests = {str(name): str(digest) for name, digest in digests.items()}
         state.num_busy += 1
         try:
-            added_bytes = await asyncio.to_thread(_apply_deltas, deltas, bases)
-            state.size += added_bytes
-            await asyncio.to_thread(check_files, self.files(upload), expected_digests)
+            for delta in deltas:
+                await asyncio.to_thread(apply_delta, delta, self._bases)
+            files = self.files(upload)
+            await asyncio.to_thread(check_files, files, digests)
+            state.size = sum(Path(file).stat().st_size for file in files)
         except (WeightUpdateError, OSError) as error:
             logger.warning("the whole weights are needed instead of what changed: %s", error)
             self.drop(upload)
@@ -402,24 +365,3 @@ class Uploads:
                     pending.clear()
             await asyncio.to_thread(out.write, pending)
         return size
-
-
-def _apply_deltas(deltas: Sequence[Path], bases: Mapping[str, Path]) -> int:
-    """Replace deltas and their bases by the files they make; return how much larger these are.
-
-    The difference, in bytes, is to the deltas alone: a base is not part of their upload.
-    """
-    added_bytes = 0
-    for delta in deltas:
-        digest = base_of(delta)
-        if digest not in bases:
-            raise WeightUpdateError(
-                f"{delta.name} changes a file with the digest {digest}, which this server lacks"
-            )
-        base = bases[digest]
-        result = delta.with_name(result_name(delta))
-        apply_delta(base, delta, result)
-        added_bytes += result.stat().st_size - delta.stat().st_size
-        base.unlink()
-        delta.unlink()
-    return added_bytes

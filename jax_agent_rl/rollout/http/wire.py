@@ -41,7 +41,7 @@ from jax_agent_rl.types.routed_experts import routed_from_json, routed_to_json
 from jax_agent_rl.types.token_ids import ID_BOUND
 from jax_agent_rl.utils.media import as_frames, as_image
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 PROTOCOL_HEADER = "X-Rollout-Protocol"
 INSTANCE_HEADER = "X-Rollout-Instance"
 DIGEST_HEADER = "X-Content-Digest"
@@ -63,6 +63,11 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 _SEQUENCES = ("token_ids", "log_probs", "policy_versions", "constrained", "supports")
 REMOTE_PAYLOADS = frozenset({FILES, SHARDS, MESH})
+
+# What a server needs to be sent of an update in files.
+NO_FILES = "none"
+DELTAS = "deltas"
+WHOLE_FILES = "files"
 
 
 def line(message: Mapping[str, Any]) -> bytes:

@@ -28,11 +28,12 @@ from jax_agent_rl.testing.conformance.models import (
     Reference,
     TransformersReference,
     decoder,
+    logprob_probe,
     read_tokenizer,
     weight_files,
-    with_probe,
 )
 from jax_agent_rl.utils.plugins import installed, load_installed
+from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 if TYPE_CHECKING:
     from jax_agent_rl.models.layers import EightBits
@@ -67,6 +68,8 @@ class BackendUnderTest:
         payload: maps (kind, weight set) to the payload of a ``WeightUpdate`` of that kind. The
             payload of ``MIXED`` holds only the parameters that differ from ``BASE``; it is
             requested with ``Capabilities.partial_update``.
+        probe: maps a weight set to the ``WeightUpdate.probe`` of its updates of all kinds but
+            ``arrays``; None: they have none.
         vocab_size: ids are in [0, vocab_size).
         eos_ids: ids that end a generation.
         decode_text: decodes ids as the backend does; None without a tokenizer.
@@ -85,6 +88,7 @@ class BackendUnderTest:
     payload: Callable[[str, str], Any]
     vocab_size: int
     eos_ids: frozenset[int]
+    probe: Callable[[str], LogprobProbe] | None = None
     decode_text: Callable[[Sequence[int]], str] | None = None
     ending_prompts: tuple[tuple[int, ...], ...] = ()
     media: MediaTokens | None = None
@@ -190,18 +194,16 @@ def describe(
             folder = folders.weights(which)
             if which == MIXED:
                 folder = folder / "partial"
-            return with_probe(
-                weight_files(folder),
-                which,
-                reference=reference,
-                vocab_size=vocab_size,
-                folder=folders.scratch,
-            )
+            return weight_files(folder)
         if kind == "tensorstore":
             return _stored(folders.weights(which), folders.scratch / which)
         if payload is None:
             raise ConfigError(f"{name}: there is no payload of kind {kind!r} to test with")
         return payload(kind, which)
+
+    @functools.cache
+    def make_probe(which: str) -> LogprobProbe:
+        return logprob_probe(which, reference=reference, vocab_size=vocab_size)
 
     tokenizer = read_tokenizer(folders.base)
     return BackendUnderTest(
@@ -209,6 +211,7 @@ def describe(
         make=make,
         reference=reference,
         payload=make_payload,
+        probe=make_probe,
         vocab_size=vocab_size,
         eos_ids=_eos_ids(folders.base),
         decode_text=decoder(tokenizer),
@@ -278,8 +281,7 @@ def _stored(model: Path, folder: Path) -> str:
 
     address = stored.version_folder(str(folder), 0)
     _, params = load_hf(model)
-    stored.write_part(address, params, part=0)
-    stored.publish(address, parts=1)
+    stored.store(address, params)
     return address
 
 

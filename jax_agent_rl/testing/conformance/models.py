@@ -178,28 +178,17 @@ def weight_files(folder: Path) -> list[str]:
     return [str(file) for file in sorted(folder.glob("*.safetensors"))]
 
 
-def with_probe(
-    files: list[str], which: str, *, reference: Reference, vocab_size: int, folder: Path
-) -> list[str]:
-    """Return the payload of a ``safetensors`` update: weight files, and one with a log-prob probe.
+def logprob_probe(which: str, *, reference: Reference, vocab_size: int) -> LogprobProbe:
+    """Return a sequence of random ids with the log-probs that a weight set gives them.
 
     Args:
-        files: safetensors files of the weights.
-        which: the weight set that the engine holds after the update.
-        reference: computes the probe's log-probs.
+        reference: computes the log-probs.
         vocab_size: ids are in [0, vocab_size).
-        folder: where the probe's file is written.
     """
-    from safetensors.numpy import save_file
-
-    file = folder / f"probe-{which}.safetensors"
-    if not file.is_file():
-        ids = np.random.default_rng(0).integers(0, vocab_size, _PROBE_LENGTH).tolist()
-        scores_TV = log_softmax(reference.logits(ids[:-1], weights=which))
-        log_probs = scores_TV[np.arange(len(ids) - 1), ids[1:]].tolist()
-        probe = LogprobProbe(ids=(tuple(ids),), log_probs=(tuple(log_probs),))
-        save_file({}, file, metadata=probe.to_metadata())
-    return [*files, str(file)]
+    ids = np.random.default_rng(0).integers(0, vocab_size, _PROBE_LENGTH).tolist()
+    scores_TV = log_softmax(reference.logits(ids[:-1], weights=which))
+    log_probs = scores_TV[np.arange(len(ids) - 1), ids[1:]].tolist()
+    return LogprobProbe(ids=(tuple(ids),), log_probs=(tuple(log_probs),))
 
 
 def _save(tensors: dict[str, np.ndarray], file: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jax_agent_rl.rollout.protocol import (
+    ARRAYS,
     Capabilities,
     GenerateRequest,
     RolloutBackend,
@@ -201,8 +202,16 @@ class Probe:
             kind = sorted(self.capabilities.weight_payloads)[0]
         if version is None:
             version = self.backend.policy_version + 1
-        payload = self.subject.payload(kind, which)
-        return WeightUpdate(version=version, kind=kind, payload=payload, partial=which == MIXED)
+        logprob_probe = None
+        if kind != ARRAYS and self.subject.probe is not None:
+            logprob_probe = self.subject.probe(which)
+        return WeightUpdate(
+            version=version,
+            kind=kind,
+            payload=self.subject.payload(kind, which),
+            partial=which == MIXED,
+            probe=logprob_probe,
+        )
 
     async def serve(self, which: str, *, kind: str | None = None) -> int:
         """Update the backend to a weight set and return its version."""

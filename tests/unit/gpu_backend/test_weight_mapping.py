@@ -12,13 +12,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gpu_backend.settings import VllmSettings
-from gpu_backend.weight_mapping import Checkpoint, read_shapes, update_shapes
+from gpu_backend.weight_mapping import Checkpoint, read_shapes
 from gpu_backend.weight_updates import WeightUpdater
-from jax_agent_rl.errors import ConfigError, WeightUpdateError
+from jax_agent_rl.errors import ConfigError, ModelError, WeightUpdateError
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.runtime.transports import FileTransport
-from jax_agent_rl.utils.weight_transfer import LogprobProbe, read_probe
+from jax_agent_rl.utils.weight_transfer import LogprobProbe
 from tests.messages import raises
 from tests.tiny import TINY, logprobs_of, tiny_params
 
@@ -43,12 +43,8 @@ def updater(checkpoint: Checkpoint) -> WeightUpdater:
     return WeightUpdater(None, checkpoint, settings, "cpu")
 
 
-def write(path: Path, shapes: dict, metadata: dict | None = None) -> str:
-    save_file(
-        {name: np.zeros(shape, np.float32) for name, shape in shapes.items()},
-        path,
-        metadata=metadata,
-    )
+def write(path: Path, shapes: dict) -> str:
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, path)
     return str(path)
 
 
@@ -221,25 +217,22 @@ def test_a_damaged_file_is_named(tmp_path: Path):
     content = path.read_bytes()
     for damaged in (b"", b"\xff" * 20, content[:-4], content[:30]):
         path.write_bytes(damaged)
-        with raises(WeightUpdateError, key="weights.safetensors"):
-            read_shapes(path)
-    with pytest.raises(WeightUpdateError, match="nowhere"):
-        read_shapes(tmp_path / "nowhere")
+        with raises(ModelError, key="weights.safetensors"):
+            read_shapes([path])
+    with raises(ModelError, key="nowhere"):
+        read_shapes([tmp_path / "nowhere"])
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path):
     paths = [write(tmp_path / name, {"a": (2,)}) for name in ("one", "two")]
-    with raises(WeightUpdateError, key="a", value="two files"):
-        update_shapes(paths)
+    with raises(ModelError, key="two", value="'a'"):
+        read_shapes(paths)
 
 
-def test_a_probe_travels_in_a_files_metadata(tmp_path: Path):
-    path = write(tmp_path / "w", {"a": (2,)}, PROBE.to_metadata())
-    assert (update_shapes([path]), read_probe([path])) == ({"a": (2,)}, PROBE)
-    assert read_probe([write(tmp_path / "x", {"a": (2,)})]) is None
-    bad = write(tmp_path / "y", {"a": (2,)}, {"logprob_probe": '{"ids": [[1]]}'})
-    with raises(WeightUpdateError, key="probe", value="damaged"):
-        read_probe([bad])
+def test_a_probe_travels_as_json():
+    assert LogprobProbe.from_json(json.loads(json.dumps(PROBE.to_json()))) == PROBE
+    with pytest.raises(ValueError):
+        LogprobProbe.from_json({"ids": [[1]], "log_probs": [[]]})
 
 
 @pytest.mark.parametrize("ids", [(), ((1,),)])
@@ -296,11 +289,13 @@ def test_the_learner_writes_all_weights_in_shards_with_its_own_log_probs(
     ids = [7, 8, 9, 10, 3]
     files = FileTransport(TINY, probe_ids=[ids], folder=tmp_path, shard_bytes=6000)
     first = files.write(params, 1).payload
-    second = files.write(params, 2).payload
-    checkpoint.check(update_shapes(second), partial=False)
-    probe = read_probe(second)
+    update = files.write(params, 2)
+    second = update.payload
+    checkpoint.check(read_shapes(second), partial=False)
+    probe = update.probe
     assert len(second) > 2
     assert not any(Path(path).exists() for path in first)
+    assert probe is not None
     np.testing.assert_allclose(probe.log_probs[0], logprobs_of(params, ids[:1], ids[1:]), atol=2e-5)
     files.release()
     assert not list(tmp_path.iterdir())

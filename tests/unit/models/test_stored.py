@@ -26,8 +26,7 @@ HERE = jax.tree.map(
 
 def write(root: Path, version: int, seed: int) -> tuple[str, str]:
     folder = stored.version_folder(str(root), version)
-    stored.write_part(folder, tiny_params(seed), part=0)
-    return folder, stored.publish(folder, parts=1)
+    return folder, stored.store(folder, tiny_params(seed))
 
 
 def read(folder: str, digest: str | None) -> dict:
@@ -76,6 +75,33 @@ def test_a_chunk_or_manifest_that_is_another_is_refused_by_name(tmp_path: Path):
     jax.tree.map(np.testing.assert_array_equal, read(other_folder, other_digest), tiny_params(2))
 
 
+def test_a_scalar_comes_back(tmp_path: Path):
+    params = {"scale": jnp.float32(2.5)}
+    folder = stored.version_folder(str(tmp_path), 1)
+    digest = stored.store(folder, params)
+    found = stored.StoredParams(folder, manifest_digest=digest).read(
+        {"scale": ()}, dtype=jnp.float32, shardings={"scale": params["scale"].sharding}
+    )
+    assert found == params
+
+
+def test_a_chunk_that_its_manifest_misdescribes_is_refused(tmp_path: Path):
+    folder, _ = write(tmp_path, 1, seed=1)
+    manifest = tmp_path / "v1" / stored.MANIFEST
+    entries = json.loads(manifest.read_text())
+    for wrong in ({"dtype": "nothing"}, {"dtype": "float16"}):
+        manifest.write_text(json.dumps(entries | {"embed": entries["embed"] | wrong}))
+        with raises(WeightUpdateError, key="embed/c/0/0"):
+            read(folder, None)
+
+
+def test_a_version_below_any_folder_is_removed(tmp_path: Path):
+    folder, _ = write(tmp_path / "100%25", 1, seed=1)  # TensorStore reads an address as a URL
+    assert list(tmp_path.rglob(stored.MANIFEST))
+    stored.remove(folder)
+    assert not list(tmp_path.rglob("v1"))
+
+
 def test_another_models_parameters_are_refused_with_both_shapes(tmp_path: Path):
     folder, digest = write(tmp_path, 1, seed=1)
     shapes = {**SHAPES, "final_norm": (33,)}
@@ -100,8 +126,7 @@ model = replace(TINY, vocab_size=96, num_heads=8)
 shapes, params = model.parameter_shapes(), tiny_params(config=model)
 mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 folder = stored.version_folder(sys.argv[1], 1)
-stored.write_part(folder, jax.tree.map(place, params, parameter_shardings(mesh, shapes)), part=0)
-digest = stored.publish(folder, parts=1)
+digest = stored.store(folder, jax.tree.map(place, params, parameter_shardings(mesh, shapes)))
 for tensor in (1, 4):
     mesh = make_engine_mesh(EngineMeshConfig(tensor=tensor), device_offset=3)
     places = learner_shardings(model, mesh)

@@ -37,6 +37,7 @@ from jax_agent_rl.rollout.http.wire import decode_request, encode_request
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
+from jax_agent_rl.utils.fingerprints import read_fingerprint
 from jax_agent_rl.utils.media import as_frames, as_image
 from jax_agent_rl.utils.network import is_loopback
 from tests.messages import raises
@@ -104,15 +105,16 @@ async def test_a_client_with_a_wrong_token_reads_which_key_to_check():
 
 
 async def test_another_protocol_version_is_refused_with_both_numbers(monkeypatch):
+    ours = f"protocol {wire.PROTOCOL_VERSION}"
     async with served() as (_, http, _remote):
         for headers in ({}, {wire.PROTOCOL_HEADER: "0"}):
             async with send(http.url, headers=headers) as response:
                 assert response.status == 426
-                assert "protocol 7" in (await response.json())["error"]["message"]
+                assert ours in (await response.json())["error"]["message"]
         with monkeypatch.context() as patch:
             patch.setattr(wire, "PROTOCOL_VERSION", 4)
             old = RemoteBackend(http.url)
-        with raises(BackendError, value=("protocol 7", "client 4")):
+        with raises(BackendError, value=(ours, "client 4")):
             await old.start()
 
 
@@ -481,7 +483,7 @@ async def test_digests_go_with_the_update_to_the_backend_that_checks_them(
             seen_digests.append(update.digests)
 
         monkeypatch.setattr(inner, "update_weights", take)
-        digests = {"w.safetensors": "xxh3_128:0"}
+        digests = {"w.safetensors": read_fingerprint(file)}
         await remote.update_weights(
             WeightUpdate(version=1, kind="safetensors", payload=[file], digests=digests)
         )

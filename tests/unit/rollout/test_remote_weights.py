@@ -103,7 +103,8 @@ async def test_only_regular_weight_files_below_the_folder_are_opened(tree: Path,
     ):
         async with asyncio.timeout(30):  # a pipe nobody writes to has no end
             files = [{"path": named, "size": 6}]
-            assert (await ask(http.url, "sees_files", files=files))["result"] is False
+            answer = await ask(http.url, "needed_files", files=files, bases=[])
+            assert answer["result"] == wire.WHOLE_FILES
             answer = await ask(
                 http.url,
                 "update_weights",

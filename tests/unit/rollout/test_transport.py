@@ -93,3 +93,13 @@ def test_a_kind_that_the_engine_does_not_take_does_not_pass():
     engine = ToyBackend(weight_payloads=frozenset({"safetensors"}))
     backend = fetching(engine, OBJECT_STORE, Transport().fetch, passes=BROADCAST)
     assert backend.capabilities.weight_payloads == {OBJECT_STORE}
+
+
+async def test_a_kind_passes_to_an_engine_that_leaves_its_declaration_to_the_sender():
+    """An engine in a Ray actor takes broadcasts, and the process that sends them declares it."""
+    engine = Engine()
+    backend = fetching(engine, OBJECT_STORE, Transport().fetch, passes=BROADCAST)
+    sent = update(BROADCAST, 1)
+    await backend.update_weights(sent)
+    assert engine.updates == [sent]
+    assert BROADCAST not in backend.capabilities.weight_payloads

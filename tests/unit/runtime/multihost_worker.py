@@ -62,7 +62,11 @@ def lead(local_learner: Learner, job: dict) -> None:
 def share_read_back(learner: Learner | LeadingLearner, initial: Learner, job: dict) -> float:
     """Return the share of stored parameters that this process reads; check every value."""
     folder = stored.version_folder(job["out"] + ".stored", 1)
-    reader = stored.StoredParams(folder, manifest_digest=learner.store(folder, "float32"))
+    if isinstance(learner, LeadingLearner):
+        digest = learner.store(folder, "float32")
+    else:
+        digest = stored.store(folder, learner.params)
+    reader = stored.StoredParams(folder, manifest_digest=digest)
     shardings = jax.tree.map(lambda x: x.sharding, initial.params)
     params = reader.read(MODEL.parameter_shapes(), dtype=np.dtype(np.float32), shardings=shardings)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(initial.params), strict=True):

@@ -13,13 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.utils.fingerprints import read_fingerprint
-from jax_agent_rl.utils.weight_deltas import (
-    apply_delta,
-    base_of,
-    delta_path,
-    result_name,
-    write_delta,
-)
+from jax_agent_rl.utils.weight_deltas import apply_delta, delta_path, write_delta
 from tests.examples import examples
 from tests.messages import raises
 
@@ -56,13 +50,14 @@ def test_the_result_is_the_new_file_byte_for_byte(
     new = write(tmp_path / "v2.safetensors", stepped(numbers, share), probe="of another length")
     delta = write_delta(old, read_fingerprint(old), new)
     assert delta == delta_path(new)
-    assert result_name(delta) == new.name
-    assert base_of(delta) == read_fingerprint(old)
-    apply_delta(old, delta, tmp_path / "result")
-    assert (tmp_path / "result").read_bytes() == new.read_bytes()
     # 1.5 % of the numbers, 4 bytes each at most (a gap and a change, where the whole file has 2
     # bytes per number).
     assert share > 0.015 or delta.stat().st_size < 0.06 * new.stat().st_size
+    content = new.read_bytes()
+    new.unlink()
+    apply_delta(delta, {"of another": tmp_path, read_fingerprint(old): old})
+    assert new.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [new], "the delta and the old file are gone"
 
 
 @settings(
@@ -85,8 +80,9 @@ def test_any_words_may_change(tmp_path: Path, old: bytes, edits: dict[int, int])
     for file, words in zip(files, (old_words, new_words), strict=True):
         write(file, words)
     if (delta := write_delta(files[0], "d", files[1])) is not None:
-        apply_delta(files[0], delta, tmp_path / "result")
-        np.testing.assert_array_equal(load_file(tmp_path / "result")["b"], new_words[16:])
+        files[1].unlink()
+        apply_delta(delta, {"d": files[0]})
+        np.testing.assert_array_equal(load_file(files[1])["b"], new_words[16:])
 
 
 def test_where_most_numbers_changed_or_the_sizes_differ_there_is_no_delta(
@@ -142,22 +138,35 @@ def test_a_damaged_delta_is_refused_and_never_expanded_beyond_its_numbers(
     old = write(tmp_path / "v1.safetensors", numbers)
     changed = numbers.copy()
     changed[[3, 5, 7]] = 1.5
-    delta = write_delta(old, "d", write(tmp_path / "v2.safetensors", changed))
+    new = write(tmp_path / "v2.safetensors", changed)
+    delta = write_delta(old, "d", new)
     assert delta is not None
+    new.unlink()
     spoil(delta)
     with raises(WeightUpdateError, **named):
-        apply_delta(old, delta, tmp_path / "result")
-    assert not (tmp_path / "result").exists()
+        apply_delta(delta, {"d": old})
+    assert not new.exists()
+
+
+def test_a_delta_of_a_file_that_is_not_there_is_refused(tmp_path: Path, numbers: np.ndarray):
+    old = write(tmp_path / "v1.safetensors", numbers)
+    delta = write_delta(old, "d", write(tmp_path / "v2.safetensors", stepped(numbers, 0.01)))
+    assert delta is not None
+    with raises(WeightUpdateError, key="v2.delta.safetensors", value="d", fix="the whole file"):
+        apply_delta(delta, {"other": old})
 
 
 def test_a_result_from_another_base_has_another_digest(tmp_path: Path, numbers: np.ndarray):
     """What the receiver's check of the result finds."""
     old = write(tmp_path / "v1.safetensors", numbers)
     new = write(tmp_path / "v2.safetensors", stepped(numbers, 0.01))
-    delta = write_delta(old, read_fingerprint(old), new)
+    base = read_fingerprint(old)
+    delta = write_delta(old, base, new)
     assert delta is not None
     with old.open("r+b") as stream:
         stream.seek(-2, os.SEEK_END)
         stream.write(b"\xff\x00")
-    apply_delta(old, delta, tmp_path / "result")
-    assert read_fingerprint(tmp_path / "result") != read_fingerprint(new)
+    digest = read_fingerprint(new)
+    new.unlink()
+    apply_delta(delta, {base: old})
+    assert read_fingerprint(new) != digest
