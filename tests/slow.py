@@ -366,7 +366,7 @@ NIGHTLY = {
     "e2e/test_resume.py::test_twenty_steps_are_ten_a_kill_and_ten_more[ppo": "forty steps of PPO; `--all` has forty of GRPO",
     "e2e/test_task_examples.py::test_an_example_with_a_tool_server_calls_it_and_learns_from_it[python_agent]": "trains 135M parameters; `--all` has the SQL agent",
     "e2e/test_task_examples.py::test_an_example_with_a_tool_server_calls_it_and_learns_from_it[search_agent]": "trains 135M parameters; `--all` has the SQL agent",
-    "e2e/test_tpu_pod_run.py::test_a_managed_job_on_two_hosts_continues_after_a_recovery_with_every_step_once": "two runs of two hosts; `--all` has one that loses its slice",
+    "e2e/test_tpu_pod_run.py::test_a_managed_job_on_two_hosts_recovers_with_every_step_once": "two runs of two hosts; `--all` has one that loses its slice",
     "unit/agents/test_clients.py::test_an_unmodified_agent_is_one_exact_trajectory_that_is_trained_on[smolagents]": "takes long to import; `--all` has the other clients",
     "unit/agreement/test_faults_by_kind.py::test_a_tensor_that_is_used_wrongly_is_named_by_log_probs_alone[experts]": "compiles experts for every hypothesis",
     "unit/deploy/plan/test_search.py::test_more_tokens_at_once_and_more_kept_of_them_take_more": "compiles many programs for TPUs",

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from jax_agent_rl.models.hf import save_hf
+from jax_agent_rl.observe.run_dir import read_records
 from tests.tiny_chat import CONFIG, params, tokenizer
 
 REWARD = """
@@ -84,3 +85,14 @@ def tiny_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump({"run_dir": str(folder / "run"), **tree}))
     return file
+
+
+def step_records(run: Path) -> list[dict[str, Any]]:
+    """Return what the metrics of a run say of its steps."""
+    return [record for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"]
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Return the steps of a run's checkpoints."""
+    names = [folder.name for folder in (run / "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if name.isdigit())

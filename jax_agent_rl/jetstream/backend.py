@@ -130,7 +130,7 @@ class JetStreamBackend:
         self._streams: dict[str, ChunkSink] = {}
         self._preparing: dict[str, asyncio.Event] = {}  # requests that are not queued yet
         self._thread = EngineThread(self._fail_streams)
-        self.core = EngineCore(self._thread, self._make_scheduler, self._weights, version=version)
+        self.core = EngineCore(self._thread, self.make_scheduler, self._weights, version=version)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -169,7 +169,7 @@ class JetStreamBackend:
     async def close(self) -> None:
         await self._thread.close()
 
-    def _make_scheduler(self) -> Scheduler:
+    def make_scheduler(self) -> Scheduler:
         """Create the engine and its scheduler, in the engine's thread."""
         engine = self._make_engine()
         params = engine.load_params(self._take_initial_params())

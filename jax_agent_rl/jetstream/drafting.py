@@ -121,7 +121,7 @@ class SuffixIndex:
 
     def draft(self, ids: Sequence[int], uniforms: Sequence[float]) -> Draft:
         """Return an id for each random number, as far as a suffix of the context is known."""
-        context = np.asarray(ids[-MATCHES[0] :], np.int32).tobytes()
+        context = _context_of(ids)
         draft = Draft([], [])
         for number in uniforms:
             match, following = self._longest_match(context)
@@ -134,6 +134,11 @@ class SuffixIndex:
             context = context[-(MATCHES[0] - 1) * _BYTES :] + token.to_bytes(_BYTES, "little")
         return draft
 
+    def draws_after(self, ids: Sequence[int]) -> list[Draw]:
+        """Return the draws after the longest known suffix of a context, by random number."""
+        _, following = self._longest_match(_context_of(ids))
+        return following
+
     def _longest_match(self, context: bytes) -> tuple[int, list[Draw]]:
         """Return the length of the longest known suffix and the draws after it, if any."""
         for match in MATCHES:
@@ -141,6 +146,11 @@ class SuffixIndex:
             if following is not None and match * _BYTES <= len(context):
                 return match, following
         return 0, []
+
+
+def _context_of(ids: Sequence[int]) -> bytes:
+    """Return the end of a context, as far as it is matched."""
+    return np.asarray(ids[-MATCHES[0] :], np.int32).tobytes()
 
 
 def _contexts(part: bytes, draws: Sequence[Draw]) -> list[tuple[bytes, Draw]]:
@@ -230,10 +240,14 @@ def look_up(prompt: Sequence[int], ids: Sequence[int], count: int) -> Draft:
 
 
 class LookupDrafter:
-    """The drafter of the module docstring: what was drawn first, then the prompt."""
+    """The drafter of the module docstring: what was drawn first, then the prompt.
+
+    Attributes:
+        index: what requests have drawn.
+    """
 
     def __init__(self) -> None:
-        self._index = SuffixIndex()
+        self.index = SuffixIndex()
         self._uniform = jax.jit(uniform)
         self._device = _host()
         # The random numbers of each id to sample, as far as they were computed.
@@ -245,7 +259,7 @@ class LookupDrafter:
         for run in runs:
             tail = run.tail(MATCHES[0])
             begin = len(run.token_ids)
-            draft = self._index.draft(tail, self._numbers(run, begin, begin + count))
+            draft = self.index.draft(tail, self._numbers(run, begin, begin + count))
             if not draft.ids:
                 draft = look_up(run.request.prompt_ids, tail, count)
             drafts.append(draft)
@@ -257,7 +271,7 @@ class LookupDrafter:
         numbers = self._numbers(run, begin, end)
         chances = map(math.exp, run.log_probs[begin:])
         draws = [*map(Draw, numbers, run.token_ids[begin:], chances)]
-        self._index.add(run.tail(MATCHES[0] + new), draws)
+        self.index.add(run.tail(MATCHES[0] + new), draws)
 
     def _numbers(self, run: RunningRequest, begin: int, end: int) -> list[float]:
         """Return the random numbers of ids that a request samples."""

@@ -52,6 +52,8 @@ BURST_GAP_SECONDS = 0.001
 """An idle engine starts once no request has come for this long."""
 BURST_SECONDS = 0.02
 """An idle engine starts this long after the first request at the latest."""
+THREAD_NAME = "jetstream-engine"
+"""Name of an engine's thread."""
 ChunkSink = asyncio.Queue[TokenChunk | Exception]
 """Output of one submission. Request ids may be reused, so they cannot identify it."""
 
@@ -79,7 +81,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(
-            target=self._run, args=(core, started), name="jetstream-engine", daemon=True
+            target=self._run, args=(core, started), name=THREAD_NAME, daemon=True
         )
         self._thread.start()
         await started

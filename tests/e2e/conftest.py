@@ -48,7 +48,9 @@ def small_model(tmp_path_factory) -> Path:
     tokenizer = json.loads(file.read_text())
     bpe = tokenizer["model"]
     bpe["vocab"] = {token: i for token, i in bpe["vocab"].items() if i < VOCABULARY}
-    bpe["merges"] = [[left, right] for left, right in bpe["merges"] if left + right in bpe["vocab"]]
+    bpe["merges"] = [
+        [first, second] for first, second in bpe["merges"] if first + second in bpe["vocab"]
+    ]
     file.write_text(json.dumps(tokenizer))
     return folder
 

@@ -49,15 +49,17 @@ def test_an_example_trains_with_every_trajectory_accounted_for(
     config = ROOT / "examples" / name / "config.yaml"
     agent = yaml.safe_load(config.read_text())["agent"]["default_agent"]
     train, heldout = prepare_calculator(tmp_path / "data", train=24, heldout=4, agent_name=agent)
-    places = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", f"data.train={train}"]
-    command = [*python(), *COMMAND, "train", str(config), *places, f"data.eval={heldout}", *SMALL]
+    paths = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", f"data.train={train}"]
+    command = [*python(), *COMMAND, "train", str(config), *paths, f"data.eval={heldout}", *SMALL]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT
     )
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["started"] == summary["trained"] == 8 and summary["dropped"] == {}
-    assert summary["token_drift"] == 0 and summary["max_logprob_gap"] <= 1e-3
+    assert summary["started"] == summary["trained"] == 8
+    assert summary["dropped"] == {}
+    assert summary["token_drift"] == 0
+    assert summary["max_logprob_gap"] <= 1e-3
     assert {r["agent_name"] for r in read_records(tmp_path / "run" / "trajectories.jsonl")} == {
         agent
     }
@@ -76,7 +78,7 @@ def test_a_program_in_the_sandbox_trains_on_task_folders(small_model: Path, tmp_
         "2",
     ]
     subprocess.run([*prepare, "--heldout", "2"], check=True, timeout=300, cwd=ROOT, env=ENVIRONMENT)
-    places = [
+    paths = [
         f"run_dir={tmp_path / 'run'}",
         f"model.path={small_model}",
         f"data.train={tmp_path / 'train.jsonl'}",
@@ -86,7 +88,7 @@ def test_a_program_in_the_sandbox_trains_on_task_folders(small_model: Path, tmp_
         *COMMAND,
         "train",
         str(ROOT / "examples" / "terminal_tasks" / "config.yaml"),
-        *places,
+        *paths,
     ]
     command += [
         f"data.eval={tmp_path / 'heldout.jsonl'}",
@@ -100,7 +102,8 @@ def test_a_program_in_the_sandbox_trains_on_task_folders(small_model: Path, tmp_
     )
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["started"] == summary["trained"] == 4 and summary["token_drift"] == 0
+    assert summary["started"] == summary["trained"] == 4
+    assert summary["token_drift"] == 0
     for record in read_records(tmp_path / "run" / "trajectories.jsonl"):
         assert "test_state.py" in record["row"]["extra_info"]["agent_output"]["verifier"]
 
@@ -170,8 +173,6 @@ def test_serve_says_what_to_do_about_an_open_address(small_model: Path):
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT
     )
-    assert (
-        result.returncode == 2
-        and "--token-env" in result.stderr
-        and "Traceback" not in result.stderr
-    )
+    assert result.returncode == 2
+    assert "--token-env" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -22,10 +22,10 @@ from jax_agent_rl.config import load
 from jax_agent_rl.errors import CheckpointError, DisagreementError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.models.config import Rope
-from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.runtime.diagnosis import diagnose_run
 from jax_agent_rl.runtime.train import train
-from tests.tiny_run import SMALL, tiny_recipe
+from tests.messages import raises
+from tests.tiny_run import SMALL, step_records, tiny_recipe
 
 
 def run(recipe: Path, *overrides: str) -> tuple[dict[str, Any], str]:
@@ -48,32 +48,29 @@ def diagnosed(folder: Path, *options: str) -> tuple[int, str]:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines rotate by another base than the model's."""
-    made = JetStreamBackend.__init__
+    original_init = JetStreamBackend.__init__
 
     def otherwise(self: JetStreamBackend, config: Any, *args: Any, **options: Any) -> None:
-        made(self, replace(config, rope=Rope(theta=5e5)), *args, **options)
+        original_init(self, replace(config, rope=Rope(theta=5e5)), *args, **options)
 
     monkeypatch.setattr(JetStreamBackend, "__init__", otherwise)
 
 
-def test_a_run_stops_before_its_first_update_and_its_folder_repeats_the_diagnosis(
-    tmp_path: Path, faulty: None
-):
+def test_a_faulty_run_stops_before_its_first_update_with_a_diagnosis(tmp_path: Path, faulty: None):
     recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 2})
     ended, screen = run(recipe)
     assert "=> rotary settings: the engine rotates by theta=5e+05" in ended["error"]
-    assert (
-        "layer 0 is the first that differs" in screen
-        and "tensors of the engine are the learner's" in screen
-    )
+    assert "layer 0 is the first that differs" in screen
+    assert "tensors of the engine are the learner's" in screen
     folder = tmp_path / "run"
-    assert not [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
+    assert not step_records(folder)
     assert (
         json.loads((folder / "disagreement.json").read_text())["diagnosis"]["cause"]
         == "rotary settings"
     )
     code, output = diagnosed(folder, "--json")
-    assert code == 1 and "=> rotary settings: the engine rotates by theta=5e+05" in output
+    assert code == 1
+    assert "=> rotary settings: the engine rotates by theta=5e+05" in output
     assert json.loads(output.splitlines()[-1])["diagnosis"]["cause"] == "rotary settings"
 
 
@@ -82,7 +79,8 @@ def test_a_warned_run_goes_on_and_its_diagnosis_counts_as_no_recompilation(
 ):
     recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 3})
     summary, screen = run(recipe, "trainer.on_disagreement=warn")
-    assert summary["steps"] == 3 and summary["recompilations_after_warmup"] == 0
+    assert summary["steps"] == 3
+    assert summary["recompilations_after_warmup"] == 0
     assert screen.count("=> rotary settings") == 1, "it is diagnosed once, and said in every step"
     assert screen.count("engine and learner disagree about the weights") == 3
 
@@ -90,34 +88,32 @@ def test_a_warned_run_goes_on_and_its_diagnosis_counts_as_no_recompilation(
 def test_a_healthy_run_agrees_in_every_step_and_so_does_its_folder(tmp_path: Path):
     recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 3})
     summary, _ = run(recipe)
-    steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
-    assert summary["steps"] == 3 and all(step["compared_tokens"] > 0 for step in steps)
+    steps = step_records(tmp_path / "run")
+    assert summary["steps"] == 3
+    assert all(step["compared_tokens"] > 0 for step in steps)
     assert max(step["compared_gap_max"] for step in steps) < 1e-4
     for options in ((), ("--version", "0")):
         code, output = diagnosed(tmp_path / "run", *options)
         assert code == 0 and "engine and learner agree about the weights of version" in output, (
             output
         )
-    with pytest.raises(CheckpointError, match="nothing to compare"):
+    with raises(CheckpointError, value="nothing to compare"):
         diagnose_run(tmp_path / "run", version=7)
 
 
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    return [record for record in read_records(folder / "metrics.jsonl") if record["kind"] == "step"]
-
-
-def test_a_run_whose_tokens_are_all_one_version_old_is_compared_with_that_version(tmp_path: Path):
+def test_tokens_one_version_old_are_compared_with_that_version(tmp_path: Path):
     recipe = tiny_recipe(
         tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 5, "mode": "one_step_off"}
     )
     summary, screen = run(recipe)
-    steps = steps_of(tmp_path / "run")
+    steps = step_records(tmp_path / "run")
     assert [step["compared_age"] for step in steps] == [0, 1, 1, 1, 1]
     assert all(step["compared_tokens"] > 0 and step["compared_gap_max"] < 5e-4 for step in steps), (
         steps
     )
     assert (summary["steps_compared"], summary["steps_not_compared"]) == (5, 0)
-    assert summary["recompilations_after_warmup"] == 0 and "were compared in" not in screen
+    assert summary["recompilations_after_warmup"] == 0
+    assert "were compared in" not in screen
 
 
 def test_an_engine_that_keeps_its_first_weights_stops_an_asynchronous_run(
@@ -154,7 +150,7 @@ def test_steps_that_cannot_be_compared_are_counted_warned_of_and_reported(tmp_pa
         trainer={"steps": 7, "mode": "one_step_off"},
     )
     summary, screen = run(recipe)
-    steps = steps_of(tmp_path / "run")
+    steps = step_records(tmp_path / "run")
     assert [step["compared_tokens"] > 0 for step in steps] == [True, *[False] * 6]
     assert (summary["steps_compared"], summary["steps_not_compared"]) == (1, 6)
     assert "engine and learner were compared in 1 of 7 steps" in screen

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.observe.run_dir import read_records
-from tests.tiny_run import tiny_recipe
+from tests.tiny_run import saved_steps, step_records, tiny_recipe
 from tests.warm import python
 
 COMMAND = ["-m", "jax_agent_rl.cli", "train"]
@@ -42,18 +42,21 @@ def train(recipe: Path, *arguments: str) -> str:
 
 def check_run(run: Path, *, steps: int, bound: int) -> None:
     """Every step consumed a batch, no token was too old, and no group was trained on twice."""
-    lines = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "step"]
+    lines = step_records(run)
     assert [r["step"] for r in lines] == list(range(1, steps + 1))
     for line in lines:
         books = line["accounting"]
         assert books["started"] == books["trained"] + books["dropped"] + books["in_flight"]
-        assert line["staleness_max"] <= bound and sum(line["staleness_histogram"].values()) > 0
-        assert 0 <= line["learner_idle_share"] <= 1 and line["engine_busy_share"] >= 0
+        assert line["staleness_max"] <= bound
+        assert sum(line["staleness_histogram"].values()) > 0
+        assert 0 <= line["learner_idle_share"] <= 1
+        assert line["engine_busy_share"] >= 0
         assert "rollout_is_mean" in line, "stale tokens are corrected for"
     trained = [r for r in read_records(run / "trajectories.jsonl") if r["split"] == "train"]
     for record in trained:
         ages = [record["step"] - 1 - v for v in record["policy_versions"] if v >= 0]
-        assert min(ages) >= 0 and max(ages) <= bound
+        assert min(ages) >= 0
+        assert max(ages) <= bound
     assert set(Counter(r["trajectory_id"] for r in trained).values()) == {1}
     groups = {tuple(map(int, r["group_id"].split("-")[1:])) for r in trained}
     assert sorted(2 * a + b for a, b in groups) == list(range(2 * steps)), "no row was left out"
@@ -86,14 +89,13 @@ def test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing(
     assert process.wait() == (-signal.SIGKILL if number == signal.SIGKILL else 130)
     process.stdout.close()
     assert not (tmp_path / "run" / "summary.json").exists()
-    saved = max(
-        int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()
-    )
+    saved = max(saved_steps(tmp_path / "run"))
     steps = max(20, saved + 8)
     resumed = re.search(
         r"resumed after step (\d+)", train(recipe, "--resume", f"trainer.steps={steps}")
     )
     # A kill may hit step 10's checkpoint while it is being written; that of step 5 was complete
     # before it began.
-    assert resumed and int(resumed[1]) >= (5 if number == signal.SIGKILL else 12)
+    assert resumed
+    assert int(resumed[1]) >= (5 if number == signal.SIGKILL else 12)
     check_run(tmp_path / "run", steps=steps, bound=MODES[name].get("max_staleness", 1))

@@ -12,8 +12,8 @@ from jax import numpy as jnp
 
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import load_config, save_hf
-from jax_agent_rl.observe.run_dir import read_records
 from tests.e2e.test_remote_run import rollout_server, run
+from tests.tiny_run import step_records
 
 SETTINGS = ["trainer.steps=2", "data.eval=null", "trainer.on_disagreement=stop", "algorithm={}"]
 
@@ -21,32 +21,31 @@ SETTINGS = ["trainer.steps=2", "data.eval=null", "trainer.on_disagreement=stop",
 @pytest.fixture
 def teacher(small_model: Path, tmp_path: Path) -> Path:
     """Another random model with the student's tokenizer."""
-    folder, model = tmp_path / "teacher", load_config(small_model)
+    folder = tmp_path / "teacher"
+    model = load_config(small_model)
     params = nnx.to_pure_dict(nnx.state(Decoder(model, rngs=nnx.Rngs(1))))
     params["embed"] = params["embed"] * jnp.float32(4)  # far from uniform
     save_hf(folder, model, params, tokenizer_from=small_model)
     return folder
 
 
-def steps_of(folder: Path) -> list[dict]:
-    return [line for line in read_records(folder / "metrics.jsonl") if line["kind"] == "step"]
-
-
-def test_a_served_teacher_teaches_what_the_same_one_on_the_learners_devices_does(
+def test_a_served_teacher_teaches_what_a_colocated_one_does(
     recipe: Path, teacher: Path, tmp_path: Path
 ):
     with rollout_server(recipe, f"model.path={teacher}") as url:
         served = f"[{{path: {teacher}, url: '{url}', token_env: ROLLOUT_TOKEN}}]"
         for name, teachers in (("here", str(teacher)), ("there", served)):
             for top_k in (0, 8):
-                more = [f"distill.teachers={teachers}", f"run_dir={tmp_path / name}{top_k}"]
-                more += [f"algorithm={{kl: {{top_k: {top_k}}}}}"]
-                result = run("distill", recipe, *SETTINGS, *more)
+                overrides = [f"distill.teachers={teachers}", f"run_dir={tmp_path / name}{top_k}"]
+                overrides += [f"algorithm={{kl: {{top_k: {top_k}}}}}"]
+                result = run("distill", recipe, *SETTINGS, *overrides)
                 assert result.returncode == 0, result.stderr
     for top_k, metric in ((0, "kl_reference"), (8, "kl_loss")):
-        here, there = (steps_of(tmp_path / f"{name}{top_k}") for name in ("here", "there"))
-        assert here[0][metric] > 0.001
-        for a, b in zip(here, there, strict=True):
+        colocated_steps, served_steps = (
+            step_records(tmp_path / f"{name}{top_k}") for name in ("here", "there")
+        )
+        assert colocated_steps[0][metric] > 0.001
+        for a, b in zip(colocated_steps, served_steps, strict=True):
             assert b[metric] == pytest.approx(a[metric], rel=1e-3)
             assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-2)
         summary = json.loads((tmp_path / f"there{top_k}" / "summary.json").read_text())
@@ -56,12 +55,14 @@ def test_a_served_teacher_teaches_what_the_same_one_on_the_learners_devices_does
 
 def test_what_is_missing_is_one_message(recipe: Path, teacher: Path):
     refused = run("distill", recipe)
-    assert refused.returncode == 2 and "names no teacher; set distill.teachers" in refused.stderr
+    assert refused.returncode == 2
+    assert "names no teacher; set distill.teachers" in refused.stderr
     tokenizer = json.loads((teacher / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     first, second, *_ = [token for token in vocabulary if re.fullmatch("[a-z]{2}", token)]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
     refused = run("distill", recipe, f"distill.teachers={teacher}")
-    assert refused.returncode == 2 and "has another tokenizer than" in refused.stderr
+    assert refused.returncode == 2
+    assert "has another tokenizer than" in refused.stderr
     assert "Traceback" not in refused.stderr

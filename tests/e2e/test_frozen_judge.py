@@ -59,11 +59,12 @@ async def test_a_frozen_judge_answers_with_its_own_weights_and_is_gone_afterward
     codec = FakeCodec()
     policy = ScriptedBackend(codec, ["never asked"])
     scored = replace(trajectory([1], [2]), row={"data_source": "frozen_judge_test"})
-    before = Footprint.now()
+    initial_footprint = Footprint.now()
     client = LLMServerClient([AsyncServer(policy)])
     async with open_scorer(config.build(tree), {"judge"}, client=client, codec=codec) as score:
         assert (await score(scored)).reward == 0.5
     (error,) = ERRORS
     assert repr(greedy_reply(small_model, 4))[1:-1] in error
     assert "reward.judge.max_tokens" in error
-    assert policy.requests == [] and before.added() == []
+    assert policy.requests == []
+    assert initial_footprint.added() == []

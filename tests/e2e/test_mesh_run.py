@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.observe.run_dir import read_records
 from tests.simulated import environment_with
-from tests.tiny_run import tiny_recipe
+from tests.tiny_run import step_records, tiny_recipe
 from tests.warm import python
 
 
@@ -28,9 +27,11 @@ def test_the_engine_serves_what_a_mesh_trained_and_one_device_goes_on(tmp_path: 
     train(recipe, "learner.mesh.fsdp=2", devices=2)
     assert "resumed after step 2" in train(recipe, "--resume", "trainer.steps=3", devices=1)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["steps"] == 3 and summary["recompilations_after_warmup"] == 0
-    steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
-    assert len(steps) == 3 and all(step["trained_tokens"] and step["grad_norm"] for step in steps)
+    assert summary["steps"] == 3
+    assert summary["recompilations_after_warmup"] == 0
+    steps = step_records(tmp_path / "run")
+    assert len(steps) == 3
+    assert all(step["trained_tokens"] and step["grad_norm"] for step in steps)
     assert (
         max(step["logprob_gap_max"] for step in steps) < 1e-3
     )  # weights of the step before would show
@@ -55,8 +56,9 @@ def test_learner_and_engine_on_meshes_side_by_side(tmp_path: Path, mode: str):
     )
     train(recipe, devices=6)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["steps"] == 4 and summary["recompilations_after_warmup"] == 0
-    steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    assert summary["steps"] == 4
+    assert summary["recompilations_after_warmup"] == 0
+    steps = step_records(tmp_path / "run")
     fresh = [
         step for step in steps if not step.get("staleness_max")
     ]  # what is stale differs by what was learnt since
@@ -81,7 +83,9 @@ def test_an_engine_on_each_of_the_learners_devices(tmp_path: Path, mode: str):
     )
     train(recipe, devices=4)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["recompilations_after_warmup"] == 0
-    steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    assert summary["steps"] == 2
+    assert summary["recompilations_after_warmup"] == 0
+    steps = step_records(tmp_path / "run")
     fresh = [step for step in steps if not step.get("staleness_max")]
-    assert fresh and max(step["logprob_gap_max"] for step in fresh) < 1e-3
+    assert fresh
+    assert max(step["logprob_gap_max"] for step in fresh) < 1e-3

@@ -23,7 +23,7 @@ async def test_the_loop_learns_to_write_digits(tmp_path: Path, capsys):
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    prompts = [f"{letter}{other}?" for letter in "abcd" for other in "efgh"]
+    prompts = [f"{letter}{second_letter}?" for letter in "abcd" for second_letter in "efgh"]
     row = {
         "data_source": "digits",
         "agent_name": "single_turn_agent",
@@ -53,7 +53,8 @@ async def test_the_loop_learns_to_write_digits(tmp_path: Path, capsys):
         }
     )
     rewards = await example.train(config)
-    assert len(rewards) == 8 and rewards[-1] > rewards[0] + 0.2
+    assert len(rewards) == 8
+    assert rewards[-1] > rewards[0] + 0.2
     assert "groups learnt from" in capsys.readouterr().out
 
 
@@ -65,4 +66,5 @@ def test_it_is_one_function_of_at_most_150_lines_and_imports_nothing_private():
         for name, value in vars(example).items()
         if inspect.isfunction(value) and value.__module__ == example.__name__
     ] == ["train"]
-    assert "import _" not in source and "._" not in source
+    assert "import _" not in source
+    assert "._" not in source

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.observe.run_dir import read_records
 from tests.ports import free_port
 from tests.simulated import environment_with
-from tests.tiny_run import SMALL, tiny_recipe
+from tests.tiny_run import SMALL, step_records, tiny_recipe
 from tests.warm import python
 
 # The third checkpoint meets what looks like a full disk, on one of the processes.
@@ -83,25 +82,26 @@ def test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint(
     outputs = finish(start(recipe, "trainer.steps=2", f"trainer.mode={mode}", processes=2), [0, 0])
     folder = tmp_path / "run"
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["recompilations_after_warmup"] == 0
+    assert summary["steps"] == 2
+    assert summary["recompilations_after_warmup"] == 0
     assert summary["started"] == summary["trained"] + sum(summary["dropped"].values()) == 16
     assert summary["max_logprob_gap"] <= 1e-3  # the engine serves what both processes trained
-    assert "held-out accuracy" in outputs[0] and "held-out accuracy" not in outputs[1]
-    records = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
-    both = {(r["servers_up"], r["servers_lost"], r["stale_served"]) for r in records}
-    assert both == {(2, 0, 0)}, outputs  # both sample
+    assert "held-out accuracy" in outputs[0]
+    assert "held-out accuracy" not in outputs[1]
+    records = step_records(folder)
+    server_counts = {(r["servers_up"], r["servers_lost"], r["stale_served"]) for r in records}
+    assert server_counts == {(2, 0, 0)}, outputs  # both sample
 
     finish(start(recipe, "trainer.steps=3", f"trainer.mode={mode}", "--resume", processes=1), [0])
-    steps = [r["step"] for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
+    steps = [r["step"] for r in step_records(folder)]
     assert steps == [1, 2, 3]
 
 
 def test_what_stops_process_0_stops_the_other(tmp_path: Path):
     recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL})
     outputs = finish(start(recipe, "data.train=/nowhere.jsonl", processes=2), [2, 0])
-    assert "dataset file '/nowhere.jsonl' does not exist" in outputs[
-        0
-    ] and "Traceback" not in "".join(outputs)
+    assert "dataset file '/nowhere.jsonl' does not exist" in outputs[0]
+    assert "Traceback" not in "".join(outputs)
 
 
 def test_a_signal_to_all_leaves_a_checkpoint_of_all(tmp_path: Path):
@@ -117,9 +117,11 @@ def test_a_signal_to_all_leaves_a_checkpoint_of_all(tmp_path: Path):
             break
     outputs = finish(started, [130, 0])
     watchdog.cancel()
-    assert "--resume" in outputs[0] and "Traceback" not in "".join(outputs)
+    assert "--resume" in outputs[0]
+    assert "Traceback" not in "".join(outputs)
     saved = [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
-    assert len(saved) == 1 and int(saved[0].name) >= 2
+    assert len(saved) == 1
+    assert int(saved[0].name) >= 2
 
 
 @pytest.mark.parametrize("full", [0, 1])
@@ -129,10 +131,9 @@ def test_a_full_disk_on_one_process_ends_the_run_with_a_message_and_it_resumes(
     recipe = tiny_recipe(
         tmp_path, trainer={"steps": 6, "checkpoint_every": 1}, rollout={"jetstream": SMALL}
     )
-    output, other = finish(start(recipe, processes=2, full=full), [2, 0])
-    assert (
-        "error: a checkpoint could not be written" in output and "checkpoint 2 is intact" in output
-    )
+    output, second_output = finish(start(recipe, processes=2, full=full), [2, 0])
+    assert "error: a checkpoint could not be written" in output
+    assert "checkpoint 2 is intact" in output
     assert f": on process {full}, " in output, output
     (resumed,) = finish(start(recipe, "--resume", processes=1), [0])
     assert "resumed after step 2" in resumed
@@ -147,4 +148,5 @@ def test_a_signal_to_process_0_before_training_ends_all(tmp_path: Path):
             break
     outputs = finish(started, [130, 0])
     assert "interrupted before training; nothing has changed" in outputs[0]
-    assert "Traceback" not in "".join(outputs) and not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert "Traceback" not in "".join(outputs)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

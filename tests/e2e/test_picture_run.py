@@ -147,7 +147,8 @@ def assert_said_by(reference: VisionReference, groups: Sequence[Group]) -> None:
     assert len(trajectories) == 8
     followed = 0
     for t in trajectories:
-        ids, mask = [*t.prompt_ids, *t.response_ids], np.array(t.response_mask, bool)
+        ids = [*t.prompt_ids, *t.response_ids]
+        mask = np.array(t.response_mask, bool)
         scores = reference.logprobs(ids, t.multi_modal)
         expected = scores[np.arange(len(ids) - 1), ids[1:]][len(t.prompt_ids) - 1 :]
         np.testing.assert_allclose(np.array(t.rollout_logprobs)[mask], expected[mask], atol=1e-4)
@@ -160,13 +161,14 @@ async def test_engine_learner_and_transformers_agree_before_and_after_an_update(
 ):
     config = load(recipe)
     async with build(config, print_line=lambda line: None) as runtime:
-        before = jax.tree.map(np.asarray, runtime.learner.params)
+        initial_params = jax.tree.map(np.asarray, runtime.learner.params)
         groups = await collected(runtime, 1)
         assert_said_by(VisionReference(tmp_path / "model"), groups)
         result = runtime.learner.update(groups)
-        assert not result.skipped and result.metrics["logprob_gap_max"] < 1e-4
+        assert not result.skipped
+        assert result.metrics["logprob_gap_max"] < 1e-4
         for path, new in jax.tree_util.tree_leaves_with_path(runtime.learner.params):
-            old = before
+            old = initial_params
             for key in path:
                 old = old[key.key]
             assert not np.array_equal(old, new), path
@@ -180,7 +182,8 @@ async def test_engine_learner_and_transformers_agree_before_and_after_an_update(
         assert runtime.learner.update(groups).metrics["logprob_gap_max"] < 1e-4
         assert runtime.learner.programs_compiled == compiled
         metrics = await runtime.metrics()
-        assert metrics.recompilations == 0 and metrics.cached_tokens > 0
+        assert metrics.recompilations == 0
+        assert metrics.cached_tokens > 0
 
 
 async def test_engine_learner_and_transformers_read_pictures_alike(recipe: Path, tmp_path: Path):
@@ -204,4 +207,5 @@ async def test_engine_learner_and_transformers_read_pictures_alike(recipe: Path,
             2,
         ]
         result = runtime.learner.update(groups)
-        assert not result.skipped and result.metrics["logprob_gap_max"] < 1e-4
+        assert not result.skipped
+        assert result.metrics["logprob_gap_max"] < 1e-4

@@ -3,6 +3,7 @@ and its files.
 """
 
 import json
+import operator
 import os
 import signal
 import subprocess
@@ -75,11 +76,14 @@ def test_eval_of_a_checkpoint_begins_with_the_samples_of_the_runs_evaluation(
     run: Path, tmp_path: Path
 ):
     result = call("eval", "--run", run, "-n", 2, "--out", tmp_path / "eval", "--json")
-    expected, got = sampled(run, step=2), sampled(tmp_path / "eval", step=2)
-    assert len(expected) == 3 and len(got) == 6
+    expected = sampled(run, step=2)
+    got = sampled(tmp_path / "eval", step=2)
+    assert len(expected) == 3
+    assert len(got) == 6
     assert {name: got[name] for name in expected} == expected
     summary = last_json(result)
-    assert summary["policy_versions"] == [2] and summary["temperature"] == 1.0
+    assert summary["policy_versions"] == [2]
+    assert summary["temperature"] == 1.0
     assert summary == json.loads((tmp_path / "eval" / "summary.json").read_text())
     assert [p for p in run.iterdir() if p.name.startswith("weights-")] == []
 
@@ -105,32 +109,32 @@ def test_the_average_that_a_run_evaluated_is_what_eval_and_export_give(tmp_path:
         folders.append(tmp_path / f"exported-{len(folders)}")
         call("export", run, folders[-1], *options)
     steps = zip(*(jax.tree.leaves(load_hf(folder)[1]) for folder in folders), strict=True)
-    for before, first, second, average in steps:
-        wanted = 0.81 * np.float64(before) + 0.09 * np.float64(first) + 0.1 * np.float64(second)
+    for base_score, first, second, average in steps:
+        wanted = 0.81 * np.float64(base_score) + 0.09 * np.float64(first) + 0.1 * np.float64(second)
         np.testing.assert_allclose(average, wanted, atol=1e-6)
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["max_logprob_gap"] < 1e-4 and not summary["warnings"]
+    assert summary["max_logprob_gap"] < 1e-4
+    assert not summary["warnings"]
 
 
-def test_eval_of_the_model_measures_what_the_run_measured_before_its_first_step(
+def test_eval_of_the_model_measures_what_the_run_did_before_its_first_step(
     recipe: Path, run: Path, tmp_path: Path
 ):
     scores = last_json(call("eval", recipe, "-n", 1, "--out", tmp_path / "eval", "--json"))[
         "scores"
     ]
-    before = json.loads((run / "summary.json").read_text())["heldout_accuracy_before"]
+    base_accuracy = json.loads((run / "summary.json").read_text())["heldout_accuracy_before"]
     assert (
         scores["noise"]["reward"]["mean"]
         == scores["noise"]["pass"]["1"]["mean"]
-        == pytest.approx(before)
+        == pytest.approx(base_accuracy)
     )
     assert sampled(tmp_path / "eval", step=0) == sampled(run, step=0)
 
 
-def test_eval_of_a_folder_alone_is_that_of_its_recipe_and_another_seed_is_another(
-    recipe: Path, tmp_path: Path
-):
-    folder, heldout = recipe.parent / "model", recipe.parent / "heldout.jsonl"
+def test_eval_of_a_folder_alone_is_that_of_its_recipe(recipe: Path, tmp_path: Path):
+    folder = recipe.parent / "model"
+    heldout = recipe.parent / "heldout.jsonl"
     keys = [
         f"reward.path={recipe.parent / 'reward.py'}",
         "rollout.max_model_len=64",
@@ -156,11 +160,11 @@ def test_eval_of_a_folder_alone_is_that_of_its_recipe_and_another_seed_is_anothe
         "--json",
     )
     alone = last_json(call(*common, "--out", tmp_path / "alone"))
-    other = last_json(call(*common, "seed=1", "--out", tmp_path / "other"))
+    other_seed = last_json(call(*common, "seed=1", "--out", tmp_path / "other"))
     call("eval", recipe, "-n", 2, "--out", tmp_path / "recipe")
     assert sampled(tmp_path / "alone", step=0) == sampled(tmp_path / "recipe", step=0)
     assert sampled(tmp_path / "alone", step=0) != sampled(tmp_path / "other", step=0)
-    assert (alone["seed"], other["seed"]) == (0, 1)
+    assert (alone["seed"], other_seed["seed"]) == (0, 1)
 
 
 def test_view_shows_what_eval_wrote(recipe: Path, tmp_path: Path):
@@ -172,13 +176,14 @@ def test_rollout_collects_every_row_and_says_so_when_it_is_repeated(recipe: Path
     out = tmp_path / "out.parquet"
     first = last_json(call("rollout", recipe, "--out", out, "-n", 2, "--json"))
     assert (first["prompts"], first["started"], first["kept"], first["dropped"]) == (11, 22, 22, {})
-    table = pyarrow.parquet.read_table(out)
-    assert table["row"].to_pylist() == [row for row in range(11) for _ in range(2)]
+    exported = pyarrow.parquet.read_table(out)
+    assert exported["row"].to_pylist() == [row for row in range(11) for _ in range(2)]
     assert all(len(r["response_ids"]) == len(r["rollout_logprobs"]) == 16 or 2 in r["response_ids"]
-               for r in table.to_pylist())  # fmt: skip
+               for r in exported.to_pylist())  # fmt: skip
     content = out.read_bytes()
     again = call("rollout", recipe, "--out", out, "-n", 2)
-    assert "complete already" in again.output and out.read_bytes() == content
+    assert "complete already" in again.output
+    assert out.read_bytes() == content
 
 
 def test_rollout_of_a_checkpoint_is_sampled_from_its_weights(run: Path, tmp_path: Path):
@@ -190,10 +195,12 @@ def test_rollout_of_a_checkpoint_is_sampled_from_its_weights(run: Path, tmp_path
 
 def test_doctor_is_content_with_it_and_fails_where_something_is_missing(recipe: Path):
     good = call("doctor", recipe, "--json")
-    assert good.exit_code == 0 and last_json(good)["ok"]
+    assert good.exit_code == 0
+    assert last_json(good)["ok"]
     bad = call("doctor", recipe, "data.eval=missing.jsonl", "--json")
     failed = [f for f in last_json(bad)["findings"] if f["status"] == "fail"]
-    assert bad.exit_code == 1 and [f["check"] for f in failed] == ["data.eval"]
+    assert bad.exit_code == 1
+    assert [f["check"] for f in failed] == ["data.eval"]
 
 
 def collected(file: Path) -> list[tuple]:
@@ -207,9 +214,8 @@ def collected(file: Path) -> list[tuple]:
         "reward",
         "messages",
     )
-    return [
-        tuple(json.loads(line)[name] for name in names) for line in file.read_text().splitlines()
-    ]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return list(map(operator.itemgetter(*names), rows))
 
 
 def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
@@ -244,16 +250,18 @@ def test_a_stopped_rollout_goes_on_to_the_same_trajectories(recipe: Path, tmp_pa
     output, _ = process.communicate()
     watchdog.cancel()
     assert process.returncode == 130 and "what is complete is kept" in output, output
-    kept = (tmp_path / "out.jsonl.partial.jsonl").read_text()
-    assert kept.count('"row": ') and not out.exists()
+    partial_lines = (tmp_path / "out.jsonl.partial.jsonl").read_text()
+    assert partial_lines.count('"row": ')
+    assert not out.exists()
 
     result = call("rollout", recipe, *keys, "--out", out, "--json")
     summary = last_json(result)
-    assert "continuing:" in result.output and summary["kept"] == 44
+    assert "continuing:" in result.output
+    assert summary["kept"] == 44
     assert summary["started"] == 44 + sum(summary["dropped"].values())
-    whole = tmp_path / "whole.jsonl"
-    call("rollout", recipe, *keys, "--out", whole)
-    assert collected(out) == collected(whole)
+    uninterrupted = tmp_path / "whole.jsonl"
+    call("rollout", recipe, *keys, "--out", uninterrupted)
+    assert collected(out) == collected(uninterrupted)
 
 
 def test_a_checkpoint_is_served_to_openai_clients_until_told_to_stop(run: Path):
@@ -268,7 +276,8 @@ def test_a_checkpoint_is_served_to_openai_clients_until_told_to_stop(run: Path):
         "max_tokens": 4,
     }
     answer = httpx.post(f"{url}/chat/completions", json=body, timeout=120).json()
-    assert answer["model"] == "policy" and answer["usage"]["completion_tokens"] <= 4
+    assert answer["model"] == "policy"
+    assert answer["usage"]["completion_tokens"] <= 4
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
     watchdog.cancel()

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import io
 import json
+import operator
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -37,7 +38,7 @@ from jax_agent_rl.testing.leaks import Footprint
 from jax_agent_rl.types import SamplingParams
 from tests.launching import wait_for_end
 from tests.messages import raises
-from tests.tiny_run import GATED_REWARD, tiny_recipe
+from tests.tiny_run import GATED_REWARD, step_records, tiny_recipe
 from tests.toy_backend import ToyBackend
 
 pytestmark = pytest.mark.skipif(
@@ -78,6 +79,11 @@ async def train_and(config: Config, meanwhile: Callable[[], Awaitable[None]] | N
     await training
 
 
+def columns(records: list[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
+    """Return some columns of records."""
+    return list(map(operator.itemgetter(*names), records))
+
+
 def run(
     recipe: Path, folder: Path, *overrides: str, meanwhile=None
 ) -> tuple[list[dict[str, Any]], list[dict]]:
@@ -86,7 +92,7 @@ def run(
     asyncio.run(train_and(config, meanwhile))
     for pid in engines():  # Ray kills an actor's process a moment after it was told to
         wait_for_end(pid)
-    steps = [r for r in read_records(folder / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    steps = step_records(folder / "run")
     assert [r["step"] for r in steps] == list(range(1, config.trainer.steps + 1))
     for step in steps:
         books = step["accounting"]
@@ -116,9 +122,7 @@ def test_every_placement_samples_the_same_trajectories(
 ):
     steps, trained = run(recipe, tmp_path, *PLACEMENTS[placement])
     keys = ("trajectory_id", "step", "response_ids", "policy_versions", "reward")
-    assert [{k: r[k] for k in keys} for r in trained] == [
-        {k: r[k] for k in keys} for r in colocated
-    ]
+    assert columns(trained, *keys) == columns(colocated, *keys)
     assert sum(step["accounting"]["dropped"] for step in steps) == 0
 
 
@@ -149,10 +153,10 @@ def test_a_program_trains_alike_with_ray_actors_and_with_a_local_engine(tmp_path
     recipe = tiny_recipe(
         tmp_path / "recipe", agent=agent | {"max_prompt_length": 32, "max_response_length": 30}
     )
-    beside = run(recipe, tmp_path / "beside", "trainer.steps=2")[1]
+    with_actors = run(recipe, tmp_path / "beside", "trainer.steps=2")[1]
     trained = run(recipe, tmp_path / "actors", "trainer.steps=2", "rollout.placement=separate")[1]
     keys = ("trajectory_id", "step", "response_ids", "response_mask", "policy_versions", "reward")
-    assert [{k: r[k] for k in keys} for r in trained] == [{k: r[k] for k in keys} for r in beside]
+    assert columns(trained, *keys) == columns(with_actors, *keys)
     assert {len(r["turns"]) for r in trained} == {2}
     assert (
         json.loads((tmp_path / "actors" / "run" / "summary.json").read_text())["token_drift"] == 0
@@ -190,18 +194,21 @@ def test_an_actor_that_is_killed_costs_time_and_no_trajectory(recipe, case: str,
     steps, trained = run(recipe, tmp_path, *overrides, meanwhile=kill_one)
     last = steps[-1]
     assert (last["servers_lost"], last["stale_served"]) == (1, 0)
-    assert len(trained) == 8 * 8 and last["accounting"]["trained"] == 8 * 8
+    assert len(trained) == 8 * 8
+    assert last["accounting"]["trained"] == 8 * 8
 
 
-def test_a_run_goes_on_with_an_engine_that_was_added_when_the_first_one_is_removed(
+def test_a_run_goes_on_with_an_added_engine_when_the_first_is_removed(
     recipe, colocated, tmp_path: Path
 ):
     """The one that was added samples everything, with the weights of each step, what the first one
     would have.
     """
-    gate, folder = tmp_path / "gate", tmp_path / "run"
-    (reward := tmp_path / "reward.py").write_text(GATED_REWARD.format(gate=str(gate)))
-    shown: list[str] = []
+    gate = tmp_path / "gate"
+    folder = tmp_path / "run"
+    reward = tmp_path / "reward.py"
+    reward.write_text(GATED_REWARD.format(gate=str(gate)))
+    printed: list[str] = []
 
     async def replace_the_engine() -> None:
         while not (folder / ADDRESS_FILE).exists():
@@ -210,20 +217,19 @@ def test_a_run_goes_on_with_an_engine_that_was_added_when_the_first_one_is_remov
             await command_run(folder, "engines/add", {"url": "http://127.0.0.1:8100"})
         for path, body in (("add", {"url": None}), ("remove", {"name": "ray-0", "drain": False})):
             answer = await command_run(folder, f"engines/{path}", body)
-            shown.append(" ".join(engine["name"] for engine in answer["engines"]))
+            printed.append(" ".join(engine["name"] for engine in answer["engines"]))
         gate.touch()
 
     overrides = ["rollout.placement=separate", f"reward.path={reward}", "reward.timeout=600"]
     steps, trained = run(recipe, tmp_path, *overrides, meanwhile=replace_the_engine)
-    first, second = shown
+    first, second = printed
     assert first == f"ray-0 {second}"
     keys = ("trajectory_id", "step", "response_ids", "policy_versions", "reward")
-    assert [{k: r[k] for k in keys} for r in trained] == [
-        {k: r[k] for k in keys} for r in colocated
-    ]
+    assert columns(trained, *keys) == columns(colocated, *keys)
     last = steps[-1]
     assert (last["servers_up"], last["servers_lost"], last["stale_served"]) == (1, 0, 0)
-    assert last["accounting"]["dropped"] == 0 and not (folder / ADDRESS_FILE).exists()
+    assert last["accounting"]["dropped"] == 0
+    assert not (folder / ADDRESS_FILE).exists()
 
 
 def toy_actor(*, tick_seconds: float = 0.0, **options: Any) -> RayBackend:
@@ -267,17 +273,18 @@ async def test_one_object_updates_all_engines_and_a_damaged_one_none(tmp_path: P
         update, payload=replace(update.payload, fingerprint=update.payload.fingerprint[::-1])
     )
     async with toys(2) as actors:
-        before = [await actor.generate(request("before")) for actor in actors]
-        for actor, old in zip(actors, before, strict=True):
+        old_outputs = [await actor.generate(request("before")) for actor in actors]
+        for actor, old in zip(actors, old_outputs, strict=True):
             with raises(WeightUpdateError, key="version 1", value="damaged"):
                 await actor.update_weights(damaged)
-            assert (
-                await actor.generate(request("still"))
-            ).token_ids == old.token_ids and actor.policy_version == 0
+            assert (await actor.generate(request("still"))).token_ids == old.token_ids
+            assert actor.policy_version == 0
         await asyncio.gather(*(actor.update_weights(update) for actor in actors))
-        after = [await actor.generate(request("after")) for actor in actors]
-    assert len(put) == 1 and after[0] == after[1]
-    assert after[0].token_ids != before[0].token_ids and set(after[0].policy_versions) == {1}
+        new_outputs = [await actor.generate(request("after")) for actor in actors]
+    assert len(put) == 1
+    assert new_outputs[0] == new_outputs[1]
+    assert new_outputs[0].token_ids != old_outputs[0].token_ids
+    assert set(new_outputs[0].policy_versions) == {1}
 
 
 async def test_what_a_dead_actor_was_asked_fails_as_a_dead_engine():
@@ -288,10 +295,11 @@ async def test_what_a_dead_actor_was_asked_fails_as_a_dead_engine():
         (pid,) = engines()
         os.kill(pid, signal.SIGKILL)
         for lost in (running, anext_until_end(stream), actor.metrics()):
-            with pytest.raises(EngineDiedError, match="Ray actor"):
+            with raises(EngineDiedError, value="Ray actor"):
                 await lost
         health = await actor.health()
-        assert not health.ok and "is gone" in health.detail
+        assert not health.ok
+        assert "is gone" in health.detail
 
 
 async def test_a_start_that_is_given_up_leaves_no_actor():
@@ -322,8 +330,8 @@ async def test_learner_and_engines_see_different_gpus(monkeypatch: pytest.Monkey
     import ray
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    async with reserve(2, gpus_per_engine=1, learner_gpus=1) as places:
-        ids = [await ray.remote(ray.get_gpu_ids).options(**place).remote() for place in places]
+    async with reserve(2, gpus_per_engine=1, learner_gpus=1) as gpus:
+        ids = [await ray.remote(ray.get_gpu_ids).options(**place).remote() for place in gpus]
         seen = [os.environ["CUDA_VISIBLE_DEVICES"], *(str(gpu) for (gpu,) in ids)]
     assert sorted(seen) == ["0", "1", "2"]
 

@@ -13,7 +13,7 @@ import pytest
 
 from jax_agent_rl.observe.run_dir import read_records
 from tests.e2e.test_run import COMMAND
-from tests.tiny_run import GATED_REWARD, SMALL, tiny_recipe
+from tests.tiny_run import GATED_REWARD, SMALL, step_records, tiny_recipe
 from tests.warm import python
 
 SECRET = "correct horse"
@@ -27,10 +27,10 @@ ROLLOUT = {
 ENVIRONMENT = os.environ | {"ROLLOUT_TOKEN": SECRET}
 
 
-def run(*arguments: object, **more) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
     command = [*python(), *COMMAND, *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=400, env=ENVIRONMENT, **more
+        command, capture_output=True, text=True, timeout=400, env=ENVIRONMENT, **options
     )
 
 
@@ -60,14 +60,15 @@ def rollout_server(recipe: Path, *overrides: str) -> Iterator[str]:
     try:
         for line in process.stdout:
             lines.append(line)
-            if match := re.search(r"serving .* on (http://\S+)", line):
+            match = re.search(r"serving .* on (http://\S+)", line)
+            if match:
                 break
         else:
             pytest.fail("".join(lines))
         yield match[1]
         process.send_signal(signal.SIGTERM)
-        rest, _ = process.communicate(timeout=60)
-        assert process.returncode == 0, "".join(lines) + rest
+        remaining_output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, "".join(lines) + remaining_output
     finally:
         process.kill()
         process.wait()
@@ -81,25 +82,28 @@ def heldout_ids(folder: Path) -> dict[str, list[int]]:
 
 
 def test_eval_on_a_rollout_server_samples_what_the_engine_here_does(recipe: Path, tmp_path: Path):
-    there, here = tmp_path / "there", tmp_path / "here"
+    remote_run = tmp_path / "there"
+    local_run = tmp_path / "here"
     with rollout_server(recipe) as url:
         remote = [
             "rollout.backend=remote",
             f"rollout.urls=[{url}]",
             "rollout.token_env=ROLLOUT_TOKEN",
         ]
-        result = run("eval", recipe, *remote, "-n", 2, "--out", there)
+        result = run("eval", recipe, *remote, "-n", 2, "--out", remote_run)
         assert result.returncode == 0, result.stderr
         refused = run("eval", recipe, *remote, "--model", recipe.parent / "model")
-        assert refused.returncode == 2 and "serve the weights they have" in refused.stderr
-    assert run("eval", recipe, "-n", 2, "--out", here).returncode == 0
-    assert heldout_ids(there) == heldout_ids(here) != {}
+        assert refused.returncode == 2
+        assert "serve the weights they have" in refused.stderr
+    assert run("eval", recipe, "-n", 2, "--out", local_run).returncode == 0
+    assert heldout_ids(remote_run) == heldout_ids(local_run) != {}
 
 
 def test_a_run_trains_with_a_rollout_server_and_the_server_passes_conformance(
     recipe: Path, small_model, tmp_path: Path
 ):
-    (weights := tmp_path / "weights").mkdir()
+    weights = tmp_path / "weights"
+    weights.mkdir()
     with rollout_server(recipe) as url:
         remote = [
             "rollout.backend=remote",
@@ -110,12 +114,10 @@ def test_a_run_trains_with_a_rollout_server_and_the_server_passes_conformance(
         result = run("train", recipe, "trainer.steps=2", *remote)
         assert result.returncode == 0, result.stderr
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-        assert (
-            summary["steps"] == 2
-            and summary["token_drift"] == 0
-            and summary["max_logprob_gap"] <= 1e-3
-        )
-        steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
+        assert summary["steps"] == 2
+        assert summary["token_drift"] == 0
+        assert summary["max_logprob_gap"] <= 1e-3
+        steps = step_records(tmp_path / "run")
         assert all(r["weight_update_seconds"] > 0 for r in steps)
         for record in read_records(tmp_path / "run" / "trajectories.jsonl"):
             pairs = zip(record["policy_versions"], record["response_mask"], strict=True)
@@ -125,7 +127,8 @@ def test_a_run_trains_with_a_rollout_server_and_the_server_passes_conformance(
         assert not list(weights.iterdir()), "the weight files are removed"
 
         again = run("train", recipe, "trainer.steps=1", *remote)
-        assert again.returncode == 2 and "restart the rollout servers" in again.stderr
+        assert again.returncode == 2
+        assert "restart the rollout servers" in again.stderr
 
         options = [
             "--backend",
@@ -153,7 +156,8 @@ def test_a_run_trains_with_a_rollout_server_and_the_server_passes_conformance(
 
 def test_a_server_added_by_command_takes_over_from_the_one_that_is_removed(tmp_path: Path):
     """Both servers leave the run, one at its end, and serve on; no trajectory is lost."""
-    gate, folder = tmp_path / "gate", tmp_path / "run"
+    gate = tmp_path / "gate"
+    folder = tmp_path / "run"
     recipe = tiny_recipe(tmp_path, rollout=ROLLOUT, trainer={"steps": 2})
     (tmp_path / "reward.py").write_text(GATED_REWARD.format(gate=str(gate)))
     with rollout_server(recipe) as first, rollout_server(recipe) as second:
@@ -177,7 +181,8 @@ def test_a_server_added_by_command_takes_over_from_the_one_that_is_removed(tmp_p
                 assert training.poll() is None, training.communicate()[0]
                 listed = run("engines", "list", folder)
             refused = run("engines", "remove", folder, first)
-            assert refused.returncode == 2 and "add another one first" in refused.stderr
+            assert refused.returncode == 2
+            assert "add another one first" in refused.stderr
             added = run("engines", "add", folder, second, "--json")
             assert added.returncode == 0, added.stderr
             engines = json.loads(added.stdout.splitlines()[-1])["engines"]
@@ -193,10 +198,9 @@ def test_a_server_added_by_command_takes_over_from_the_one_that_is_removed(tmp_p
         finally:
             training.kill()
             training.wait()
-    last = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"][-1]
+    last = step_records(folder)[-1]
     assert (last["servers_up"], last["servers_lost"], last["stale_served"]) == (1, 0, 0)
-    assert last["accounting"]["trained"] == 2 * 8 and last["accounting"]["dropped"] == 0
-    assert (
-        f"server {second} joined, with weights of version 0" in said
-        and f"server {first} left" in said
-    )
+    assert last["accounting"]["trained"] == 2 * 8
+    assert last["accounting"]["dropped"] == 0
+    assert f"server {second} joined, with weights of version 0" in said
+    assert f"server {first} left" in said

@@ -76,12 +76,14 @@ def page(browser, report):
 
 def test_the_curves_are_drawn_first(page):
     titles = page.tab.locator(".card h2").all_text_contents()
-    assert titles[0] == "Reward" and "Entropynats" in titles and titles[-1] == "own_metric"
+    assert titles[0] == "Reward"
+    assert "Entropynats" in titles
+    assert titles[-1] == "own_metric"
     assert page.tab.locator(".card polyline").count() >= 5
     assert page.texts(".tile b")[0] == "3 of 5"
 
 
-def test_pointing_at_a_step_shows_its_values_and_a_click_opens_its_trajectories(page):
+def test_pointing_at_a_step_shows_values_and_a_click_its_trajectories(page):
     picture = page.tab.locator(".card", has_text="Reward").first.locator("svg")
     box = picture.bounding_box()
     page.tab.mouse.move(box["x"] + 0.98 * box["width"], box["y"] + 40)
@@ -93,19 +95,20 @@ def test_pointing_at_a_step_shows_its_values_and_a_click_opens_its_trajectories(
 def test_pointing_at_a_step_of_a_long_run_shows_a_value_in_every_chart(browser, tmp_path: Path):
     run_dir = RunDir(tmp_path / "run")
     for step in range(1, 2001):
-        more = {
+        measurements = {
             "entropy": step * 7919 % 1009 / 1009,
             "loss": step * 6007 % 997 / 997,
             "kl": step * 523 % 499 / 499,
         }
-        run_dir.add_metrics(step_line(step, **more))
+        run_dir.add_metrics(step_line(step, **measurements))
     page = Page(browser, write_report(run_dir.path, decode=show_ids).as_uri())
     assert page.tab.locator("svg[aria-label='Tool errors'] rect").count() == 286
     box = page.tab.locator(".card", has_text="Reward").first.locator("svg").bounding_box()
     for place in (0.3, 0.5, 0.77):
         page.tab.mouse.move(box["x"] + place * box["width"], box["y"] + 40)
         values = page.texts(".pane > .charts .legend b")
-        assert len(values) >= 10 and "–" not in values
+        assert len(values) >= 10
+        assert "–" not in values
     assert page.troubles == []
 
 
@@ -158,7 +161,10 @@ def test_keys_walk_through_trajectories_and_tokens(page):
     page.tab.locator(".toks").nth(1).focus()
     page.press("ArrowRight", "ArrowRight")
     tip = page.texts("#tip")[0]
-    assert "<|im_end|>" in tip and "log-prob" in tip and "-1.000" in tip and "p = 0.37" in tip
+    assert "<|im_end|>" in tip
+    assert "log-prob" in tip
+    assert "-1.000" in tip
+    assert "p = 0.37" in tip
 
 
 def test_pointing_at_a_token_shows_id_text_and_numbers(page):
@@ -188,24 +194,27 @@ def test_colours_say_what_the_mode_says(page):
         seen[mode] = colours()
         assert page.tab.locator(".modes [aria-pressed=true]").inner_text() == mode
     assert len({tuple(c) for c in seen.values()}) == 5
-    sampled, inserted = seen["mask"][0], seen["mask"][2]
-    assert sampled != inserted and seen["mask"] == [sampled, sampled, inserted, sampled, sampled]
+    sampled = seen["mask"][0]
+    inserted = seen["mask"][2]
+    assert sampled != inserted
+    assert seen["mask"] == [sampled, sampled, inserted, sampled, sampled]
     assert all(seen[mode][2] == "" for mode in ("log-prob", "advantage", "version", "gap"))
 
 
 def test_a_gap_that_rounding_would_make_is_hardly_painted(browser, tmp_path: Path):
     run = make_run(tmp_path / "run")
-    first, *others = (run / "trajectories.jsonl").read_text().splitlines()
+    first, *other_lines = (run / "trajectories.jsonl").read_text().splitlines()
     near = json.loads(first) | {
         "rollout_logprobs": [-0.1234995, -0.7, 0.0, -1.0, -1.0],
         "old_logprobs": [-0.1235005, -0.7, 0.0, -1.0, -1.0],
     }
-    (run / "trajectories.jsonl").write_text("\n".join([json.dumps(near), *others]) + "\n")
+    (run / "trajectories.jsonl").write_text("\n".join([json.dumps(near), *other_lines]) + "\n")
     page = Page(browser, write_report(run, decode=decode).as_uri() + "#trajectory=train-1-0-0")
     page.tab.get_by_role("button", name="gap", exact=True).click()
     spans = page.tab.locator(".turn:not(:first-of-type) .toks span")
     painted = spans.evaluate_all("all => all.map((one) => one.style.background)")
-    assert painted[0] == painted[1] and "0%" in painted[0]
+    assert painted[0] == painted[1]
+    assert "0%" in painted[0]
     spans.first.hover()
     assert "(gap 1.0e-6)" in page.texts("#tip")[0]
     assert page.troubles == []
@@ -241,14 +250,16 @@ def test_the_legend_says_what_was_trained_on(browser, tmp_path: Path):
     token_values = {learning.trajectory_id: {"advantages": [0.5, 0.5, -1.0, 0.25, 0.5]}}
     RunDir(run).add_trajectories(1, "train", [learning], token_values=token_values)
     address = write_report(run, decode=decode).as_uri() + "#trajectory="
-    sampled, inserted = "sampled by the policy ({}trained on)", "inserted: tool results, template"
+    sampled = "sampled by the policy ({}trained on)"
+    inserted = "inserted: tool results, template"
     for name, legend in {
         "train-1-0-0": [sampled.format(""), inserted],
         "train-1-0-3": [sampled.format("not "), inserted],
         "learning-0": [sampled.format(""), inserted + " (trained on)"],
     }.items():
         page = Page(browser, address + name)
-        assert page.texts(".scale span") == legend and page.troubles == []
+        assert page.texts(".scale span") == legend
+        assert page.troubles == []
     page.tab.get_by_role("button", name="advantage", exact=True).click()
     page.tab.locator(".toks").nth(2).locator("span").first.hover()
     tip = page.texts("#tip")[0].split("\n")
@@ -279,13 +290,13 @@ def test_a_group_is_shown_as_a_tree_and_a_leaf_opens_its_trajectory(page):
 def test_what_a_model_wrote_is_shown_and_never_runs(page):
     page.press("3", "j", "j", "j", "j")
     assert page.texts(".bar h2") == ["train-1-0-4"]
-    shown = " ".join(page.texts(".toks"))
+    token_text = " ".join(page.texts(".toks"))
     for text in HOSTILE[:4]:
-        assert text in shown
-    assert printable(HOSTILE[4]) in shown, (
+        assert text in token_text
+    assert printable(HOSTILE[4]) in token_text, (
         "what is hidden or turns the text round is spelt out as on the terminal"
     )
-    assert HOSTILE[4] not in shown
+    assert HOSTILE[4] not in token_text
     for mode in ("log-prob", "version", "tree"):
         page.tab.get_by_role("button", name=mode, exact=True).click()
     page.tab.locator(".node").first.hover()
@@ -297,8 +308,9 @@ def test_what_a_model_wrote_is_shown_and_never_runs(page):
 
 def test_the_keys_are_listed(page):
     page.press("?")
-    shown = page.texts("#help")[0]
-    assert "walk through the tokens" in shown and "[object" not in shown
+    help_text = page.texts("#help")[0]
+    assert "walk through the tokens" in help_text
+    assert "[object" not in help_text
     assert {"1", "j", "/", "?"} <= set(page.texts("#help kbd"))
     page.press("Escape")
     assert not page.tab.locator("#help").is_visible()
@@ -330,7 +342,8 @@ def test_list_and_trajectory_have_room_and_no_label_is_cut_at_any_width(page):
         for height in (844, 420):
             page.tab.set_viewport_size({"width": width, "height": height})
             rows = page.tab.locator(".rows").bounding_box()
-            assert rows["height"] >= 4 * 44 and rows["width"] >= 300
+            assert rows["height"] >= 4 * 44
+            assert rows["width"] >= 300
             assert page.tab.locator(".detail").bounding_box()["height"] >= 4 * 44
         if page.tab.get_by_role("button", name="filters", exact=True).is_visible():
             page.tab.get_by_role("button", name="filters", exact=True).click()
@@ -343,9 +356,8 @@ def test_on_a_phone_a_touched_trajectory_comes_into_view(page):
     page.tab.set_viewport_size({"width": 390, "height": 844})
     page.press("3")
     page.tab.locator(".row .id", has_text="train-1-0-2").click()
-    assert page.tab.locator(".bar h2").bounding_box()["y"] < 100 and page.texts(".bar h2") == [
-        "train-1-0-2"
-    ]
+    assert page.tab.locator(".bar h2").bounding_box()["y"] < 100
+    assert page.texts(".bar h2") == ["train-1-0-2"]
     page.tab.get_by_role("button", name="next trajectory").click()
     assert page.texts(".bar h2") == ["train-1-0-3"]
     page.tab.get_by_role("button", name="list", exact=True).click()
@@ -358,16 +370,16 @@ def test_every_control_has_a_name_of_its_own(page):
     session = page.tab.context.new_cdp_session(page.tab)
 
     def names() -> list[str]:
-        found = []
+        controls_named = []
         for node in session.send("Accessibility.getFullAXTree")["nodes"]:
             role = node.get("role", {}).get("value")
             focusable = any(
-                one["name"] == "focusable" and one["value"]["value"]
-                for one in node.get("properties", ())
+                each["name"] == "focusable" and each["value"]["value"]
+                for each in node.get("properties", ())
             )
             if focusable and role != "RootWebArea" and not node["ignored"]:
-                found.append(f"{role} {node.get('name', {}).get('value', '')}".strip())
-        return found
+                controls_named.append(f"{role} {node.get('name', {}).get('value', '')}".strip())
+        return controls_named
 
     controls = set()
     for keys in ("1", "2", "3", "t", "?"):
@@ -391,7 +403,7 @@ def test_every_control_has_a_name_of_its_own(page):
     } <= controls
 
 
-def test_arrow_keys_home_and_end_move_between_tabs_of_which_one_is_in_the_tab_order(page):
+def test_arrow_keys_home_and_end_move_between_tabs(page):
     tabs = page.tab.get_by_role("tab")
 
     def state() -> list[tuple]:
@@ -466,9 +478,9 @@ def test_all_texts_are_readable(browser, report, scheme):
 
     def look(state: str) -> None:
         nonlocal measured
-        found = page.tab.evaluate(f"{CHECKS}; paleTexts()")
-        assert found["pale"] == [], state
-        measured += found["measured"]
+        contrast = page.tab.evaluate(f"{CHECKS}; paleTexts()")
+        assert contrast["pale"] == [], state
+        measured += contrast["measured"]
 
     page.tab.locator("summary").click()
     look("curves")
@@ -506,14 +518,14 @@ def test_evaluation_is_work_of_the_engines(browser, tmp_path: Path):
     )
     page = Page(browser, write_report(run, decode=decode).as_uri() + "#timeline")
     blocks = page.tab.locator("svg[aria-label=timeline] rect:not(.lane)")
-    places = blocks.evaluate_all(
+    attributes = blocks.evaluate_all(
         "all => all.map((one) => [+one.getAttribute('y'), +one.getAttribute('opacity'),"
         " one.getAttribute('fill')])"
     )
-    learner, engines = ([block for block in places if block[0] == y] for y in (24, 54))
-    assert (
-        learner[-1][1] < 0.5 < engines[-1][1] and learner[-1][2] == engines[-1][2] != engines[0][2]
-    )
+    learner = [block for block in attributes if block[0] == 24]
+    engines = [block for block in attributes if block[0] == 54]
+    assert learner[-1][1] < 0.5 < engines[-1][1]
+    assert learner[-1][2] == engines[-1][2] != engines[0][2]
     blocks.nth(len(learner) + len(engines) - 1).hover()
     assert page.texts("#tip")[0].startswith("engines · evaluation after step 3")
     assert page.troubles == []

@@ -15,11 +15,12 @@ from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.runtime.resume import CHANGES
 from tests.run_results import require_same
 from tests.tiny_chat import CONFIG, params
-from tests.tiny_run import REWARD, tiny_recipe
+from tests.tiny_run import REWARD, step_records, tiny_recipe
 from tests.warm import python
 
 COMMAND = ["-m", "jax_agent_rl.cli", "train"]
-STEPS, BEFORE = 20, 10
+STEPS = 20
+BEFORE = 10
 
 PPO = {
     "adv_estimator": "gae",
@@ -83,10 +84,7 @@ def test_twenty_steps_are_ten_a_kill_and_ten_more(tmp_path: Path, algorithm: str
             train(recipe)
 
     require_same(runs["whole"], runs["killed"])
-    assert (
-        len([r for r in read_records(runs["killed"] / "metrics.jsonl") if r["kind"] == "step"])
-        == STEPS
-    )
+    assert len(step_records(runs["killed"])) == STEPS
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_folder(tmp_path: Path):
@@ -120,7 +118,8 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_folder(tmp
         for r in read_records(tmp_path / "run" / "trajectories.jsonl")
         if r["split"] == "train"
     }
-    assert steps == {1, 2} and (tmp_path / "run" / "summary.json").exists()
+    assert steps == {1, 2}
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 def resume(recipe: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -141,7 +140,7 @@ def test_a_run_goes_on_as_what_it_is_of_or_not_at_all(tmp_path: Path):
     )
     train(recipe)
     run = tmp_path / "run"
-    before = contents(run)
+    initial_contents = contents(run)
 
     model = shutil.copytree(tmp_path / "model", tmp_path / "other")
     save_hf(tmp_path / "scaled", CONFIG, jax.tree.map(lambda x: 0.9 * x, params()))
@@ -159,7 +158,7 @@ def test_a_run_goes_on_as_what_it_is_of_or_not_at_all(tmp_path: Path):
     for key in (change.partition("=")[0] for change in changes):
         assert f"  {key}" in result.stdout + result.stderr
     assert "opt_state" not in result.stdout + result.stderr
-    assert contents(run) == before
+    assert contents(run) == initial_contents
 
     result = resume(
         recipe, "trainer.steps=2", "--accept-change", "learner.lora.alpha", "learner.lora.alpha=8"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.observe.run_dir import read_records
+from tests.tiny_run import step_records
 from tests.warm import python
 
 COMMAND = ["-m", "jax_agent_rl.cli"]
@@ -33,13 +34,15 @@ def same_trajectories(a: Path, b: Path, *, splits: Sequence[str] = ("train", "he
 
     def comparable(folder: Path) -> tuple[list[dict], list[list[float]]]:
         records = [r for r in read_records(folder / "trajectories.jsonl") if r["split"] in splits]
-        exact = [
-            {k: v for k, v in r.items() if k not in ("metrics", "turns", "rollout_logprobs")}
-            for r in records
-        ]
-        return exact, [r["rollout_logprobs"] for r in records]
+        logprobs = []
+        for record in records:
+            logprobs.append(record.pop("rollout_logprobs"))
+            for timed in ("metrics", "turns"):
+                record.pop(timed, None)
+        return records, logprobs
 
-    (exact_a, logprobs_a), (exact_b, logprobs_b) = comparable(a), comparable(b)
+    exact_a, logprobs_a = comparable(a)
+    exact_b, logprobs_b = comparable(b)
     if not exact_a or exact_a != exact_b:
         return False
     return all(np.allclose(x, y, atol=1e-4) for x, y in zip(logprobs_a, logprobs_b, strict=True))
@@ -52,11 +55,9 @@ def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "run"
     summary = json.loads((folder / "summary.json").read_text())
-    assert (
-        summary["steps"] == 2
-        and summary["token_drift"] == 0
-        and summary["recompilations_after_warmup"] == 0
-    )
+    assert summary["steps"] == 2
+    assert summary["token_drift"] == 0
+    assert summary["recompilations_after_warmup"] == 0
     assert summary["started"] == summary["trained"] + sum(summary["dropped"].values()) == 8
     assert summary["max_logprob_gap"] <= 1e-3
     assert {
@@ -65,14 +66,15 @@ def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(
         "train_seconds",
         "warnings",
     } <= summary.keys()
-    steps = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
-    assert len(steps) == 2 and all(r["weight_update_seconds"] > 0 for r in steps)
+    steps = step_records(folder)
+    assert len(steps) == 2
+    assert all(r["weight_update_seconds"] > 0 for r in steps)
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "config.json").read_text())["trainer"]["steps"] == 2
-    assert "held-out accuracy" in result.stdout and "report.html" in result.stdout
-    assert (
-        "every reward is the same: step " in result.stdout and "  assistant  " in result.stdout
-    )  # a random model
+    assert "held-out accuracy" in result.stdout
+    assert "report.html" in result.stdout
+    assert "every reward is the same: step " in result.stdout
+    assert "  assistant  " in result.stdout
     for record in read_records(folder / "trajectories.jsonl"):
         count = len(record["response_ids"])
         assert len(record["response_mask"]) == len(record["rollout_logprobs"]) == count
@@ -86,7 +88,8 @@ def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(
         }
 
     viewed = run("view", folder, "--sort", "worst", "--limit", "1", "--whole-prompt")
-    assert viewed.returncode == 0 and "What is 23 plus 45?" in viewed.stdout
+    assert viewed.returncode == 0
+    assert "What is 23 plus 45?" in viewed.stdout
 
     exported = run("export", folder, tmp_path / "exported")
     assert exported.returncode == 0, exported.stderr
@@ -99,15 +102,17 @@ def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(
 def test_stopping_and_resuming_gives_the_trajectories_of_an_uninterrupted_run(
     recipe: Path, tmp_path: Path
 ):
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    assert run("train", recipe, f"run_dir={whole}").returncode == 0
-    assert run("train", recipe, f"run_dir={halves}", "trainer.steps=2").returncode == 0
-    resumed = run("train", recipe, f"run_dir={halves}", "--resume")
-    assert resumed.returncode == 0 and "resumed after step 2" in resumed.stdout
-    trained = [r["step"] for r in read_records(halves / "metrics.jsonl") if r["kind"] == "step"]
+    uninterrupted = tmp_path / "whole"
+    interrupted = tmp_path / "halves"
+    assert run("train", recipe, f"run_dir={uninterrupted}").returncode == 0
+    assert run("train", recipe, f"run_dir={interrupted}", "trainer.steps=2").returncode == 0
+    resumed = run("train", recipe, f"run_dir={interrupted}", "--resume")
+    assert resumed.returncode == 0
+    assert "resumed after step 2" in resumed.stdout
+    trained = [r["step"] for r in step_records(interrupted)]
     assert trained == [1, 2, 3, 4]
     assert same_trajectories(
-        halves, whole, splits=["train"]
+        interrupted, uninterrupted, splits=["train"]
     )  # what is evaluated, and when, differs
 
 
@@ -148,7 +153,8 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe: Path, tmp_path: Path):
     output = process.stdout.read()
     assert process.wait() == 130, output
     watchdog.cancel()
-    assert "--resume" in output and "Traceback" not in output
+    assert "--resume" in output
+    assert "Traceback" not in output
     saved = re.search(r"a checkpoint of step (\d+) is saved", output)
     assert saved, output
     resumed = run("train", recipe, f"trainer.steps={int(saved[1]) + 3}", "--resume")
@@ -171,25 +177,27 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe: Path, tmp_path: Path):
 )
 def test_bad_input_is_one_message_and_no_traceback(recipe: Path, override: str, message: str):
     result = run("train", recipe, override)
-    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_row_of_an_unknown_agent_is_found_before_anything_runs(recipe: Path, tmp_path: Path):
     rows = (tmp_path / "data" / "train.jsonl").read_text().replace("tool_agent", "tool_agnet", 1)
     (tmp_path / "typo.jsonl").write_text(rows)
     result = run("train", recipe, f"data.train={tmp_path / 'typo.jsonl'}")
-    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
     said = " ".join(result.stderr.split())
     assert "line 1: agent_name 'tool_agnet' is not known; did you mean 'tool_agent'?" in said
 
 
-def test_prompts_over_the_budget_are_dropped_with_their_reason_and_the_run_ends_well(
-    recipe: Path, tmp_path: Path
-):
+def test_prompts_over_the_budget_are_dropped_with_their_reason(recipe: Path, tmp_path: Path):
     # Three batches are lost: the step's, and the held-out ones before and after it.
     settings = ("agent.max_prompt_length=20", "trainer.max_failed_batches=4")
     result = run("train", recipe, *settings, "trainer.steps=1", "trainer.checkpoint_every=0")
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["dropped"] == {"prompt_too_long": 4} and summary["started"] == 4
+    assert summary["dropped"] == {"prompt_too_long": 4}
+    assert summary["started"] == 4
     assert "agent.max_prompt_length=20" in result.stderr

@@ -54,11 +54,11 @@ def test_sigterm_saves_in_every_phase(phase: str, tmp_path: Path, environment: d
             break
     process.send_signal(signal.SIGTERM)
     try:
-        rest, _ = process.communicate(timeout=PATIENCE)
+        remaining_output, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         watchdog.cancel()
-    output += rest
+    output += remaining_output
     assert process.returncode == 130 and "Traceback" not in output, output
     manager = ocp.CheckpointManager(tmp_path / "run" / "checkpoints")
     assert manager.latest_step() == saved, output

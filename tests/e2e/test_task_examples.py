@@ -99,9 +99,11 @@ def test_an_example_runs(name: str, tmp_path: Path, small_model: Path):
         *overrides,
     )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["trained"] == summary["started"]
+    assert summary["steps"] == 2
+    assert summary["trained"] == summary["started"]
     assert summary["started"] >= 8  # more with roles: a trajectory of each that took a turn
-    assert summary["token_drift"] == 0 and summary["recompilations_after_warmup"] == 0
+    assert summary["token_drift"] == 0
+    assert summary["recompilations_after_warmup"] == 0
     assert summary["max_logprob_gap"] <= 1e-3
 
 
@@ -133,11 +135,13 @@ def test_an_example_with_a_tool_server_calls_it_and_learns_from_it(name: str, tm
             "-m", "jax_agent_rl.cli", "train", *settings, XLA_FLAGS=""
         )  # optimized: it computes more than it compiles
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["trained"] == summary["started"] == 8 and summary["token_drift"] == 0
+    assert summary["trained"] == summary["started"] == 8
+    assert summary["token_drift"] == 0
     records = read_records(tmp_path / "run" / "trajectories.jsonl")
     calls = [call for record in records for turn in record["turns"] for call in turn["tool_calls"]]
     good = [call for call in calls if call["error"] is None]
-    assert good and {call["name"] for call in good} == {call_name}
+    assert good
+    assert {call["name"] for call in good} == {call_name}
     if name not in RARELY_RIGHT:
         assert any(record["reward"] for record in records), (
             "the model answers some of these questions from the start"
@@ -170,5 +174,6 @@ def test_an_examples_script_says_what_it_would_do(name: str):
     )
     assert f"examples/{name}/prepare.py" in result.stdout
     last = result.stdout.rstrip().splitlines()[-1]
-    assert f"train examples/{name}/config.yaml " in last and last.endswith(" seed=1")
+    assert f"train examples/{name}/config.yaml " in last
+    assert last.endswith(" seed=1")
     assert ("tool-server" in result.stdout) == (name in WITH_TOOL_SERVER)

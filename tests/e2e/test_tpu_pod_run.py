@@ -63,7 +63,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 400) -> None:
 
 def patient_recipe(folder: Path) -> tuple[Path, Path]:
     """A recipe, and the file that lets its third step go on."""
-    recipe, go = tiny_recipe(folder / "recipe", rollout={"jetstream": SMALL}), folder / "go"
+    recipe = tiny_recipe(folder / "recipe", rollout={"jetstream": SMALL})
+    go = folder / "go"
     (folder / "recipe" / "reward.py").write_text(_PATIENT_REWARD.format(go=str(go)))
     return recipe, go
 
@@ -71,18 +72,16 @@ def patient_recipe(folder: Path) -> tuple[Path, Path]:
 PATIENT = ["learner.mesh.fsdp=2", "trainer.steps=4", "reward.timeout=600"]
 
 
-def require_every_step_once(kept: Path) -> None:
-    assert steps(kept) == [1, 2, 3, 4]
-    summary = json.loads((kept / "run" / "summary.json").read_text())
-    assert summary["steps"] == 4 and summary["started"] == summary["trained"] + sum(
-        summary["dropped"].values()
-    )
-    assert (kept / "checkpoints" / "4").is_dir() and not (kept / "run" / "checkpoints").exists()
+def require_every_step_once(folder: Path) -> None:
+    assert steps(folder) == [1, 2, 3, 4]
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["started"] == summary["trained"] + sum(summary["dropped"].values())
+    assert (folder / "checkpoints" / "4").is_dir()
+    assert not (folder / "run" / "checkpoints").exists()
 
 
-def test_a_run_on_two_hosts_that_loses_its_slice_ends_as_one_with_every_step_once(
-    cloud: Cloud, tmp_path: Path
-):
+def test_a_run_on_two_hosts_survives_the_loss_of_its_slice(cloud: Cloud, tmp_path: Path):
     recipe, go = patient_recipe(tmp_path)
     arguments = [
         "--topology",
@@ -95,33 +94,36 @@ def test_a_run_on_two_hosts_that_loses_its_slice_ends_as_one_with_every_step_onc
         *PATIENT,
     ]
     process = cloud.start(*arguments)
-    kept = cloud.folder / "buckets" / "b" / "try"
+    folder = cloud.folder / "buckets" / "b" / "try"
     read_until(process, "2/4")
-    wait_until(lambda: (kept / "checkpoints" / "2").is_dir() and len(steps(kept)) == 2)
-    (kept / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir()  # what a save leaves that is cut off
+    wait_until(lambda: (folder / "checkpoints" / "2").is_dir() and len(steps(folder)) == 2)
+    (
+        folder / "checkpoints" / "3.orbax-checkpoint-tmp"
+    ).mkdir()  # what a save leaves that is cut off
     cloud.preempt()
     assert process.stdout is not None
-    rest = process.stdout.read()
+    printed = process.stdout.read()
     assert (
-        process.wait() == 1 and "the slice was preempted (PREEMPTED): --resume continues" in rest
-    ), rest
+        process.wait() == 1 and "the slice was preempted (PREEMPTED): --resume continues" in printed
+    ), printed
     go.touch()
     result = cloud.launch(*arguments, "--resume")
-    rest = result.stdout
-    assert result.returncode == 0 and "[host-0] resumed after step 2" in rest, rest + result.stderr
-    assert "the checkpoint of step 3 was cut off while it was written: it is lost" in rest
-    assert "[host-0] held-out accuracy" in rest and "[host-1] held-out accuracy" not in rest
+    printed = result.stdout
+    assert result.returncode == 0 and "[host-0] resumed after step 2" in printed, (
+        printed + result.stderr
+    )
+    assert "the checkpoint of step 3 was cut off while it was written: it is lost" in printed
+    assert "[host-0] held-out accuracy" in printed
+    assert "[host-1] held-out accuracy" not in printed
     assert cloud.node() is None
-    require_every_step_once(kept)
-    assert {file.name.partition("-2")[0] for file in (kept / "logs").iterdir()} == {
+    require_every_step_once(folder)
+    assert {file.name.partition("-2")[0] for file in (folder / "logs").iterdir()} == {
         "host-0",
         "host-1",
     }
 
 
-def test_a_managed_job_on_two_hosts_continues_after_a_recovery_with_every_step_once(
-    cloud: Cloud, tmp_path: Path
-):
+def test_a_managed_job_on_two_hosts_recovers_with_every_step_once(cloud: Cloud, tmp_path: Path):
     recipe, go = patient_recipe(tmp_path)
     rendered = cloud.launch(
         *(
@@ -138,16 +140,16 @@ def test_a_managed_job_on_two_hosts_continues_after_a_recovery_with_every_step_o
     )
     commands = yaml.safe_load(rendered.stdout)["run"]
     bucket = cloud.folder / "buckets" / "b"
-    for there, here in {
+    for cloud_path, local_path in {
         "/bucket/": f"{bucket}/",
         "gs://b": str(bucket),
         "/config/run.yaml": str(recipe),
     }.items():
-        commands = commands.replace(there, here)
+        commands = commands.replace(cloud_path, local_path)
 
     def launch() -> list[subprocess.Popen[bytes]]:
         """SkyPilot starts the commands on both hosts."""
-        here = commands.replace("8476", str(free_port()))
+        launch_commands = commands.replace("8476", str(free_port()))
         job = cloud.environment | {
             "SKYPILOT_NUM_NODES": "2",
             "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
@@ -155,22 +157,22 @@ def test_a_managed_job_on_two_hosts_continues_after_a_recovery_with_every_step_o
         how = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "start_new_session": True}
         return [
             subprocess.Popen(
-                ["bash", "-c", here], env=job | {"SKYPILOT_NODE_RANK": str(rank)}, **how
+                ["bash", "-c", launch_commands], env=job | {"SKYPILOT_NODE_RANK": str(rank)}, **how
             )
             for rank in range(2)
         ]
 
     first = launch()
-    kept = bucket / "try"
+    folder = bucket / "try"
     try:
-        wait_until(lambda: (kept / "checkpoints" / "2").is_dir() and len(steps(kept)) == 2)
+        wait_until(lambda: (folder / "checkpoints" / "2").is_dir() and len(steps(folder)) == 2)
     finally:
         for process in first:
             os.killpg(process.pid, signal.SIGKILL)  # the slice is preempted
             process.wait()
     go.touch()
     assert [process.wait(timeout=400) for process in launch()] == [0, 0]
-    require_every_step_once(kept)
+    require_every_step_once(folder)
 
 
 # Slurm's program that runs a command on each of its hosts.
@@ -225,16 +227,15 @@ def test_hosts_that_learn_and_one_that_samples_are_one_run(cloud: Cloud, tmp_pat
         timeout=500,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    kept = bucket / "try"
-    summary = json.loads((kept / "run" / "summary.json").read_text())
-    assert (
-        summary["steps"] == 2 and summary["max_logprob_gap"] <= 1e-3
-    )  # it samples what both others have learnt
+    folder = bucket / "try"
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["max_logprob_gap"] <= 1e-3
     assert "serving" in result.stdout
-    assert not [file for file in (kept / "weights").rglob("*") if file.is_file()]
+    assert not [file for file in (folder / "weights").rglob("*") if file.is_file()]
 
 
-def steps(kept: Path) -> list[int]:
+def steps(folder: Path) -> list[int]:
     """Return the steps that the bucket's metrics tell of."""
-    file = kept / "run" / "metrics.jsonl"
+    file = folder / "run" / "metrics.jsonl"
     return [r["step"] for r in read_records(file) if r["kind"] == "step"] if file.exists() else []

@@ -58,11 +58,12 @@ def kernels_digest() -> str | None:
         The digest; None if there is no compiler, or it cannot build them.
     """
     with _building:  # engines start in threads of their own
-        return _registered()
+        return register_kernels()
 
 
 @functools.cache
-def _registered() -> str | None:
+def register_kernels() -> str | None:
+    """Do what :func:`kernels_digest` says; threads call that one."""
     slower = "decoding takes XLA's own products, which are two to three times slower"
     compiler = _find_compiler()
     if compiler is None:

@@ -123,10 +123,11 @@ TYPED = [
 
 @pytest.mark.parametrize("ask", TYPED, ids=lambda ask: ask.__name__)
 async def test_a_framework_gets_an_answer_of_the_type_it_asks_for(ask):
-    async with stage() as made:
-        plan = await ask(f"{made.server.url}/sessions/s/v1", "k")
-        (turn,) = made.store.known("s", "k").recorder.turns
-    assert isinstance(plan, Plan) and plan.days in (1, 2, 3)
+    async with stage() as serving_stage:
+        plan = await ask(f"{serving_stage.server.url}/sessions/s/v1", "k")
+        (turn,) = serving_stage.store.known("s", "k").recorder.turns
+    assert isinstance(plan, Plan)
+    assert plan.days in (1, 2, 3)
     assert any(turn.output.supports)
 
 
@@ -202,10 +203,11 @@ STREAMS = [
 
 @pytest.mark.parametrize("ask", STREAMS, ids=lambda ask: ask.__name__)
 async def test_what_a_framework_streams_is_what_was_recorded(ask):
-    async with stage() as made:
-        text = await ask(f"{made.server.url}/sessions/s/v1", "k")
-        (turn,) = made.store.known("s", "k").recorder.turns
-    assert text == turn.reply.content and text
+    async with stage() as serving_stage:
+        text = await ask(f"{serving_stage.server.url}/sessions/s/v1", "k")
+        (turn,) = serving_stage.store.known("s", "k").recorder.turns
+    assert text == turn.reply.content
+    assert text
 
 
 # --- what programs set for the model they were written for ----------------------------------------
@@ -217,25 +219,25 @@ async def test_an_openai_sdk_agent_without_a_model_runs_with_the_sdks_defaults(a
     agents.set_tracing_disabled(True)
     defaults = agents.Agent(name="a").model_settings
     assert (defaults.reasoning and defaults.reasoning.effort, defaults.verbosity) != (None, None)
-    async with stage() as made:
-        client = made.client("/sessions/s/v1", key="k")
+    async with stage() as serving_stage:
+        client = serving_stage.client("/sessions/s/v1", key="k")
         provider = agents.OpenAIProvider(openai_client=client, use_responses=api == "responses")
         agent = agents.Agent(name="a", output_type=Plan)  # so that a random model's answer ends
-        done = await agents.Runner.run(
+        result = await agents.Runner.run(
             agent, QUESTION, run_config=agents.RunConfig(model_provider=provider)
         )
-        (turn,) = made.store.known("s", "k").recorder.turns
-    assert done.final_output == Plan.model_validate_json(turn.reply.content)
+        (turn,) = serving_stage.store.known("s", "k").recorder.turns
+    assert result.final_output == Plan.model_validate_json(turn.reply.content)
 
 
 async def test_claudes_effort_and_strict_tools_are_accepted_and_change_nothing():
     plain = {"name": "visit", "input_schema": {"type": "object"}}
-    async with stage() as made:
+    async with stage() as serving_stage:
         for extra, tool in (
             ({}, plain),
             ({"output_config": {"effort": "low"}}, plain | {"strict": True}),
         ):
-            session = without_version(f"{made.server.url}/sessions/{len(extra)}/v1")
+            session = without_version(f"{serving_stage.server.url}/sessions/{len(extra)}/v1")
             async with anthropic.AsyncAnthropic(base_url=session, api_key="k") as client:
                 await client.messages.create(
                     model="claude",
@@ -244,5 +246,5 @@ async def test_claudes_effort_and_strict_tools_are_accepted_and_change_nothing()
                     tools=[tool],
                     extra_body={"top_k": 5, **extra},
                 )
-        first, second = (made.store.known(str(i), "k").recorder.turns[0] for i in range(2))
+        first, second = (serving_stage.store.known(str(i), "k").recorder.turns[0] for i in range(2))
     assert first.context_ids[: first.prompt_length] == second.context_ids[: second.prompt_length]

@@ -31,7 +31,8 @@ def example_tests(expected):
     """The verifier of ``examples/terminal_tasks``, as it is written there."""
     path = ROOT / "examples" / "terminal_tasks" / "prepare.py"
     spec = importlib.util.spec_from_file_location("prepare", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     prepare = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(prepare)
     return {
@@ -75,9 +76,9 @@ async def task_machine(
 async def scored(tmp_path, program, tests, *, seconds=20.0, **machine_settings):
     """What the program earns, its own result, and that of the tests."""
     async with task_machine(tmp_path, tests, **machine_settings) as (machine, run_program):
-        done = await run_program(program, seconds=seconds)
+        result = await run_program(program, seconds=seconds)
         verdict = await machine.run_tests(20.0)
-    return read_verdict(verdict)[0], done, verdict
+    return read_verdict(verdict)[0], result, verdict
 
 
 def script(text):
@@ -124,9 +125,10 @@ async def test_the_examples_verifier_pays_for_the_task_alone(tmp_path):
     tests = example_tests({"answer.txt": "right"})
     assert (await scored(tmp_path, "open('answer.txt', 'w').write('right')", tests))[0] == 1.0
     (tmp_path / "endpoint.sock").unlink()
-    reward, done, verdict = await scored(tmp_path, PLANTS, tests)
-    assert done.exit_code == 0, done.stderr
-    assert reward == 0.0 and "PLANTED" not in verdict.stdout + verdict.stderr
+    reward, result, verdict = await scored(tmp_path, PLANTS, tests)
+    assert result.exit_code == 0, result.stderr
+    assert reward == 0.0
+    assert "PLANTED" not in verdict.stdout + verdict.stderr
     assert "test_files_are_as_asked" in verdict.stdout, verdict
 
 
@@ -172,8 +174,8 @@ async def test_the_runner_loads_nothing_that_lies_beside_it(tmp_path):
         for name in names.split():
             open(f"/tmp/{name}.py", "w").write("import os; os._exit(3)")
     """
-    reward, done, verdict = await scored(tmp_path, program, script("exit 0"))
-    assert done.exit_code == 0 and reward == 1.0, (done, verdict)
+    reward, result, verdict = await scored(tmp_path, program, script("exit 0"))
+    assert result.exit_code == 0 and reward == 1.0, (result, verdict)
     assert "-I" in ISOLATED
 
 
@@ -225,9 +227,9 @@ async def test_an_honest_working_folder_reaches_the_tests_unchanged(tmp_path):
         ls | grep -q "^n\\{255\\}$"
         test $(find . | wc -l) = 13
     """
-    reward, done, verdict = await scored(tmp_path, program, script(check))
-    assert reward == 1.0, (done, verdict)
-    assert done.left_out == 0
+    reward, result, verdict = await scored(tmp_path, program, script(check))
+    assert reward == 1.0, (result, verdict)
+    assert result.left_out == 0
 
 
 async def test_what_could_lead_the_tests_elsewhere_is_left_out_and_named(tmp_path):
@@ -243,15 +245,13 @@ async def test_what_could_lead_the_tests_elsewhere_is_left_out_and_named(tmp_pat
         open("\\x1b[31mred", "w").close()
         os.link("/tmp/runner.py", "hard") if os.access("/tmp/runner.py", os.W_OK) else None
     """
-    reward, done, verdict = await scored(
+    reward, result, verdict = await scored(
         tmp_path, program, script('test "$(ls -A | tr "\\n" " ")" = "here "')
     )
-    assert reward == 1.0, (done, verdict)
-    assert (
-        done.left_out == 7
-        and "'pipe'" in verdict.stderr
-        and "\\x1b" in verdict.stderr + repr(done.left_out_names)
-    )
+    assert reward == 1.0, (result, verdict)
+    assert result.left_out == 7
+    assert "'pipe'" in verdict.stderr
+    assert "\\x1b" in verdict.stderr + repr(result.left_out_names)
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,8 @@ async def test_what_could_lead_the_tests_elsewhere_is_left_out_and_named(tmp_pat
     ],
 )
 async def test_a_working_folder_that_cannot_be_handed_on_earns_nothing(tmp_path, program, reason):
-    reward, done, verdict = await scored(tmp_path, program, script("exit 0"))
-    assert reward == 0.0 and reason in (verdict.stopped or ""), (done, verdict)
+    reward, result, verdict = await scored(tmp_path, program, script("exit 0"))
+    assert reward == 0.0 and reason in (verdict.stopped or ""), (result, verdict)
 
 
 async def test_folders_within_folders_end_somewhere(tmp_path):
@@ -289,8 +289,9 @@ async def test_folders_within_folders_end_somewhere(tmp_path):
         for _ in range(1500):
             os.mkdir("d"); os.chdir("d")
     """
-    reward, done, _ = await scored(tmp_path, program, script("test -d d/d/d"))
-    assert reward == 1.0 and done.left_out == 1
+    reward, result, _ = await scored(tmp_path, program, script("test -d d/d/d"))
+    assert reward == 1.0
+    assert result.left_out == 1
 
 
 FORGED = json.dumps(
@@ -320,10 +321,10 @@ async def test_a_program_cannot_speak_for_the_runner(tmp_path, as_root):
     """Nor can what the tests run, even if it ends the runner."""
     if as_root and os.geteuid() != 0:
         pytest.skip("root")
-    reward, done, verdict = await scored(
+    reward, result, verdict = await scored(
         tmp_path, SPEAKS, script("test -e read.txt"), as_root=as_root
     )
-    assert reward == 0.0 and done.workspace == (), (done, verdict)
+    assert reward == 0.0 and result.workspace == (), (result, verdict)
     (tmp_path / "endpoint.sock").unlink()
     ends = (
         SPEAKS
@@ -331,8 +332,8 @@ async def test_a_program_cannot_speak_for_the_runner(tmp_path, as_root):
         " pass"
     )
     tests = {"check.py": ends.encode(), "test.sh": b"python3 /tests/check.py; exit 1"}
-    reward, done, verdict = await scored(tmp_path, "", tests, as_root=as_root)
-    assert reward == 0.0 and verdict.exit_code != 0, (done, verdict)
+    reward, result, verdict = await scored(tmp_path, "", tests, as_root=as_root)
+    assert reward == 0.0 and verdict.exit_code != 0, (result, verdict)
 
 
 async def test_no_process_of_the_program_outlives_it(tmp_path):
@@ -352,8 +353,8 @@ async def test_no_process_of_the_program_outlives_it(tmp_path):
         while len(os.listdir(".")) < 20:
             pass
     """
-    reward, done, verdict = await scored(tmp_path, program, script("exit 0"))
-    assert reward == 1.0 and done.pack_problem is None and done.workspace, (done, verdict)
+    reward, result, verdict = await scored(tmp_path, program, script("exit 0"))
+    assert reward == 1.0 and result.pack_problem is None and result.workspace, (result, verdict)
 
 
 async def test_output_is_read_from_its_end_alone(tmp_path):
@@ -367,16 +368,18 @@ async def test_output_is_read_from_its_end_alone(tmp_path):
             os.mkfifo(f"/tmp/{name}")
         os.ftruncate(2, 40 << 20)
     """
-    reward, done, _ = await scored(tmp_path, program, script("exit 0"))
-    assert reward == 1.0 and done.stdout.endswith("xthe end ü") and len(done.stdout) == 16_000
-    assert set(done.stderr) == {"\0"}
+    reward, result, _ = await scored(tmp_path, program, script("exit 0"))
+    assert reward == 1.0
+    assert result.stdout.endswith("xthe end ü")
+    assert len(result.stdout) == 16_000
+    assert set(result.stderr) == {"\0"}
 
 
 # --- the reward file ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "left",
+    "commands",
     [
         "ln -s /dev/zero /logs/verifier/reward.txt",
         "ln -s /app/one /logs/verifier/reward.txt",
@@ -391,11 +394,12 @@ async def test_output_is_read_from_its_end_alone(tmp_path):
         "echo 1 > /logs/verifier/reward.txt; sleep 100",
     ],
 )
-async def test_only_a_small_regular_file_with_a_number_is_a_reward(tmp_path, left):
-    async with task_machine(tmp_path, script(left)) as (machine, run_program):
+async def test_only_a_small_regular_file_with_a_number_is_a_reward(tmp_path, commands):
+    async with task_machine(tmp_path, script(commands)) as (machine, run_program):
         await run_program("open('one', 'w').write('1')")
         reward, note = read_verdict(await machine.run_tests(5.0))
-    assert reward == 0.0 and note
+    assert reward == 0.0
+    assert note
 
 
 def test_a_file_that_is_read_back_is_found_through_folders_alone(tmp_path):

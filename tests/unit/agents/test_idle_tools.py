@@ -63,7 +63,8 @@ IDLE = {
 @pytest.mark.parametrize(("setting", "fix"), IDLE.items())
 def test_settings_that_plain_generation_never_reads_are_named_with_a_fix(setting, fix):
     seen, advice = report_idle_tools(build(MINIMAL, [setting]), ROWS)
-    assert "no agent_name in 2 of 3 rows" in seen and setting.partition("=")[0] in seen
+    assert "no agent_name in 2 of 3 rows" in seen
+    assert setting.partition("=")[0] in seen
     assert f"set {fix}, or agent_name in the rows" in advice
     assert report_idle_tools(build(MINIMAL, [setting, fix]), ROWS) is None, "the fix is one"
     assert (
@@ -87,7 +88,8 @@ def test_rows_that_ask_for_more_than_plain_generation_are_told(key, agent):
     seen, advice = report_idle_tools(
         config, [{"extra_info": {key: {"name": "x"}}}, {"extra_info": None}]
     )
-    assert f"extra_info.{key}" in seen and f"agent.default_agent={agent}" in advice
+    assert f"extra_info.{key}" in seen
+    assert f"agent.default_agent={agent}" in advice
     assert report_idle_tools(config, [{"extra_info": {key: None}}]) is None
     assert (
         report_idle_tools(
@@ -115,10 +117,10 @@ def test_loading_rows_warns_of_what_they_leave_idle(tmp_path, caplog):
     (said,) = [
         record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
     ]
-    assert (
-        said.startswith(f"TOOLS ARE CONFIGURED BUT NOT USED: {rows}: no agent_name in 1 of 1 row")
-        and "What to do: set " in said
+    assert said.startswith(
+        f"TOOLS ARE CONFIGURED BUT NOT USED: {rows}: no agent_name in 1 of 1 row"
     )
+    assert "What to do: set " in said
 
 
 def test_several_idle_settings_are_named_together():

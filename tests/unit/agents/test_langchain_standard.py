@@ -115,11 +115,11 @@ def obliging(request) -> list[int]:
     }
     if names and "tool:" not in text.rpartition("user:")[2]:
         quoted = re.findall("'(.+?)'", text.rpartition("user:")[2])
-        given = json.dumps(
+        call_arguments = json.dumps(
             arguments[names[0]] if names[0] in arguments else {"customer_name": quoted[0]},
             ensure_ascii=False,
         )
-        return codec.reply_ids(f"<call>{names[0]} {given}</call>")
+        return codec.reply_ids(f"<call>{names[0]} {call_arguments}</call>")
     return codec.reply_ids("it is done")
 
 

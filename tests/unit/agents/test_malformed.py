@@ -31,7 +31,8 @@ async def test_of_three_in_a_moment_one_is_told_and_how_to_mend_it(agent, said, 
     trajectories = [await it.run(trajectory_id=f"t{number}") for number in range(3)]
     assert {trajectory.tool_calls[0].error for trajectory in trajectories} == {"malformed"}
     (line,) = lines
-    assert said[:10] in line and all(remedy in line for remedy in remedies)
+    assert said[:10] in line
+    assert all(remedy in line for remedy in remedies)
     it.context.failures.flush()
     assert lines == [line], "each step of a run tells of its others in one line"
 
@@ -42,14 +43,17 @@ async def test_a_key_that_is_set_is_no_advice():
         ToolAgent, ["<call>add {oops</call>", "I see"], lines, constrain_tool_calls=True
     ).run()
     (line,) = lines
-    assert "agent.tool_format" in line and "constrain_tool_calls" not in line
+    assert "agent.tool_format" in line
+    assert "constrain_tool_calls" not in line
 
 
 async def test_what_a_model_wrote_is_shown_escaped_and_short():
     lines = []
     await stage(ToolAgent, ["<call>\x1b[2J\r" + "x" * 1000 + "</call>", "I see"], lines).run()
     (line,) = lines
-    assert "\x1b" not in line and "\\x1b[2J\\r" in line and len(line) < 600
+    assert "\x1b" not in line
+    assert "\\x1b[2J\\r" in line
+    assert len(line) < 600
 
 
 async def test_nothing_is_said_where_every_call_could_be_decoded():

@@ -137,7 +137,8 @@ async def test_one_policy_takes_the_same_course_in_every_preset(name):
     async with stage(preset, script, asked) as (it, _):
         trajectory = await it.run()
 
-    assert trajectory.finish_reason is FinishReason.ANSWER and trajectory.num_turns == 3
+    assert trajectory.finish_reason is FinishReason.ANSWER
+    assert trajectory.num_turns == 3
     assert [action.strip() for action in asked.actions] == [preset.write.format("1 + 2")] * 2
     number = "[1] " if name == "search_agent" else ""
     for turn, answer in zip(trajectory.turns, ["first", "second"], strict=False):
@@ -145,5 +146,6 @@ async def test_one_policy_takes_the_same_course_in_every_preset(name):
         assert inserted == preset.frame.format(number + answer)
     roles = [message["role"] for message in trajectory.messages]
     assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
-    assert trajectory.metrics["tool_calls"] == 2 and trajectory.metrics["tool_errors"] == 0
+    assert trajectory.metrics["tool_calls"] == 2
+    assert trajectory.metrics["tool_errors"] == 0
     assert ("tool_close_failures" in trajectory.metrics) is (name != "search_agent")

@@ -33,8 +33,10 @@ async def test_a_message_has_anthropics_shape_and_usage():
         )
         count = await client.messages.count_tokens(model="policy", system="be brief", messages=ASK)
     (block,) = message.content
-    assert block.type == "text" and block.text == "the answer is 3"
-    assert message.stop_reason == "end_turn" and message.role == "assistant"
+    assert block.type == "text"
+    assert block.text == "the answer is 3"
+    assert message.stop_reason == "end_turn"
+    assert message.role == "assistant"
     assert message.usage.output_tokens == 5
     assert (
         message.usage.input_tokens
@@ -55,9 +57,9 @@ async def test_tool_use_and_its_result_extend_the_turn_by_its_ids(stream: bool):
     async with serving([CALL, "it is 3"]) as stage, claude(stage, "/sessions/s") as client:
         first = await create(client, ASK)
         (use,) = [block for block in first.content if block.type == "tool_use"]
-        assert (
-            first.stop_reason == "tool_use" and use.name == "add" and use.input == {"a": 1, "b": 2}
-        )
+        assert first.stop_reason == "tool_use"
+        assert use.name == "add"
+        assert use.input == {"a": 1, "b": 2}
         result = {
             "type": "tool_result",
             "tool_use_id": use.id,
@@ -70,9 +72,11 @@ async def test_tool_use_and_its_result_extend_the_turn_by_its_ids(stream: bool):
             {"role": "user", "content": [result]},
         ]
         second = await create(client, history)
-        assert second.content[0].text == "it is 3" and second.stop_reason == "end_turn"
-        one, two = stage.store.known("s", "any").recorder.turns
-    assert two.parent is one and two.context_ids[: len(one.context_ids)] == one.context_ids
+        assert second.content[0].text == "it is 3"
+        assert second.stop_reason == "end_turn"
+        first_turn, second_turn = stage.store.known("s", "any").recorder.turns
+    assert second_turn.parent is first_turn
+    assert second_turn.context_ids[: len(first_turn.context_ids)] == first_turn.context_ids
 
 
 async def test_a_stream_of_text_adds_up_and_ends_with_its_usage():
@@ -85,10 +89,8 @@ async def test_a_stream_of_text_adds_up_and_ends_with_its_usage():
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert "".join(e.delta.text for e in events if e.type == "content_block_delta") == "one two"
-    assert (
-        events[-2].delta.stop_reason == "stop_sequence"
-        and events[-2].delta.stop_sequence == " three"
-    )
+    assert events[-2].delta.stop_reason == "stop_sequence"
+    assert events[-2].delta.stop_sequence == " three"
     assert events[-2].usage.output_tokens == 3
 
 
@@ -104,8 +106,8 @@ async def test_thinking_is_a_block_of_its_own_where_it_is_asked_for(stream: bool
         else:
             message = await client.messages.create(**fields)
     expected = [("thinking", "one and two")] if thinking else []
-    found = [(b.type, b.thinking if b.type == "thinking" else b.text) for b in message.content]
-    assert [(kind, text.strip()) for kind, text in found] == [*expected, ("text", "it is 3")]
+    blocks = [(b.type, b.thinking if b.type == "thinking" else b.text) for b in message.content]
+    assert [(kind, text.strip()) for kind, text in blocks] == [*expected, ("text", "it is 3")]
 
 
 async def test_errors_have_anthropics_shape():
@@ -157,7 +159,8 @@ async def test_a_response_has_openais_shape_and_usage():
         answer = await client.responses.create(
             model="policy", input="what is 1 + 2 ?", instructions="be brief"
         )
-    assert answer.output_text == "the answer is 3" and answer.status == "completed"
+    assert answer.output_text == "the answer is 3"
+    assert answer.status == "completed"
     assert answer.usage.output_tokens == 5
     assert answer.usage.input_tokens == len(stage.backend.requests[0].prompt_ids)
 
@@ -177,7 +180,8 @@ async def test_a_function_call_and_its_output_extend_the_turn_by_its_ids(
     async with serving([CALL, "it is 3"]) as stage, stage.client("/sessions/s/v1") as client:
         first = await create(client, input=[question])
         (call,) = [item for item in first.output if item.type == "function_call"]
-        assert call.name == "add" and call.arguments == '{"a": 1, "b": 2}'
+        assert call.name == "add"
+        assert call.arguments == '{"a": 1, "b": 2}'
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
         if chained:
             second = await create(client, previous_response_id=first.id, input=[result])
@@ -185,8 +189,9 @@ async def test_a_function_call_and_its_output_extend_the_turn_by_its_ids(
             items = [item.model_dump(exclude_none=True) for item in first.output]
             second = await create(client, input=[question, *items, result])
         assert second.output_text == "it is 3"
-        one, two = stage.store.known("s", "any").recorder.turns
-    assert two.parent is one and two.context_ids[: len(one.context_ids)] == one.context_ids
+        first_turn, second_turn = stage.store.known("s", "any").recorder.turns
+    assert second_turn.parent is first_turn
+    assert second_turn.context_ids[: len(first_turn.context_ids)] == first_turn.context_ids
 
 
 async def test_a_stream_of_text_adds_up_and_its_events_are_numbered():
@@ -198,14 +203,16 @@ async def test_a_stream_of_text_adds_up_and_its_events_are_numbered():
         "".join(e.delta for e in events if e.type == "response.output_text.delta")
         == "one two three four"
     )
-    assert events[0].type == "response.created" and events[-1].type == "response.completed"
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.completed"
     assert events[-1].response.output_text == "one two three four"
 
 
 async def test_a_response_that_is_cut_is_incomplete():
     async with serving(["one two three four"]) as stage, stage.client() as client:
         answer = await client.responses.create(model="policy", input="count", max_output_tokens=2)
-    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +230,8 @@ async def test_what_responses_cannot_honour_is_refused(fields: dict, code: str |
     async with serving(["hello"]) as stage, stage.client() as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(**{"model": "policy", "input": "hi", **fields})
-        assert caught.value.code == code and stage.backend.requests == []
+        assert caught.value.code == code
+        assert stage.backend.requests == []
 
 
 async def test_a_summary_may_be_asked_for_as_the_reasoning_itself_is_in_the_answer():
@@ -232,10 +240,8 @@ async def test_a_summary_may_be_asked_for_as_the_reasoning_itself_is_in_the_answ
             model="policy", input="hi", reasoning={"summary": "auto"}
         )
     reasoning, message = answer.output
-    assert (
-        reasoning.content[0].text.strip() == "one and two"
-        and message.content[0].text.strip() == "it is 3"
-    )
+    assert reasoning.content[0].text.strip() == "one and two"
+    assert message.content[0].text.strip() == "it is 3"
 
 
 # --- sessions -------------------------------------------------------------------------------------
@@ -243,11 +249,11 @@ async def test_a_summary_may_be_asked_for_as_the_reasoning_itself_is_in_the_answ
 
 async def test_counting_tokens_opens_no_session_and_counts_in_one_that_is_open():
     async with serving(["one"]) as stage, claude(stage, "/sessions/s") as client:
-        before = await client.messages.count_tokens(model="x", messages=ASK)
+        first_count = await client.messages.count_tokens(model="x", messages=ASK)
         assert len(stage.store) == 0
         message = await client.messages.create(model="x", max_tokens=50, messages=ASK)
-        after = await client.messages.count_tokens(model="x", messages=ASK)
-        assert before.input_tokens == after.input_tokens == message.usage.input_tokens
+        second_count = await client.messages.count_tokens(model="x", messages=ASK)
+        assert first_count.input_tokens == second_count.input_tokens == message.usage.input_tokens
         assert len(stage.store.known("s", "any").recorder.turns) == 1
 
 
@@ -258,8 +264,8 @@ async def test_responses_are_stored_for_a_sessions_key_without_its_path():
         async with stage.client(key="handed-out") as client:
             first = await client.responses.create(model="x", input="hi")
             await client.responses.create(model="x", input="and?", previous_response_id=first.id)
-        one, two = stage.store.known("s", "handed-out").recorder.turns
-    assert two.parent is one
+        first_turn, second_turn = stage.store.known("s", "handed-out").recorder.turns
+    assert second_turn.parent is first_turn
 
 
 async def test_requests_that_open_one_session_at_once_share_its_stored_responses():
@@ -279,9 +285,9 @@ async def test_requests_that_open_one_session_at_once_share_its_stored_responses
 async def test_a_session_is_named_by_path_or_header_whatever_the_api():
     async with serving(["one", "two", "three"]) as stage:
         header = {"X-Session-Id": "s"}
-        async with stage.client() as client, claude(stage) as other:
+        async with stage.client() as client, claude(stage) as claude_client:
             await client.chat.completions.create(model="x", messages=ASK, extra_headers=header)
-            await other.messages.create(
+            await claude_client.messages.create(
                 model="x", max_tokens=50, messages=ASK, extra_headers=header
             )
         async with stage.client("/sessions/s/v1") as client:

@@ -96,11 +96,14 @@ def test_the_probe_finds_the_interpreter_its_modules_and_commands(tmp_path):
         "PYTHONPATH": f"relative:{tmp_path / 'own'}",
     }
     command = [sys.executable, "-I", "-c", LIST_PATHS, f'["{LIBRARIES[0]}"]']
-    found = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
-    paths = ProtectedPaths.model_validate_json(found)
+    listing = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+    paths = ProtectedPaths.model_validate_json(listing)
     assert paths.version == sys.version_info[:2]
-    assert paths.python == sys.executable and "/usr/bin" in paths.commands and "ls" in paths.names
+    assert paths.python == sys.executable
+    assert "/usr/bin" in paths.commands
+    assert "ls" in paths.names
     assert {str(tmp_path / "own"), os.path.dirname(os.__file__)} <= paths.libraries
     assert {str(tmp_path / "second"), str(tmp_path / "third")} <= paths.targets
     assert str(tmp_path / "own" / "inside") not in paths.targets
-    assert str(tmp_path / "own" / "inside") in paths.folders and "relative" not in paths.libraries
+    assert str(tmp_path / "own" / "inside") in paths.folders
+    assert "relative" not in paths.libraries

@@ -84,14 +84,14 @@ def blocks_of(message):
 
 
 def items_of(response):
-    found = []
+    items = []
     for item in response.output:
         if item.type == "function_call":
-            found.append(("call", json.loads(item.arguments)))
+            items.append(("call", json.loads(item.arguments)))
         else:
             kind = "thinking" if item.type == "reasoning" else "text"
-            found.append((kind, item.content[0].text))
-    return found
+            items.append((kind, item.content[0].text))
+    return items
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -102,7 +102,8 @@ async def test_claude_gets_blocks_in_order_and_sends_them_back_as_the_same_turn(
             base_url=f"{stage.server.url}/sessions/s", api_key="any", max_retries=0
         )
         message = await ask_claude(client, stream)
-        assert blocks_of(message) == ORDER and message.stop_reason == "tool_use"
+        assert blocks_of(message) == ORDER
+        assert message.stop_reason == "tool_use"
         uses = [block.id for block in message.content if block.type == "tool_use"]
         results = [{"type": "tool_result", "tool_use_id": use, "content": "3"} for use in uses]
         blocks = [block.model_dump(exclude_none=True) for block in message.content]
@@ -112,8 +113,8 @@ async def test_claude_gets_blocks_in_order_and_sends_them_back_as_the_same_turn(
             {"role": "user", "content": results},
         ]
         await ask_claude(client, stream, history)
-        one, two = stage.store.known("s", "any").recorder.turns
-    assert two.parent is one
+        first, second = stage.store.known("s", "any").recorder.turns
+    assert second.parent is first
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -121,15 +122,16 @@ async def test_responses_has_items_in_order_and_takes_them_back_as_the_same_turn
     testbed = scripted()
     async with testbed as stage, stage.client("/sessions/s/v1") as client:
         response = await ask_responses(client, stream)
-        assert items_of(response) == ORDER and response.output_text == TEXT
+        assert items_of(response) == ORDER
+        assert response.output_text == TEXT
         calls = [item.call_id for item in response.output if item.type == "function_call"]
         results = [
             {"type": "function_call_output", "call_id": call, "output": "3"} for call in calls
         ]
         items = [item.model_dump(exclude_none=True) for item in response.output]
         await ask_responses(client, stream, [*ASK, *items, *results])
-        one, two = stage.store.known("s", "any").recorder.turns
-    assert two.parent is one
+        first, second = stage.store.known("s", "any").recorder.turns
+    assert second.parent is first
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -137,7 +139,8 @@ async def test_a_chat_message_has_the_same_text_and_calls(stream):
     testbed = scripted()
     async with testbed as stage, stage.client() as client:
         (choice,) = (await ask_chat(client, stream)).choices
-    assert choice.message.content == TEXT and choice.message.reasoning_content == "plan"
+    assert choice.message.content == TEXT
+    assert choice.message.reasoning_content == "plan"
     assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [
         {"n": 0},
         {"n": 1},
@@ -155,11 +158,9 @@ async def test_without_a_choice_of_tools_calls_are_text_for_every_client(stream)
         (choice,) = (await ask_chat(client, stream, tool_choice="none")).choices
     assert blocks_of(message) == items_of(response) == [("thinking", "plan"), ("text", ALL_AS_TEXT)]
     assert (choice.message.content, choice.message.reasoning_content) == (ALL_AS_TEXT, "plan")
-    assert (
-        not choice.message.tool_calls
-        and choice.finish_reason == "stop"
-        and message.stop_reason == "end_turn"
-    )
+    assert not choice.message.tool_calls
+    assert choice.finish_reason == "stop"
+    assert message.stop_reason == "end_turn"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -171,8 +172,6 @@ async def test_a_turn_whose_only_call_is_malformed_is_text_and_asks_for_no_resul
         response = await ask_responses(client, stream)
         (choice,) = (await ask_chat(client, stream)).choices
     assert blocks_of(message) == items_of(response) == [("text", BROKEN)]
-    assert (
-        choice.message.content == BROKEN
-        and choice.finish_reason == "stop"
-        and message.stop_reason == "end_turn"
-    )
+    assert choice.message.content == BROKEN
+    assert choice.finish_reason == "stop"
+    assert message.stop_reason == "end_turn"

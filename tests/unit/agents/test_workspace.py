@@ -24,10 +24,10 @@ LIMITS = WorkspaceLimits(max_bytes=100_000, max_entries=100)
 TOKEN = "0123"
 
 
-def read(header, contents=b"", *, before="", encoded=None):
+def read(header, contents=b"", *, noise="", encoded=None):
     encoded = base64.b64encode(contents).decode() if encoded is None else encoded
     line = header if isinstance(header, str) else json.dumps(header)
-    printed = f"{before}{TOKEN}{line}\n{encoded}\n"
+    printed = f"{noise}{TOKEN}{line}\n{encoded}\n"
     return read_result(printed, TOKEN, stopped="stopped", stderr="", limits=LIMITS, place="/app")
 
 
@@ -40,8 +40,10 @@ def test_a_working_folder_comes_back_as_it_was():
         ["file", "\udcff", 0o600, 1],
         ["link", "absolute", "/app/b"],
     ]
-    result = read({"exit_code": 0, "stdout": "out", "entries": entries}, b"abc", before="noise")
-    assert result.exit_code == 0 and result.stdout == "out" and result.pack_problem is None
+    result = read({"exit_code": 0, "stdout": "out", "entries": entries}, b"abc", noise="noise")
+    assert result.exit_code == 0
+    assert result.stdout == "out"
+    assert result.pack_problem is None
     assert result.workspace == (
         Entry(kind="folder", name="ü", mode=0o750),
         Entry(kind="file", name="ü/ü.txt", mode=0o644, data=b"ab"),
@@ -74,7 +76,8 @@ BAD_NAMES += ["n" * 256, "a/" * 64 + "a", "/".join(["n" * 200] * 11), "\udcc3\ud
 def test_a_name_that_leads_elsewhere_is_refused(kind, name):
     tail = {"folder": [0o755], "file": [0o644, 0], "link": ["b"]}[kind]
     result = read({"entries": [[kind, name, *tail]]})
-    assert result.workspace is None and result.pack_problem
+    assert result.workspace is None
+    assert result.pack_problem
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,8 @@ def test_a_name_that_leads_elsewhere_is_refused(kind, name):
 )
 def test_an_entry_that_is_none_is_refused(entries):
     result = read({"entries": entries}, b"ab")
-    assert result.workspace is None and result.pack_problem
+    assert result.workspace is None
+    assert result.pack_problem
 
 
 def test_all_files_together_are_bounded():
@@ -146,12 +150,16 @@ def test_all_files_together_are_bounded():
 )
 def test_a_result_that_is_none_stopped_the_run(header, encoded):
     result = read(header, encoded=encoded)
-    assert result.stopped and result.exit_code is None and result.workspace is None
+    assert result.stopped
+    assert result.exit_code is None
+    assert result.workspace is None
 
 
 def test_contents_that_are_no_base64_are_refused():
     result = read({"exit_code": 0, "entries": [["file", "a", 0o644, 1]]}, encoded="%%%")
-    assert result.workspace is None and result.pack_problem and result.exit_code == 0
+    assert result.workspace is None
+    assert result.pack_problem
+    assert result.exit_code == 0
 
 
 def test_without_the_token_nothing_printed_is_a_result():
@@ -201,7 +209,8 @@ def test_links_that_are_kept_never_lead_out(tmp_path_factory, tree):
     top = tmp_path_factory.mktemp("top")
     root = top / "x" / "app"
     root.mkdir(parents=True)
-    entries, folders = [], {""}
+    entries = []
+    folders = {""}
     for name, target in sorted(tree.items()):
         if name.rpartition("/")[0] not in folders:
             continue
@@ -214,12 +223,12 @@ def test_links_that_are_kept_never_lead_out(tmp_path_factory, tree):
     packed.write_bytes(pack_tree(entries))
     write_tree(packed, root)
     for entry in entries:
-        for more in ("", "/a", "/b/a"):
+        for suffix in ("", "/a", "/b/a"):
             try:
-                found = os.path.realpath(root / (entry.name + more), strict=True)
+                real_path = os.path.realpath(root / (entry.name + suffix), strict=True)
             except OSError:  # it leads to nothing, or in circles
                 continue
-            assert found == str(root) or found.startswith(f"{root}/")
+            assert real_path == str(root) or real_path.startswith(f"{root}/")
 
 
 @given(st.dictionaries(paths, st.binary(max_size=20), max_size=5))
@@ -232,11 +241,12 @@ def test_a_tree_is_written_as_it_was_packed(tmp_path_factory, files):
     (folder / "packed").write_bytes(pack_tree(entries))
     (folder / "out").mkdir()
     write_tree(folder / "packed", folder / "out")
-    found = {}
+    written_files = {}
     for path in folder.rglob("*"):
         if path.is_file() and path.name != "packed":
-            found[str(path.relative_to(folder / "out"))] = path.read_bytes()
-    assert found == files and (folder / "out" / "empty" / "inside").is_dir()
+            written_files[str(path.relative_to(folder / "out"))] = path.read_bytes()
+    assert written_files == files
+    assert (folder / "out" / "empty" / "inside").is_dir()
 
 
 def test_files_replace_what_is_there_and_follow_no_link(tmp_path):
@@ -245,9 +255,8 @@ def test_files_replace_what_is_there_and_follow_no_link(tmp_path):
     (tmp_path / "out" / "a").symlink_to(tmp_path / "outside")
     (tmp_path / "packed").write_bytes(pack_tree(file_entries({"a": b"new"})))
     write_tree(tmp_path / "packed", tmp_path / "out")
-    assert (tmp_path / "out" / "a").read_text() == "new" and not (
-        tmp_path / "out" / "a"
-    ).is_symlink()
+    assert (tmp_path / "out" / "a").read_text() == "new"
+    assert not (tmp_path / "out" / "a").is_symlink()
     assert (tmp_path / "outside").read_text() == "kept"
 
 
@@ -282,7 +291,8 @@ def test_a_number_in_the_reward_file_is_the_reward(text, reward):
 )
 def test_anything_else_in_the_reward_file_is_no_reward_and_is_named(text):
     reward, note = read_verdict(JobResult(exit_code=0, file=text))
-    assert reward == 0.0 and "no finite number" in note
+    assert reward == 0.0
+    assert "no finite number" in note
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Tra
 
 
 def turn(
-    ids: tuple[int, ...], versions: tuple[int, ...], appended: tuple[int, ...] = (), **more
+    ids: tuple[int, ...], versions: tuple[int, ...], appended: tuple[int, ...] = (), **fields
 ) -> Turn:
     output = TokenOutput(
         token_ids=ids,
@@ -26,7 +26,7 @@ def turn(
         policy_versions=versions,
         stop_reason=StopReason.STOP,
         context_digest="",
-        **more,
+        **fields,
     )
     return Turn(output=output, appended_ids=appended)
 
@@ -55,7 +55,8 @@ def same(a: Context, b: Context) -> bool:
 
 def test_turns_begin_where_sampled_and_inserted_ids_take_turns():
     _, context = collect_contexts([Group(group_id="g", trajectories=(trajectory(),))], 0)
-    assert context.starts == (4, 7, 9, 11, 12, 15) and context.prompt == 4
+    assert context.starts == (4, 7, 9, 11, 12, 15)
+    assert context.prompt == 4
     assert [context.sampled_from(i) for i in (2, 4, 6, 8, 10, 14)] == [0, 4, 4, 7, 9, 12]
     assert context.cut(10).starts == (4, 7, 9)
 
@@ -79,8 +80,8 @@ def test_compared_are_tokens_of_the_wanted_versions(
     contexts = collect_contexts(
         [Group(group_id="g", trajectories=(trajectory(),))], since, before=before
     )
-    found = [context.at.tolist() for context in contexts if len(context.token_ids) > 10]
-    assert found == ([expected] if expected else [])
+    positions = [context.at.tolist() for context in contexts if len(context.token_ids) > 10]
+    assert positions == ([expected] if expected else [])
 
 
 def test_a_run_folder_gives_the_contexts_of_each_version(tmp_path: Path):
@@ -90,12 +91,13 @@ def test_a_run_folder_gives_the_contexts_of_each_version(tmp_path: Path):
         1, "train", group.trajectories, token_values={"t0": {"old_logprobs": learner[0]}}
     )
     (record,) = read_trajectories(tmp_path / "trajectories.jsonl")
-    found = [pair for part in (*record["segments"], record) for pair in record_contexts(part)]
+    pairs = [pair for part in (*record["segments"], record) for pair in record_contexts(part)]
     for version in (3, 4):
         expected = collect_contexts([group], version, learner, before=version + 1)
-        own = [context for of, context in found if of == version]
-        assert len(own) == len(expected) and all(map(same, own, expected))
-        assert all(context.learner is not None for context in own)
+        contexts = [context for of, context in pairs if of == version]
+        assert len(contexts) == len(expected)
+        assert all(map(same, contexts, expected))
+        assert all(context.learner is not None for context in contexts)
 
 
 def test_evidence_keeps_contexts_as_they_are_and_earlier_files_are_read():
@@ -106,4 +108,6 @@ def test_evidence_keeps_contexts_as_they_are_and_earlier_files_are_read():
     for name in ("starts", "breach", "supports"):
         saved.pop(name)
     earlier = Context.from_json(saved)
-    assert earlier.starts == () and earlier.breach is None and earlier.sampled_from(6) == 0
+    assert earlier.starts == ()
+    assert earlier.breach is None
+    assert earlier.sampled_from(6) == 0

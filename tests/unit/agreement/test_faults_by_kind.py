@@ -66,8 +66,10 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)
 
 
-def check(made: Diagnosis, cause: Cause, *said: str) -> None:
-    assert made.cause is cause and all(part in made.line for part in said), "\n".join(made.lines())
+def check(diagnosed: Diagnosis, cause: Cause, *said: str) -> None:
+    lines = "\n".join(diagnosed.lines())
+    assert diagnosed.cause is cause, lines
+    assert all(part in diagnosed.line for part in said), lines
 
 
 # --- numbers of the config ------------------------------------------------------------------------
@@ -102,24 +104,25 @@ def check(made: Diagnosis, cause: Cause, *said: str) -> None:
 async def test_a_number_of_the_config_that_differs_is_named(
     model: DecoderConfig, served: dict[str, Any], cause: Cause, said: str
 ):
-    params, other = tiny_params(1, model), replace(model, **served)
+    params = tiny_params(1, model)
+    served_config = replace(model, **served)
     if "norm_offset" in served:  # a norm of 0 would make everything equal
         norms = {
             name: x * 0.1 + 0.5 for name, x in params["layers"].items() if name.endswith("norm")
         }
         params = with_layers(params, **norms)
-    used = {name: x for name, x in params["layers"].items() if name in other.layer_shapes()}
-    made = await diagnosed_engine(
-        model, other, params=params, served_params={**params, "layers": used}
+    used = {name: x for name, x in params["layers"].items() if name in served_config.layer_shapes()}
+    diagnosed = await diagnosed_engine(
+        model, served_config, params=params, served_params={**params, "layers": used}
     )
-    check(made, cause, said)
+    check(diagnosed, cause, said)
 
 
 async def test_a_number_of_the_config_is_named_although_all_tensors_are_right():
-    made = await diagnosed_engine(LLAMA, replace(LLAMA, rms_norm_eps=1e-2), inspected=True)
-    check(made, Cause.SETTING, "rms_norm_eps=0.01, not 1e-05")
+    diagnosed = await diagnosed_engine(LLAMA, replace(LLAMA, rms_norm_eps=1e-2), inspected=True)
+    check(diagnosed, Cause.SETTING, "rms_norm_eps=0.01, not 1e-05")
     assert any(
-        finding.name == "layers" and "layer 0" in finding.detail for finding in made.findings
+        finding.name == "layers" and "layer 0" in finding.detail for finding in diagnosed.findings
     )
 
 
@@ -171,11 +174,13 @@ async def test_positions_that_are_shifted_from_a_later_turn_on_are_named(
     monkeypatch.setattr(
         forward, "all_rope_tables", lambda config, positions: rope(config, change(positions))
     )
-    made = await diagnosed_engine(LLAMA, own_programs(LLAMA, number), talks=True, lengths=EQUAL)
-    check(made, Cause.POSITION, said)
+    diagnosed = await diagnosed_engine(
+        LLAMA, own_programs(LLAMA, number), talks=True, lengths=EQUAL
+    )
+    check(diagnosed, Cause.POSITION, said)
 
 
-async def test_sampled_tokens_at_wrong_positions_between_right_inserted_ones_are_named(
+async def test_sampled_tokens_at_wrong_positions_between_right_ones_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ):
     decode_step = forward.decode_step
@@ -186,8 +191,8 @@ async def test_sampled_tokens_at_wrong_positions_between_right_inserted_ones_are
 
     without_kernels(monkeypatch)
     monkeypatch.setattr("jax_agent_rl.jetstream.programs.decode_step", further)
-    made = await diagnosed_engine(LLAMA, own_programs(LLAMA, 2), talks=True)
-    check(made, Cause.POSITION, "puts sampled tokens, and no others, 1 position further")
+    diagnosed = await diagnosed_engine(LLAMA, own_programs(LLAMA, 2), talks=True)
+    check(diagnosed, Cause.POSITION, "puts sampled tokens, and no others, 1 position further")
 
 
 # --- masks and caches -----------------------------------------------------------------------------
@@ -197,9 +202,9 @@ def decode_with_mask(visible: Callable[[jax.Array, jax.Array], jax.Array]) -> Ca
     """``attention.plain_decode`` that sees what ``visible(positions [B, 1], keys [S])`` says."""
 
     def decode(q, cached, new, positions, pages, sinks, *, window):
-        def write(axis: int, old: jax.Array, one: jax.Array) -> jax.Array:
+        def write(axis: int, old: jax.Array, new: jax.Array) -> jax.Array:
             at = (jnp.arange(len(positions)), *[slice(None)] * (axis - 1), positions)
-            return old.at[at].set(jnp.squeeze(one, axis))
+            return old.at[at].set(jnp.squeeze(new, axis))
 
         cached = cached.by_position(write, attention.one_position(new, cached))
         seen = visible(positions[:, None], jnp.arange(cached.values.shape[2]))
@@ -251,8 +256,10 @@ async def test_ids_that_are_not_attended_to_are_named(
     monkeypatch.setattr(attention, "plain_decode", decode_with_mask(visible))
     if number != 3:
         monkeypatch.setattr(attention, "chunk_mask", chunk_with_mask(visible))
-    made = await diagnosed_engine(LLAMA, own_programs(LLAMA, number), talks=True, lengths=EQUAL)
-    check(made, Cause.MASK, said)
+    diagnosed = await diagnosed_engine(
+        LLAMA, own_programs(LLAMA, number), talks=True, lengths=EQUAL
+    )
+    check(diagnosed, Cause.MASK, said)
 
 
 RIGHT = tiny_params(1, LLAMA)
@@ -282,10 +289,10 @@ async def test_turns_that_older_weights_left_in_the_cache_are_named(
                     )
 
         groups = await conversations(backend, LLAMA, before_turn=update)
-        made = diagnosis(groups, LLAMA, RIGHT, since=1, older={"version 0": BEFORE})
+        diagnosed = diagnosis(groups, LLAMA, RIGHT, since=1, older={"version 0": BEFORE})
     finally:
         await backend.close()
-    check(made, Cause.STALE_PREFIX, "the weights of version 0 filled")
+    check(diagnosed, Cause.STALE_PREFIX, "the weights of version 0 filled")
 
 
 async def test_an_engine_that_took_older_weights_from_a_turn_on_is_named():
@@ -298,10 +305,10 @@ async def test_an_engine_that_took_older_weights_from_a_turn_on_is_named():
                 await backend.update_weights(WeightUpdate(version=1, kind="arrays", payload=BEFORE))
 
         groups = await conversations(backend, LLAMA, before_turn=update)
-        made = diagnosis(groups, LLAMA, RIGHT, older={"version 0": BEFORE})
+        diagnosed = diagnosis(groups, LLAMA, RIGHT, older={"version 0": BEFORE})
     finally:
         await backend.close()
-    check(made, Cause.STALE_VERSION, "the weights of version 0 from turn 2 on")
+    check(diagnosed, Cause.STALE_VERSION, "the weights of version 0 from turn 2 on")
 
 
 # --- ids ------------------------------------------------------------------------------------------
@@ -347,8 +354,10 @@ def of_later_turns(change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Betw
 async def test_other_ids_from_a_later_turn_on_are_named(
     change: Callable[[tuple[int, ...]], tuple[int, ...]], cause: Cause, said: str
 ):
-    made = await diagnosed_engine(LLAMA, between=of_later_turns(change), talks=True, lengths=EQUAL)
-    check(made, cause, said)
+    diagnosed = await diagnosed_engine(
+        LLAMA, between=of_later_turns(change), talks=True, lengths=EQUAL
+    )
+    check(diagnosed, cause, said)
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -359,7 +368,9 @@ async def test_other_ids_from_a_later_turn_on_are_named(
 async def test_a_head_that_is_read_from_the_embeddings_of_an_untied_model_is_named(
     monkeypatch: pytest.MonkeyPatch, how: str, inspected: bool
 ):
-    params, served, served_params = tiny_params(1, UNTIED), own_programs(UNTIED, 6), None
+    params = tiny_params(1, UNTIED)
+    served = own_programs(UNTIED, 6)
+    served_params = None
     if how == "dropped":  # the engine believes the model to be tied, and loads no head
         served = replace(served, tie_word_embeddings=True)
         served_params = {name: x for name, x in params.items() if name != "lm_head"}
@@ -367,15 +378,17 @@ async def test_a_head_that_is_read_from_the_embeddings_of_an_untied_model_is_nam
         without_kernels(monkeypatch)
         logits = forward.next_logits
 
-        def headless(config: DecoderConfig, params: Any, *rest: Any) -> Any:
-            return logits(config, replace(params, head=None), *rest)
+        def headless(config: DecoderConfig, params: Any, *arguments: Any) -> Any:
+            return logits(config, replace(params, head=None), *arguments)
 
         monkeypatch.setattr(forward, "next_logits", headless)
-    made = await diagnosed_engine(
+    diagnosed = await diagnosed_engine(
         UNTIED, served, params=params, served_params=served_params, inspected=inspected
     )
-    assert "lm_head.weight" in made.line and "embed" in made.line, "\n".join(made.lines())
-    assert made.cause in (Cause.MISNAMED_TENSOR, Cause.MISSING_TENSOR)
+    assert "lm_head.weight" in diagnosed.line and "embed" in diagnosed.line, "\n".join(
+        diagnosed.lines()
+    )
+    assert diagnosed.cause in (Cause.MISNAMED_TENSOR, Cause.MISSING_TENSOR)
 
 
 @pytest.mark.parametrize(
@@ -419,13 +432,15 @@ async def test_a_tensor_that_is_used_wrongly_is_named_by_log_probs_alone(
 
 
 async def test_query_heads_that_share_the_wrong_keys_are_named():
-    size, heads, kv_heads = LLAMA.head_dim, LLAMA.num_heads, LLAMA.num_kv_heads
+    size = LLAMA.head_dim
+    heads = LLAMA.num_heads
+    kv_heads = LLAMA.num_kv_heads
     order = np.arange(heads).reshape(heads // kv_heads, kv_heads).T.reshape(-1)
-    places = (order[:, None] * size + np.arange(size)).reshape(-1)
+    rows = (order[:, None] * size + np.arange(size)).reshape(-1)
     layers = RIGHT["layers"]
-    served = with_layers(RIGHT, q=layers["q"][:, places], o=layers["o"][:, :, places])
-    made = await diagnosed_engine(LLAMA, params=RIGHT, served_params=served)
-    check(made, Cause.MISNAMED_TENSOR, "query heads take turns among the key/value heads")
+    served = with_layers(RIGHT, q=layers["q"][:, rows], o=layers["o"][:, :, rows])
+    diagnosed = await diagnosed_engine(LLAMA, params=RIGHT, served_params=served)
+    check(diagnosed, Cause.MISNAMED_TENSOR, "query heads take turns among the key/value heads")
 
 
 @pytest.mark.parametrize("name", ["a bias", "two experts"])
@@ -438,24 +453,32 @@ async def test_a_tensor_that_an_engine_lacks_or_exchanges_is_read_off_it(name: s
             if key not in ("q_bias", "k_bias", "v_bias")
         }
         served = replace(BIASED, qkv_bias=False)
-        made = await diagnosed_engine(
+        diagnosed = await diagnosed_engine(
             BIASED,
             served,
             params=params,
             served_params={**params, "layers": layers},
             inspected=True,
         )
-        check(made, Cause.MISSING_TENSOR, "9 of", "proj.bias", "is not among the engine's tensors")
+        check(
+            diagnosed,
+            Cause.MISSING_TENSOR,
+            "9 of",
+            "proj.bias",
+            "is not among the engine's tensors",
+        )
         return
     params = tiny_params(1, MOE)
     up = params["layers"]["expert_up"]
     served_params = with_layers(params, expert_up=up.at[1, 0].set(up[1, 2]).at[1, 2].set(up[1, 0]))
-    made = await diagnosed_engine(MOE, params=params, served_params=served_params, inspected=True)
+    diagnosed = await diagnosed_engine(
+        MOE, params=params, served_params=served_params, inspected=True
+    )
     wrong = (
         "model.layers.1.mlp.experts.0.up_proj.weight holds the numbers of"
         " model.layers.1.mlp.experts.2.up_proj.weight"
     )
-    check(made, Cause.MISNAMED_TENSOR, wrong)
+    check(diagnosed, Cause.MISNAMED_TENSOR, wrong)
 
 
 async def test_permuted_scales_of_8_bit_weights_are_named(monkeypatch: pytest.MonkeyPatch):
@@ -465,10 +488,10 @@ async def test_permuted_scales_of_8_bit_weights_are_named(monkeypatch: pytest.Mo
 
     params = with_layers(RIGHT, up=RIGHT["layers"]["up"] * jnp.geomspace(0.5, 2, 48)[:, None])
     monkeypatch.setattr(forward, "quantized", permuted)
-    made = await diagnosed_engine(
+    diagnosed = await diagnosed_engine(
         LLAMA, own_programs(LLAMA, 7), params=params, inspected=True, quantize="int8"
     )
-    assert made.cause is Cause.WRONG_TENSOR and "proj.weight" in made.line, made.line
+    assert diagnosed.cause is Cause.WRONG_TENSOR and "proj.weight" in diagnosed.line, diagnosed.line
 
 
 async def test_adapters_of_another_scale_are_named():
@@ -479,14 +502,14 @@ async def test_adapters_of_another_scale_are_named():
     }
     twice = {name: RIGHT["layers"][name] + 2 * change[name] for name in change}
     learner = with_layers(RIGHT, **{name: RIGHT["layers"][name] + change[name] for name in change})
-    made = await diagnosed_engine(
+    diagnosed = await diagnosed_engine(
         LLAMA,
         params=learner,
         served_params=with_layers(RIGHT, **twice),
         older={"version 0 (the model's files)": RIGHT},
         adapters=True,
     )
-    check(made, Cause.ADAPTER, "2 times")
+    check(diagnosed, Cause.ADAPTER, "2 times")
 
 
 # --- logits and answers ---------------------------------------------------------------------------
@@ -520,15 +543,16 @@ async def test_logits_that_are_changed_before_sampling_are_named(
 async def test_rows_that_pad_the_vocabulary_are_named():
     served = replace(LLAMA, vocab_size=104)
     padded = {**RIGHT, "embed": jnp.pad(RIGHT["embed"], ((0, 7), (0, 0)))}
-    made = await diagnosed_engine(
+    diagnosed = await diagnosed_engine(
         LLAMA, served, params=RIGHT, served_params=padded, lengths=(21, 34)
     )
-    check(made, Cause.LOGITS, "7 rows of zeros")
+    check(diagnosed, Cause.LOGITS, "7 rows of zeros")
 
 
 def penalized(request: Any, output: TokenOutput) -> TokenOutput:
     """A repetition penalty of 1.3, as a ``generation_config.json`` may bring one."""
-    ids, reported = list(request.prompt_ids), []
+    ids = list(request.prompt_ids)
+    reported = []
     for token in output.token_ids:
         scores = full_logits(RIGHT, ids, LLAMA)[-1].astype(np.float64)
         seen = sorted(set(ids))
@@ -547,14 +571,16 @@ async def test_a_repetition_penalty_is_named():
 
 
 async def test_log_probs_of_another_request_are_named():
-    kept: list[tuple[float, ...]] = []
+    log_probs: list[tuple[float, ...]] = []
 
     def answer(request: Any, output: TokenOutput) -> TokenOutput:
-        kept.append(output.log_probs)
-        return replace(output, log_probs=kept[-2] if len(kept) % 2 == 0 else output.log_probs)
+        log_probs.append(output.log_probs)
+        return replace(
+            output, log_probs=log_probs[-2] if len(log_probs) % 2 == 0 else output.log_probs
+        )
 
-    made = await diagnosed_engine(LLAMA, params=RIGHT, between=Between(answer=answer))
-    check(made, Cause.MIXED_ANSWERS, "log-probs of another request")
+    diagnosed = await diagnosed_engine(LLAMA, params=RIGHT, between=Between(answer=answer))
+    check(diagnosed, Cause.MIXED_ANSWERS, "log-probs of another request")
 
 
 async def test_min_p_is_named():

@@ -118,8 +118,8 @@ async def of_engine(
         await backend.close()
 
 
-def found(name: str, made: Diagnosis) -> str:
-    return next(finding.detail for finding in made.findings if finding.name == name)
+def found(name: str, diagnosed: Diagnosis) -> str:
+    return next(finding.detail for finding in diagnosed.findings if finding.name == name)
 
 
 @pytest.mark.parametrize("model", [LLAMA, MOE, GEMMA], ids=lambda model: model.family)
@@ -128,8 +128,10 @@ async def test_a_healthy_engine_agrees_to_its_tolerance_and_all_its_layers_do(mo
     backend = jax_engine(model, params)
     await backend.start()
     try:
-        made = await asyncio.to_thread(diagnosis, await rollouts(backend, model), model, params)
-        assert JAX_ENGINE["float32"].holds(made.gap), made.gap
+        diagnosed = await asyncio.to_thread(
+            diagnosis, await rollouts(backend, model), model, params
+        )
+        assert JAX_ENGINE["float32"].holds(diagnosed.gap), diagnosed.gap
         view = await look_into(backend)
         # A tolerance that nothing meets: what is read off the engine has to be right all the same.
         strict = replace(JAX_ENGINE["float32"], token=1e-12, mean=1e-12)
@@ -192,15 +194,16 @@ def shifted(request: Any, output: Any) -> Any:
 async def test_a_fault_between_request_and_answer_is_named(
     stage: Stage, between: Between, cause: Cause, said: str
 ):
-    made = await stage.diagnosed(between=between)
-    assert made.cause is cause and said in made.line, made.line
+    diagnosed = await stage.diagnosed(between=between)
+    assert diagnosed.cause is cause and said in diagnosed.line, diagnosed.line
 
 
 async def test_a_context_that_the_engine_itself_reports_as_another_is_token_drift(stage: Stage):
-    made = await stage.diagnosed(
+    diagnosed = await stage.diagnosed(
         between=Between(ask=lambda request: replace(request, prompt_ids=(1, *request.prompt_ids)))
     )
-    assert made.cause is Cause.TOKEN_DRIFT and "other ids than are trained on" in made.line
+    assert diagnosed.cause is Cause.TOKEN_DRIFT
+    assert "other ids than are trained on" in diagnosed.line
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -244,17 +247,15 @@ async def test_a_context_that_the_engine_itself_reports_as_another_is_token_drif
 async def test_a_wrong_tensor_of_an_engine_that_can_be_looked_into_is_named(
     stage: Stage, served: Params, cause: Cause, said: str
 ):
-    made = await stage.diagnosed(served, inspected=True, older={"version 0": BEFORE})
-    assert made.cause is cause and said in made.line, made.line
+    diagnosed = await stage.diagnosed(served, inspected=True, older={"version 0": BEFORE})
+    assert diagnosed.cause is cause and said in diagnosed.line, diagnosed.line
 
 
 async def test_the_first_layer_that_differs_is_named_with_what_differs_in_it(stage: Stage):
-    made = await stage.diagnosed(with_layer(RIGHT, k=K.at[2].set(0)), inspected=True)
-    said = found("layers", made)
-    assert (
-        "layers 0 to 1 agree; layer 2 is the first that differs" in said
-        and "its keys differ and" in said
-    )
+    diagnosed = await stage.diagnosed(with_layer(RIGHT, k=K.at[2].set(0)), inspected=True)
+    said = found("layers", diagnosed)
+    assert "layers 0 to 1 agree; layer 2 is the first that differs" in said
+    assert "its keys differ and" in said
 
 
 @pytest.mark.parametrize(
@@ -277,8 +278,8 @@ async def test_the_first_layer_that_differs_is_named_with_what_differs_in_it(sta
 async def test_a_wrong_tensor_is_named_by_what_the_engine_said_alone(
     stage: Stage, served: Params, cause: Cause, said: str
 ):
-    made = await stage.diagnosed(served, older={"version 0": BEFORE})
-    assert made.cause is cause and said in made.line, made.line
+    diagnosed = await stage.diagnosed(served, older={"version 0": BEFORE})
+    assert diagnosed.cause is cause and said in diagnosed.line, diagnosed.line
 
 
 async def test_a_prefix_cache_that_outlives_its_weights_is_named(
@@ -288,11 +289,12 @@ async def test_a_prefix_cache_that_outlives_its_weights_is_named(
     await rollouts(stage.backend, LLAMA)  # fills the cache
     with monkeypatch.context() as patched:
         patched.setattr(BlockManager, "reset", lambda self: None)
-        made = await stage.diagnosed(older={"version 0": BEFORE})
+        diagnosed = await stage.diagnosed(older={"version 0": BEFORE})
     await stage.backend.reset_prefix_cache()
-    assert made.cause is Cause.STALE_PREFIX and "the weights of version 0 filled" in made.line, (
-        made.line
-    )
+    assert (
+        diagnosed.cause is Cause.STALE_PREFIX
+        and "the weights of version 0 filled" in diagnosed.line
+    ), diagnosed.line
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -337,14 +339,15 @@ SCALED = replace(LLAMA, rope=Rope(scaling=LinearScaling(factor=4.0)))
 async def test_a_setting_that_differs_is_named(
     model: DecoderConfig, served: DecoderConfig, cause: Cause, said: str
 ):
-    made = await of_engine(model, served)
-    assert made.cause is cause and said in made.line, made.line
+    diagnosed = await of_engine(model, served)
+    assert diagnosed.cause is cause and said in diagnosed.line, diagnosed.line
 
 
 async def test_rotary_settings_change_the_first_layers_keys_and_not_its_values():
-    made = await of_engine(LLAMA, replace(LLAMA, rope=Rope(theta=5e5)), inspected=True)
-    assert "the embeddings agree; layer 0 is the first" in found("layers", made)
-    assert "rotary settings" in found("layers", made) and made.cause is Cause.ROTARY
+    diagnosed = await of_engine(LLAMA, replace(LLAMA, rope=Rope(theta=5e5)), inspected=True)
+    assert "the embeddings agree; layer 0 is the first" in found("layers", diagnosed)
+    assert "rotary settings" in found("layers", diagnosed)
+    assert diagnosed.cause is Cause.ROTARY
 
 
 @pytest.mark.parametrize(
@@ -355,8 +358,8 @@ async def test_rotary_settings_change_the_first_layers_keys_and_not_its_values()
 async def test_an_engine_of_a_coarser_precision_than_it_says_is_named(
     options: dict[str, Any], said: str
 ):
-    made = await of_engine(LLAMA, LLAMA, **options)
-    assert made.cause is Cause.DTYPE and said in made.line, made.line
+    diagnosed = await of_engine(LLAMA, LLAMA, **options)
+    assert diagnosed.cause is Cause.DTYPE and said in diagnosed.line, diagnosed.line
 
 
 async def test_sampled_tokens_at_other_positions_are_named(monkeypatch: pytest.MonkeyPatch):
@@ -370,6 +373,8 @@ async def test_sampled_tokens_at_other_positions_are_named(monkeypatch: pytest.M
     monkeypatch.setattr(
         cpu_kernels, "kernels_digest", lambda: None
     )  # with these, prompts are decode steps, too
-    other = replace(LLAMA, max_position_embeddings=512)  # a program of its own
-    made = await of_engine(LLAMA, other)
-    assert made.cause is Cause.POSITION and "2 positions further" in made.line, made.line
+    longer_config = replace(LLAMA, max_position_embeddings=512)  # a program of its own
+    diagnosed = await of_engine(LLAMA, longer_config)
+    assert diagnosed.cause is Cause.POSITION and "2 positions further" in diagnosed.line, (
+        diagnosed.line
+    )

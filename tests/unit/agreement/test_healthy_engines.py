@@ -88,18 +88,27 @@ async def check(
         gap = subject.compare(subject.split(subject.tokens(subject.hidden()).plain))
         precision = backend.capabilities.precision
         assert gap.tokens >= 60 and JAX_ENGINE[precision].holds(gap), gap
-        own = sample_tensors(model, later)
+        learner_samples = sample_tensors(model, later)
         assert (
-            tensor_faults(samples, own, precision=precision, transposed=lambda name: None, older={})
+            tensor_faults(
+                samples,
+                learner_samples,
+                precision=precision,
+                transposed=lambda name: None,
+                older={},
+            )
             == []
         )
         ids = contexts[0].token_ids[:32]
         layers = await backend.layer_outputs(ids)
     finally:
         await backend.close()
-    one = replace(subject, contexts=[contexts[0].cut(len(ids))])
+    short_subject = replace(subject, contexts=[contexts[0].cut(len(ids))])
     activations = await asyncio.to_thread(
-        forward.activations, model, one.weights(), one.inputs(one.rows)
+        forward.activations,
+        model,
+        short_subject.weights(),
+        short_subject.inputs(short_subject.rows),
     )
     expected = outputs_of_layers(activations, len(ids))
     assert len(layers) == 1 + model.num_layers
@@ -138,7 +147,7 @@ async def test_an_engine_that_speculates_agrees():
     await check(JetStreamBackend(LLAMA, params, shapes, seed=3), LLAMA, params)
 
 
-async def test_an_engine_whose_weights_change_between_turns_agrees_about_the_later_ones():
+async def test_an_engine_whose_weights_change_agrees_about_later_turns():
     params = tiny_params(1, LLAMA)
     await check(jax_engine(LLAMA, params), LLAMA, params, updates=True)
 

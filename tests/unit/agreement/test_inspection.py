@@ -36,11 +36,11 @@ def faults(
     learner: Mapping[str, TensorSample],
     older: Params | None = None,
 ):
-    made = {} if older is None else {"version 0": lambda: sample_tensors(LLAMA, older)}
-    found = tensor_faults(
-        engine, learner, precision="float32", transposed=lambda name: None, older=made
+    older_samples = {} if older is None else {"version 0": lambda: sample_tensors(LLAMA, older)}
+    named = tensor_faults(
+        engine, learner, precision="float32", transposed=lambda name: None, older=older_samples
     )
-    return [(fault.name, fault.cause, fault.detail) for fault in found]
+    return [(fault.name, fault.cause, fault.detail) for fault in named]
 
 
 def without(samples: Mapping[str, TensorSample], name: str) -> dict[str, TensorSample]:
@@ -63,15 +63,18 @@ def test_a_head_that_the_engine_lacks_is_named_unless_the_model_is_tied():
     assert (name, cause) == (
         HEAD,
         Cause.MISSING_TENSOR,
-    ) and "reads logits from its embeddings" in detail
+    )
+    assert "reads logits from its embeddings" in detail
 
 
 def test_a_tied_models_separate_head_is_compared_with_the_embeddings():
-    params, before = tiny_params(1, LLAMA), tiny_params(2, LLAMA)
+    params = tiny_params(1, LLAMA)
+    older_params = tiny_params(2, LLAMA)
     learner = sample_tensors(LLAMA, params)
-    stale = dict(learner) | {HEAD: sample_tensors(LLAMA, before)[EMBED]}
-    ((name, _, detail),) = faults(stale, learner, older=before)
-    assert name == HEAD and "is still that of version 0" in detail
+    stale = dict(learner) | {HEAD: sample_tensors(LLAMA, older_params)[EMBED]}
+    ((name, _, detail),) = faults(stale, learner, older=older_params)
+    assert name == HEAD
+    assert "is still that of version 0" in detail
 
 
 def test_a_tensor_that_only_the_engine_has_is_named():
@@ -80,7 +83,8 @@ def test_a_tensor_that_only_the_engine_has_is_named():
         "model.layers.0.self_attn.q_proj.bias": TensorSample.of(np.ones(32, np.float32))
     }
     ((name, cause, _),) = faults(extra, samples)
-    assert name == "model.layers.0.self_attn.q_proj.bias" and cause is Cause.WRONG_TENSOR
+    assert name == "model.layers.0.self_attn.q_proj.bias"
+    assert cause is Cause.WRONG_TENSOR
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,8 @@ async def test_an_engine_reports_the_learners_tensors_and_the_head_it_reads(mode
 
 
 async def test_the_replica_that_was_not_updated_is_named():
-    right, before = tiny_params(1, LLAMA), tiny_params(2, LLAMA)
+    right = tiny_params(1, LLAMA)
+    older_params = tiny_params(2, LLAMA)
     backend = jax_engine(LLAMA, right)
     await backend.start()
     try:
@@ -113,18 +118,19 @@ async def test_the_replica_that_was_not_updated_is_named():
         token=1e-12, mean=1e-12
     )  # nothing meets it: what is read off the engine counts all the same
     healthy = EngineView(tensors=tensors, replicas=[tensors])
-    made = await asyncio.to_thread(
+    diagnosed = await asyncio.to_thread(
         diagnosis, groups, LLAMA, right, engine=healthy, tolerance=strict
     )
     assert "all 30 tensors of each of 2 engines are the learner's" in [
-        finding.detail for finding in made.findings
+        finding.detail for finding in diagnosed.findings
     ]
-    stale = replace(healthy, replicas=[tensors, sample_tensors(LLAMA, before)])
-    older = {"version 0": before}
-    made = await asyncio.to_thread(
+    stale = replace(healthy, replicas=[tensors, sample_tensors(LLAMA, older_params)])
+    older = {"version 0": older_params}
+    diagnosed = await asyncio.to_thread(
         diagnosis, groups, LLAMA, right, engine=stale, tolerance=strict, older=older
     )
-    assert made.cause is Cause.STALE_VERSION and "(of engine 3 of 3)" in made.line
+    assert diagnosed.cause is Cause.STALE_VERSION
+    assert "(of engine 3 of 3)" in diagnosed.line
 
 
 def output(*, hidden: float = 1.0, keys: float = 1.0, values: float = 1.0) -> LayerOutput:
@@ -148,14 +154,13 @@ def test_the_first_layer_that_differs_speaks_for_causes(
     changed, parts: tuple[str, ...], first: Cause
 ):
     embedded = LayerOutput(hidden=np.ones((3, 4)))
-    own, theirs = [embedded, output(), output()], [embedded, output(), output(**changed)]
-    assert first_difference(own, own, precision="float32") is None
-    found = first_difference(theirs, own, precision="float32")
+    learner_layers = [embedded, output(), output()]
+    engine_layers = [embedded, output(), output(**changed)]
+    assert first_difference(learner_layers, learner_layers, precision="float32") is None
+    difference = first_difference(engine_layers, learner_layers, precision="float32")
     largest = max(changed.values()) - 1
-    assert (
-        found == LayerDifference(layer=1, parts=parts, difference=largest, begin=0)
-        and found.causes[0] is first
-    )
+    assert difference == LayerDifference(layer=1, parts=parts, difference=largest, begin=0)
+    assert difference.causes[0] is first
 
 
 @pytest.mark.parametrize(("part", "first"), [("keys", Cause.POSITION), ("hidden", Cause.WINDOW)])
@@ -169,38 +174,43 @@ def test_a_layer_that_differs_from_a_later_id_on_speaks_for_what_begins_there(
     }
     changed = arrays[part].copy()
     changed[30:] = 1.5
-    own, theirs = [LayerOutput(**arrays)], [LayerOutput(**arrays | {part: changed})]
-    found = first_difference([output(), *theirs], [output(), *own], precision="float32")
-    assert found is not None and (found.begin, found.causes[0]) == (30, first)
-    assert "from id 30 on" in found.describe()
+    learner_layers = [LayerOutput(**arrays)]
+    engine_layers = [LayerOutput(**arrays | {part: changed})]
+    difference = first_difference(
+        [output(), *engine_layers], [output(), *learner_layers], precision="float32"
+    )
+    assert difference is not None
+    assert (difference.begin, difference.causes[0]) == (30, first)
+    assert "from id 30 on" in difference.describe()
 
 
 def test_a_difference_is_measured_at_each_position_by_its_size():
     """The first position of real models is a hundred times as large as the others."""
-    own = np.ones((40, 4))
-    own[0] = 1000.0
-    theirs = own.copy()
+    learner_output = np.ones((40, 4))
+    learner_output[0] = 1000.0
+    theirs = learner_output.copy()
     theirs[20] = 1.5
-    found = first_difference(
-        [LayerOutput(hidden=theirs)], [LayerOutput(hidden=own)], precision="float32"
+    difference = first_difference(
+        [LayerOutput(hidden=theirs)], [LayerOutput(hidden=learner_output)], precision="float32"
     )
-    assert found is not None and found.difference == pytest.approx(0.5)
+    assert difference is not None
+    assert difference.difference == pytest.approx(0.5)
 
 
-def test_a_position_may_differ_by_a_few_times_the_measured_cost_of_its_precision():
+def test_a_position_may_differ_by_a_few_times_its_precisions_cost():
     """Attention that nearly cancels at one position of a real model costs 8 % there in bfloat16, 1
     % elsewhere.
     """
-    own = np.ones((40, 4))
-    rounded = own.copy()
+    learner_output = np.ones((40, 4))
+    rounded = learner_output.copy()
     rounded[20] = 1.08
-    theirs = own.copy()
+    theirs = learner_output.copy()
     theirs[20] = 1.13
 
     def found(engine: np.ndarray, measured: np.ndarray | None) -> LayerDifference | None:
         return first_difference(
             [LayerOutput(hidden=engine)],
-            [LayerOutput(hidden=own)],
+            [LayerOutput(hidden=learner_output)],
             precision="bfloat16",
             rounded=None if measured is None else [LayerOutput(hidden=measured)],
         )
@@ -209,14 +219,15 @@ def test_a_position_may_differ_by_a_few_times_the_measured_cost_of_its_precision
     assert found(theirs, None) is not None, "without a measurement a constant decides"
     theirs[30] = 1.13
     wrong = found(theirs, rounded)
-    assert wrong is not None and wrong.begin == 30 and wrong.difference == pytest.approx(0.13)
+    assert wrong is not None
+    assert wrong.begin == 30
+    assert wrong.difference == pytest.approx(0.13)
 
 
 def test_embeddings_that_differ_speak_for_their_scale():
-    own, theirs = [LayerOutput(hidden=jnp.ones((3, 4)))], [LayerOutput(hidden=2 * jnp.ones((3, 4)))]
-    found = first_difference(theirs, own, precision="float32")
-    assert (
-        found is not None
-        and found.layer == -1
-        and "the embeddings differ already" in found.describe()
-    )
+    learner_layers = [LayerOutput(hidden=jnp.ones((3, 4)))]
+    engine_layers = [LayerOutput(hidden=2 * jnp.ones((3, 4)))]
+    difference = first_difference(engine_layers, learner_layers, precision="float32")
+    assert difference is not None
+    assert difference.layer == -1
+    assert "the embeddings differ already" in difference.describe()

@@ -23,7 +23,8 @@ from tests.messages import raises
 from tests.tiny import FOUR_SLOTS, full_logits, tiny_params
 from tests.tiny_chat import CONFIG, tokenizer
 
-TEMPERATURE, PROMPT = 1.3, (5, 6, 7, 8)
+TEMPERATURE = 1.3
+PROMPT = (5, 6, 7, 8)
 PARAMS = tiny_params(config=CONFIG)
 RESTRICTED = {
     "top_p": {"top_p": 0.7},
@@ -108,7 +109,7 @@ async def test_old_logprobs_are_the_rollouts_whatever_restricted_the_draws(which
 @pytest.mark.parametrize("which", ["top_k", "grammar"])
 async def test_logprobs_are_those_of_float64_numpy_over_the_reported_support(which: str):
     for output in await sampled(**RESTRICTED[which]):
-        kept = np.unpackbits(
+        allowed = np.unpackbits(
             decode_supports(output.supports, CONFIG.vocab_size).view(np.uint8),
             axis=1,
             bitorder="little",
@@ -116,29 +117,29 @@ async def test_logprobs_are_those_of_float64_numpy_over_the_reported_support(whi
         logits = full_logits(PARAMS, [*PROMPT, *output.token_ids], CONFIG)[
             len(PROMPT) - 1 : -1
         ].astype(np.float64)
-        scaled = np.where(kept, logits / TEMPERATURE, -np.inf)
+        scaled = np.where(allowed, logits / TEMPERATURE, -np.inf)
         logs = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
         at = np.arange(len(output.token_ids))
         np.testing.assert_allclose(output.log_probs, logs[at, list(output.token_ids)], atol=2e-5)
         if which == "top_k":
-            assert (kept.sum(axis=1) == 5).all()
+            assert (allowed.sum(axis=1) == 5).all()
 
 
 async def test_the_first_update_has_ratio_one_and_no_gap_and_learns():
     outputs = await sampled(top_p=0.7)
-    made = learner(ppo_epochs=1)
-    before = jax.tree.map(np.asarray, made.params)
-    found: list[Comparison] = []
-    metrics = made.update(
-        [group(outputs)], check=AgreementCheck(since=1, inspect=found.append)
+    tested = learner(ppo_epochs=1)
+    initial_params = jax.tree.map(np.asarray, tested.params)
+    comparisons: list[Comparison] = []
+    metrics = tested.update(
+        [group(outputs)], check=AgreementCheck(since=1, inspect=comparisons.append)
     ).metrics
     assert abs(metrics["ratio_mean"] - 1) < 1e-5
-    assert (
-        found[0].tokens == sum(len(output.token_ids) for output in outputs)
-        and found[0].largest < 2e-5
-    )
+    assert comparisons[0].tokens == sum(len(output.token_ids) for output in outputs)
+    assert comparisons[0].largest < 2e-5
     changed = jax.tree.map(
-        lambda a, b: not np.array_equal(a, b), before, jax.tree.map(np.asarray, made.params)
+        lambda a, b: not np.array_equal(a, b),
+        initial_params,
+        jax.tree.map(np.asarray, tested.params),
     )
     assert any(jax.tree.leaves(changed))
 
@@ -146,16 +147,17 @@ async def test_the_first_update_has_ratio_one_and_no_gap_and_learns():
 async def test_a_support_of_a_single_id_has_no_gradient():
     outputs = await sampled(top_k=1)
     assert all(value == 0 for output in outputs for value in output.log_probs)
-    made = learner(ppo_epochs=1)
-    assert made.update([group(outputs)]).metrics["grad_norm"] < 1e-6
+    tested = learner(ppo_epochs=1)
+    assert tested.update([group(outputs)]).metrics["grad_norm"] < 1e-6
 
 
 async def test_draws_of_one_token_from_different_supports_are_scored_apart():
     (output,) = await sampled(count=1, top_k=5)
     free = replace(output, supports=())
-    both, apart = old_logprobs([output, free]), [old_logprobs([o])[0] for o in (output, free)]
-    np.testing.assert_allclose(both, apart, atol=1e-6)
-    assert (both[0] > both[1]).all()
+    together = old_logprobs([output, free])
+    apart = [old_logprobs([o])[0] for o in (output, free)]
+    np.testing.assert_allclose(together, apart, atol=1e-6)
+    assert (together[0] > together[1]).all()
 
 
 async def test_a_support_of_another_vocabulary_is_refused():

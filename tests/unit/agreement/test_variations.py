@@ -50,7 +50,7 @@ def owners(config: Any) -> Iterator[Any]:
 
 def varied_keys(model: DecoderConfig) -> set[str]:
     """Return, by class and field, what is tried with another value in a model."""
-    own = {id(owner): type(owner).__name__ for owner in owners(model)}
+    class_names = {id(owner): type(owner).__name__ for owner in owners(model)}
     keys = set()
     for tried in config_fields(model):
         *path, name = tried.path.split(".")
@@ -58,7 +58,7 @@ def varied_keys(model: DecoderConfig) -> set[str]:
         for part in path:
             owner = getattr(owner, part)
         if tried.usual or tried.derived:
-            keys.add(f"{own[id(owner)]}.{name}")
+            keys.add(f"{class_names[id(owner)]}.{name}")
     return keys
 
 
@@ -66,7 +66,8 @@ def test_every_field_is_varied_in_some_model_or_named_with_the_reason_why_not():
     known = {f"{kind.__name__}.{each.name}" for kind in CLASSES for each in fields(kind)}
     varied = set().union(*(varied_keys(model) for model in MODELS))
     assert known == varied | UNVARIED.keys()
-    assert not varied & UNVARIED.keys() and all(UNVARIED.values())
+    assert not varied & UNVARIED.keys()
+    assert all(UNVARIED.values())
     assert UNVARIED.keys() | USUAL.keys() <= known, "names of fields that are gone"
 
 
@@ -106,12 +107,14 @@ def test_a_new_field_is_tried_without_being_named(hint: Any, default: Any, expec
 def test_weights_of_another_config_exist_or_are_what_an_engine_derives():
     params = tiny_params(1, GEMMA)
     without = fitted_params(GEMMA, params, replace(GEMMA, qk_norm=False))
-    assert without is not None and without["layers"].keys() == params["layers"].keys() - {
+    assert without is not None
+    assert without["layers"].keys() == params["layers"].keys() - {
         "q_norm",
         "k_norm",
     }
     biased = fitted_params(LLAMA, tiny_params(1, LLAMA), replace(LLAMA, o_bias=True))
-    assert biased is not None and not biased["layers"]["o_bias"].any()
+    assert biased is not None
+    assert not biased["layers"]["o_bias"].any()
     assert fitted_params(LLAMA, tiny_params(1, LLAMA), replace(LLAMA, head_dim=4)) is None
     assert fitted_params(MOE, tiny_params(1, MOE), replace(MOE, experts=None)) is None
 

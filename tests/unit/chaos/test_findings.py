@@ -84,16 +84,18 @@ def test_accounts_that_do_not_balance_are_found_at_the_step(tamper):
     ledger.finish_step(accounting)
     tamper(accounting)
     ledger.finish_step(accounting)
-    assert ledger.unbalanced and ledger.steps == 2 and ledger.complaints
+    assert ledger.unbalanced
+    assert ledger.steps == 2
+    assert ledger.complaints
 
 
 class Stale(ScriptedBackend):
     """Says it took weights and goes on with the old ones."""
 
     async def update_weights(self, update):
-        kept = self._version
+        old_version = self._version
         await super().update_weights(update)
-        self._version = kept
+        self._version = old_version
 
 
 @pytest.mark.parametrize(("kind", "stale"), [(ScriptedBackend, False), (Stale, True)])
@@ -144,7 +146,8 @@ def test_memory_that_grows_to_the_end_is_found_and_a_warm_up_or_a_peak_is_not():
         "memory grew by 42.7%, from [133.5, 190.5] MiB"
     ]
     warm = prints(*[50] * 20, *[100] * 40, 900, *[100] * 39)
-    assert growth(warm)["rss_growth"] == 0 and failures(replace(GOOD, usage=warm)) == []
+    assert growth(warm)["rss_growth"] == 0
+    assert failures(replace(GOOD, usage=warm)) == []
     assert growth(prints(100, 100)) == {}
 
 
@@ -168,7 +171,8 @@ async def test_a_child_is_killed_and_comes_back_at_its_port_and_carries_its_mark
         assert not marked(mark)
         await child.start()
         (second,) = marked(mark)
-        assert first != second and child.starts == 2
+        assert first != second
+        assert child.starts == 2
         child.send(signal.SIGSTOP)
         assert await child.stop(), "stopped processes are woken to end"
     finally:
@@ -186,10 +190,10 @@ async def test_a_server_that_ends_at_once_is_an_error_with_its_last_words(tmp_pa
 
 async def test_what_a_run_leaves_behind_is_found_and_its_processes_are_killed(tmp_path):
     mark = secrets.token_hex(8)
-    before = asyncio.all_tasks()
+    running_tasks = asyncio.all_tasks()
 
     async def find(*ports: int):
-        return await find_leaks(mark=mark, ports=ports, folder=tmp_path, tasks_before=before)
+        return await find_leaks(mark=mark, ports=ports, folder=tmp_path, tasks_before=running_tasks)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -205,14 +209,14 @@ async def test_what_a_run_leaves_behind_is_found_and_its_processes_are_killed(tm
         await (
             process.stdout.readline()
         )  # /proc shows no environment yet while a program is being loaded
-        found = await find(port)
-    assert (found.ports, found.files, found.tasks, found.count) == (
+        leaks = await find(port)
+    assert (leaks.ports, leaks.files, leaks.tasks, leaks.count) == (
         [port],
         ["weights"],
         ["forgotten"],
         4,
     )
-    assert found.processes[0].startswith(f"{process.pid}: ")
+    assert leaks.processes[0].startswith(f"{process.pid}: ")
     assert await process.wait() == -signal.SIGKILL
     waiting.cancel()
     (tmp_path / "weights").unlink()

@@ -198,11 +198,9 @@ def test_every_format_can_be_configured_and_is_tested():
 def test_a_call_is_read(name):
     arguments = {"x": "Paris, été 🙂", "y": "a\nb"}
     reply = parse(name, WRITERS[name]("get_weather", arguments))
-    assert (
-        called(reply) == [("get_weather", arguments)]
-        and reply.malformed == ()
-        and reply.content == ""
-    )
+    assert called(reply) == [("get_weather", arguments)]
+    assert reply.malformed == ()
+    assert reply.content == ""
 
 
 @names
@@ -230,7 +228,8 @@ def test_nested_arguments_come_back_whole(name):
 def test_a_closing_tag_inside_a_string_does_not_end_the_call(name):
     arguments = {"x": f"before {CLOSING[name]} after", "y": "1"}
     reply = parse(name, WRITERS[name]("f", arguments))
-    assert called(reply) == [("f", arguments)] and reply.malformed == ()
+    assert called(reply) == [("f", arguments)]
+    assert reply.malformed == ()
 
 
 @names
@@ -245,9 +244,8 @@ def test_a_whole_call_inside_a_string_is_no_call(name):
     elif name in ("gemma", "gemma4"):  # their strings cannot hold their own quote
         inner = inner.replace("<escape>", "'").replace('<|"|>', "'")
     reply = parse(name, WRITERS[name]("f", {"x": inner}))
-    assert [call.name for call in reply.tool_calls] == ["f"] and reply.tool_calls[0].arguments[
-        "x"
-    ] == inner
+    assert [call.name for call in reply.tool_calls] == ["f"]
+    assert reply.tool_calls[0].arguments["x"] == inner
 
 
 @names
@@ -257,14 +255,16 @@ def test_calls_inside_reasoning_are_not_run(name):
     if name == "harmony":  # inside a message only the text of a header can stand, never a header
         call = "to=functions.f<|message|>{}"
     reply = parse(name, f"{begin}I could write {call} here{end}")
-    assert reply.tool_calls == () and "I could write" in (reply.reasoning or "")
+    assert reply.tool_calls == ()
+    assert "I could write" in (reply.reasoning or "")
 
 
 @names
 def test_a_call_after_reasoning_is_run(name):
     begin, end = THINK.get(name, ("<think>", "</think>"))
     reply = parse(name, f"{begin}hm{end}{WRITERS[name]('f', {'x': '1'})}")
-    assert called(reply) == [("f", {"x": "1"})] and "hm" in (reply.reasoning or "")
+    assert called(reply) == [("f", {"x": "1"})]
+    assert "hm" in (reply.reasoning or "")
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"harmony"}))
@@ -280,33 +280,35 @@ def test_reasoning_that_the_prompt_opened_hides_its_drafts(name):
 
 @names
 def test_a_call_that_was_cut_is_never_run(name):
-    whole = WRITERS[name]("f", {"x": "some text", "y": "more"})
+    full_call = WRITERS[name]("f", {"x": "some text", "y": "more"})
     complete = {
         "kimi": "<|tool_call_end|>",
         "deepseek_v3": "<｜tool▁call▁end｜>",
         "deepseek_v31": "<｜tool▁call▁end｜>",
     }
-    body = whole.split(complete[name])[0] if name in complete else whole.removesuffix("<|call|>")
+    body = (
+        full_call.split(complete[name])[0]
+        if name in complete
+        else full_call.removesuffix("<|call|>")
+    )
     for cut in range(len(body)):
-        reply = parse(name, whole[:cut])
-        assert reply.tool_calls == (), whole[:cut]
+        reply = parse(name, full_call[:cut])
+        assert reply.tool_calls == (), full_call[:cut]
 
 
 @names
 def test_a_cut_call_is_reported_once_it_has_begun(name):
-    whole = WRITERS[name]("f", {"x": "some text"})
-    reply = parse(name, whole[: whole.index("some text") + 4])
+    full_call = WRITERS[name]("f", {"x": "some text"})
+    reply = parse(name, full_call[: full_call.index("some text") + 4])
     assert len(reply.malformed) == 1
 
 
 @names
 def test_text_alone_is_an_answer(name):
     reply = parse(name, "The answer is {42}, [see (this)].")
-    assert (
-        reply.content == "The answer is {42}, [see (this)]."
-        and not reply.tool_calls
-        and not reply.malformed
-    )
+    assert reply.content == "The answer is {42}, [see (this)]."
+    assert not reply.tool_calls
+    assert not reply.malformed
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"llama3_json", "mistral"}))
@@ -327,7 +329,8 @@ def test_a_good_call_after_a_malformed_one_still_counts(name):
         "minimax": "<minimax:tool_call>oops</minimax:tool_call>",
     }.get(name, opening)
     reply = parse(name, bad + good)
-    assert called(reply) == [("f", {"x": "1"})] and len(reply.malformed) == 1
+    assert called(reply) == [("f", {"x": "1"})]
+    assert len(reply.malformed) == 1
 
 
 @names

@@ -17,13 +17,17 @@ CONFIG = {"model_type": "qwen2_5_vl", "image_token_id": IMAGE, "video_token_id":
 
 
 def folder_of(path: Path, *, images: dict | None = None, **files: dict) -> Path:
-    own = {
+    contents = {
         "image_processor_type": "Qwen2VLImageProcessor",
         **PATCHES,
         "min_pixels": 3136,
         "max_pixels": 12544,
     }
-    for name, content in {"config": CONFIG, "preprocessor_config": images or own, **files}.items():
+    for name, content in {
+        "config": CONFIG,
+        "preprocessor_config": images or contents,
+        **files,
+    }.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return path
 

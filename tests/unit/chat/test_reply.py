@@ -77,9 +77,8 @@ def test_valid_and_malformed_calls_keep_the_order_in_which_they_were_written(nam
     assert [part.kind for part in reply.calls] == ["malformed", "call", "malformed"]
     reply = parse(name, first + BROKEN[name] + last)
     assert [part.kind for part in reply.calls] == ["call", "malformed", "call"]
-    assert [call.arguments["x"] for call in reply.tool_calls] == ["1", "2"] and len(
-        reply.malformed
-    ) == 1
+    assert [call.arguments["x"] for call in reply.tool_calls] == ["1", "2"]
+    assert len(reply.malformed) == 1
 
 
 @names
@@ -93,7 +92,8 @@ def test_parts_stand_in_order_and_a_malformed_call_keeps_its_text(name):
         said = "so "
     reply = parse(name, f"{thought}{said}{BROKEN[name]}")
     assert kinds(reply) == ["reasoning", "text", "malformed"]
-    assert reply.reasoning == "hm" and reply.content == "so"
+    assert reply.reasoning == "hm"
+    assert reply.content == "so"
     assert "broken" in reply.text_of("malformed") or "x" in reply.text_of("malformed")
 
 
@@ -104,15 +104,18 @@ def test_a_later_closing_tag_takes_nothing_back(name):
     if name == "llama3_json":
         call = f"{call} "
     reply = parse(name, f"{begin}hm{end}said {call} and {end} more")
-    assert [c.name for c in reply.tool_calls] == ["f"] and reply.reasoning == "hm"
-    assert reply.content.startswith("said") and reply.content.endswith(f"{end} more")
+    assert [c.name for c in reply.tool_calls] == ["f"]
+    assert reply.reasoning == "hm"
+    assert reply.content.startswith("said")
+    assert reply.content.endswith(f"{end} more")
 
 
 @names_with_think_tags
 def test_where_the_prompt_opened_no_block_a_call_is_not_taken_back(name):
     _, end = THINK.get(name, ("<think>", "</think>"))
     reply = parse(name, f"{WRITERS[name]('f', {'x': '1'})} the tag {end} ends", thinking=False)
-    assert [c.name for c in reply.tool_calls] == ["f"] and end in reply.content
+    assert [c.name for c in reply.tool_calls] == ["f"]
+    assert end in reply.content
 
 
 @names_with_think_tags
@@ -120,9 +123,12 @@ def test_a_turn_that_begins_in_a_block_is_reasoning_until_its_end(name):
     _, end = THINK.get(name, ("<think>", "</think>"))
     draft = WRITERS[name]("draft", {"x": "0"})
     reply = parse(name, f"maybe {draft}", thinking=True)
-    assert reply.tool_calls == () and reply.content == "" and reply.ends_thinking
+    assert reply.tool_calls == ()
+    assert reply.content == ""
+    assert reply.ends_thinking
     reply = parse(name, f"maybe {draft}{end}{WRITERS[name]('f', {'x': '1'})}", thinking=True)
-    assert [c.name for c in reply.tool_calls] == ["f"] and not reply.ends_thinking
+    assert [c.name for c in reply.tool_calls] == ["f"]
+    assert not reply.ends_thinking
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "1e400"])
@@ -132,7 +138,8 @@ def test_nothing_that_is_not_finite_leaves_a_parser(name, number):
     reply = parse(name, written)
     json.dumps([dict(call.arguments) for call in reply.tool_calls], allow_nan=False)
     if name not in BARE_TEXT:
-        assert reply.tool_calls == () and len(reply.malformed) == 1
+        assert reply.tool_calls == ()
+        assert len(reply.malformed) == 1
 
 
 @pytest.mark.parametrize("written", ["null", '""', "{}"])
@@ -220,12 +227,13 @@ def test_reasoning_stands_between_tags_however_the_model_marks_it():
         assert answer_of(text).strip() == "so" and "plan" in text, name
 
 
-def test_a_block_that_the_prompt_opened_begins_with_its_tag_in_the_text_of_a_turn():
+def test_a_block_that_the_prompt_opened_begins_with_its_tag():
     codec = codec_of("nemotron3")
     prompt = codec.encode_prompt([{"role": "user", "content": "q"}])
     assert codec.thinking_after(prompt) == "<think>"
     cut = codec.turn_text(codec.encode_text("maybe #### 18"), prompt)
-    assert cut == "<think>maybe #### 18" and answer_of(cut) == ""
+    assert cut == "<think>maybe #### 18"
+    assert answer_of(cut) == ""
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -248,11 +256,9 @@ def test_a_turn_that_was_cut_while_thinking_does_not_hide_the_next_one(text, fol
 
 
 def test_the_first_tag_tells_where_a_turn_began():
-    assert (
-        began_inside("2+2</think> 4")
-        and not began_inside("<think>2+2</think> 4")
-        and not began_inside("4")
-    )
+    assert began_inside("2+2</think> 4")
+    assert not began_inside("<think>2+2</think> 4")
+    assert not began_inside("4")
 
 
 @settings(max_examples=examples(50))

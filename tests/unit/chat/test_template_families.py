@@ -308,10 +308,10 @@ def test_sampled_ids_never_change_and_every_turn_is_a_prefix_of_the_next(name: s
         for _ in range(rng.randint(1, 4)):
             ids = sampled(codec, rng)
             addition = codec.encode_append(ids, [{"role": role, "content": text(rng)}])
-            before = list(context)
+            previous_context = list(context)
             context += ids + addition
             mask += [1] * len(ids) + [0] * len(addition)
-            assert context[: len(before)] == before
+            assert context[: len(previous_context)] == previous_context
             turns.append(ids)
         flat = [token for ids in turns for token in ids]
         assert [
@@ -322,13 +322,13 @@ def test_sampled_ids_never_change_and_every_turn_is_a_prefix_of_the_next(name: s
 def wants_call(codec: ChatCodec, message: dict) -> bool:
     """Whether the template shows such a message only after a turn with calls."""
     turn = {"role": "assistant", "content": "TURN5d2e81"}
-    shown = {**message, "content": "CONTENT8f1b"}
-    messages = [{"role": "user", "content": "q"}, turn, shown]
+    marked = {**message, "content": "CONTENT8f1b"}
+    messages = [{"role": "user", "content": "q"}, turn, marked]
     try:
         text = codec.template.render(messages, (), generation_prompt=True)
     except TemplateError:
         return True
-    return text.count(turn["content"]) != 1 or shown["content"] not in text
+    return text.count(turn["content"]) != 1 or marked["content"] not in text
 
 
 def last_part(codec: ChatCodec, rendered: str, needle: str) -> str:
@@ -358,14 +358,14 @@ def test_what_is_appended_reads_as_the_template_writes_it(name: str, role: str):
                 or json.dumps(message["content"], ensure_ascii=False) in appended
             )
             continue
-        whole = last_part(
+        rendered = last_part(
             codec, template.render([*history, message], (), generation_prompt=True), answer
         )
-        own_end = next((t for t in codec.control.ids if whole.startswith(t)), "")
+        own_end = next((t for t in codec.control.ids if rendered.startswith(t)), "")
         assert appended == (
-            whole
+            rendered
             if codec.control.ids.get(own_end) in codec.boundary.openings
-            else whole[len(own_end) :]
+            else rendered[len(own_end) :]
         )
 
 
@@ -373,9 +373,9 @@ def test_what_is_appended_reads_as_the_template_writes_it(name: str, role: str):
 def test_a_turn_that_was_cut_is_closed_before_the_next_message(name: str):
     codec = codec_of(name)
     message = [{"role": "user", "content": "go on"}]
-    whole = codec.encode_append([*codec.encode_text("done"), codec.eos_token_ids[0]], message)
+    closed = codec.encode_append([*codec.encode_text("done"), codec.eos_token_ids[0]], message)
     cut = codec.encode_append(codec.encode_text("cut of"), message)
-    assert cut in (whole, [*cut[:1], *whole])
+    assert cut in (closed, [*cut[:1], *closed])
 
 
 def test_the_known_boundary_of_qwen():
@@ -388,7 +388,7 @@ def test_the_known_boundary_of_qwen():
     )
 
 
-def test_thinking_of_earlier_turns_stays_in_the_context_though_qwen3_would_strip_it():
+def test_thinking_of_earlier_turns_stays_though_qwen3_would_strip_it():
     codec = codec_of("qwen3")
     prompt = codec.encode_prompt([{"role": "user", "content": "q"}])
     ids = [*codec.encode_text("<think>\nhm\n</think>\n\nanswer"), codec.eos_token_ids[0]]
@@ -407,8 +407,8 @@ def test_every_tool_result_has_a_call_id_of_its_own():
     codec = codec_of("mistral")
     results = [{"role": "tool", "content": "same", "name": "f"}] * 3
     first = call_ids(codec, "one", results)
-    other = call_ids(codec, "two", results)
-    assert len({*first, *other}) == 6
+    two_ids = call_ids(codec, "two", results)
+    assert len({*first, *two_ids}) == 6
     assert call_ids(codec, "one", results) == first, "the same turn is appended to in the same way"
 
 
@@ -417,9 +417,9 @@ def test_a_tool_results_call_id_is_that_of_its_call(monkeypatch):
     rendered = []
     render = codec.template.render
 
-    def listen(messages, tools, **more):
+    def listen(messages, tools, **arguments):
         rendered.append(messages)
-        return render(messages, tools, **more)
+        return render(messages, tools, **arguments)
 
     monkeypatch.setattr(codec.template, "render", listen)
     results = [
@@ -428,7 +428,8 @@ def test_a_tool_results_call_id_is_that_of_its_call(monkeypatch):
     ]
     written = call_ids(codec, "x", results)
     _, assistant, *_ = rendered[-1]
-    assert [call["id"] for call in assistant["tool_calls"]] == written and written[1] == "mine56789"
+    assert [call["id"] for call in assistant["tool_calls"]] == written
+    assert written[1] == "mine56789"
 
 
 def test_results_with_and_without_a_call_id_of_their_own_may_follow_each_other():

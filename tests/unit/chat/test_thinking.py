@@ -18,7 +18,8 @@ def test_a_block_is_blanked_and_what_stands_around_it_keeps_its_place(begin, end
     text = f"a {begin}\nlook: <tool>x</tool>{end} <tool>y</tool>"
     seen = outside_thinking(text)
     assert seen.split() == ["a", "<tool>y</tool>"]
-    assert seen.index("<tool>y") == text.index("<tool>y") and len(seen) == len(text)
+    assert seen.index("<tool>y") == text.index("<tool>y")
+    assert len(seen) == len(text)
     assert not ends_thinking(text)
 
 

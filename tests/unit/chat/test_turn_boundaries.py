@@ -66,7 +66,8 @@ def test_what_follows_a_stop_token_is_what_the_template_writes(name: str, stop: 
     follows = codec.decode(appended, skip_special_tokens=False)
     expected = written_after_turn(codec, role)
     if codec.replaces_end(sampled, appended):
-        assert follows == expected and end in codec.boundary.openings
+        assert follows == expected
+        assert end in codec.boundary.openings
         return
     begins = codec.control.first(expected)
     template_ends = begins.start() == 0 and codec.control.ids[begins.group()] in codec.boundary.ends
@@ -120,7 +121,7 @@ def glm(*tokens: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("stop", "role", "kept", "opening"),
+    ("stop", "role", "expected_ids", "opening"),
     [
         ("<|observation|>", "user", [], "<|user|>"),
         ("<|user|>", "tool", [], "<|observation|>"),
@@ -130,7 +131,9 @@ def glm(*tokens: str) -> list[int]:
         ("<|endoftext|>", "tool", ["<|endoftext|>"], "<|observation|>"),
     ],
 )
-async def test_glm_opens_the_message_that_follows_and_no_other(stop: str, role: str, kept, opening):
+async def test_glm_opens_the_message_that_follows_and_no_other(
+    stop: str, role: str, expected_ids, opening
+):
     """verl's known value: ids 1 and <|observation|> become 1 and <|user|>, and mask 1 1 becomes 1
     0.
     """
@@ -147,40 +150,45 @@ async def test_glm_opens_the_message_that_follows_and_no_other(stop: str, role: 
     request = episode_request(row, SamplingParams(max_tokens=2))
     episode = Episode(context, request, agent_name="a", tools={})
     await episode.generate()
-    left = episode.tokens_left
+    tokens_left = episode.tokens_left
     assert episode.append([NEW[role]])
     await episode.generate()
-    made = episode.finish(FinishReason.ANSWER)
-    before = [said, *glm(*kept)]
-    inserted = made.turns[0].appended_ids
-    assert list(made.response_ids[: len(before)]) == before
-    assert made.response_mask[: len(before) + len(inserted)] == (1,) * len(before) + (0,) * len(
-        inserted
-    )
+    trajectory = episode.finish(FinishReason.ANSWER)
+    expected_response = [said, *glm(*expected_ids)]
+    inserted = trajectory.turns[0].appended_ids
+    assert list(trajectory.response_ids[: len(expected_response)]) == expected_response
+    assert trajectory.response_mask[: len(expected_response) + len(inserted)] == (1,) * len(
+        expected_response
+    ) + (0,) * len(inserted)
     assert (glm(opening)[0] == inserted[0]) if opening else (inserted[0] not in codec.control)
-    assert list(backend.requests[1].prompt_ids) == [*made.prompt_ids, *before, *inserted]
-    assert episode.tokens_left == left - len(inserted) - len(before)
+    assert list(backend.requests[1].prompt_ids) == [
+        *trajectory.prompt_ids,
+        *expected_response,
+        *inserted,
+    ]
+    assert episode.tokens_left == tokens_left - len(inserted) - len(expected_response)
 
 
 def test_a_turn_of_a_stop_token_alone_keeps_it():
     """A turn holds a sampled id, at least."""
     codec = codec_of("glm4")
     ids = codec.encode_append(glm("<|observation|>"), [NEW["user"]])
-    assert ids[0] == glm("<|user|>")[0] and not codec.replaces_end(glm("<|observation|>"), ids)
+    assert ids[0] == glm("<|user|>")[0]
+    assert not codec.replaces_end(glm("<|observation|>"), ids)
 
 
 def test_gemma_opens_a_tool_result_after_the_end_of_a_turn():
     codec = codec_of("gemma4")
     call = codec.encode_text("call")
     stops = {stop: codec.control.ids[stop] for stop in ("<turn|>", "<|tool_response>")}
-    after = {
+    next_message = {
         stop: codec.decode(
             codec.encode_append([*call, end], [NEW["tool"]]), skip_special_tokens=False
         )
         for stop, end in stops.items()
     }
-    assert after["<turn|>"].startswith("<|tool_response>response:f{")
-    assert after["<|tool_response>"].startswith("response:f{")
+    assert next_message["<turn|>"].startswith("<|tool_response>response:f{")
+    assert next_message["<|tool_response>"].startswith("response:f{")
 
 
 @pytest.mark.parametrize(
@@ -192,8 +200,8 @@ def test_a_turn_begins_in_a_think_block_that_the_generation_prompt_opened(name: 
     assert bool(codec.boundary.think_tag) == bool(tag)
     cut = codec.parse_reply(codec.encode_text(f"maybe {call}"))
     assert len(cut.tool_calls) == (0 if tag else 1)
-    whole = codec.parse_reply(codec.encode_text(f"maybe</think>so {call}"))
-    assert (whole.reasoning, whole.content, len(whole.tool_calls)) == ("maybe", "so", 1)
+    reply = codec.parse_reply(codec.encode_text(f"maybe</think>so {call}"))
+    assert (reply.reasoning, reply.content, len(reply.tool_calls)) == ("maybe", "so", 1)
 
 
 @pytest.mark.parametrize("name", ["smolvlm", "idefics3"])

@@ -75,7 +75,8 @@ def submit(on: Scheduler, session: str, prompt: list[int], *, count: int) -> Non
 
 def test_a_session_that_returns_soon_keeps_its_kv_and_overtakes_waiting_ones():
     on, _, context = crowded()
-    assert set(on.running) == {"runs"} and on.waiting == 1
+    assert set(on.running) == {"runs"}
+    assert on.waiting == 1
     submit(on, "waits", [*context, 5], count=2)
     returned, *_ = [run for run, _ in on.step() if run.request.session_id == "waits"]
     assert returned.cached_tokens == len(context) - 1

@@ -20,7 +20,8 @@ from jax_agent_rl.models.layers import DTYPES
 from tests.examples import examples
 
 LENGTH = 300  # of a row
-PAGE, COUNT = 64, 5
+PAGE = 64
+COUNT = 5
 PAGES = jnp.array(
     [[7, 2, 9, 11, 4], [7, 2, 1, 3, 12], [5, 8, 10, 6, 13]]
 )  # of three slots; two begin alike
@@ -32,7 +33,8 @@ def drawn(seed: int, *shape: int) -> jax.Array:
 
 def kept(kind: str, seed: int, length: int, rows: int = 3) -> LayerKV:
     """Random rows (or pages) of two heads, as a cache of that type keeps them."""
-    keys, values = drawn(seed, rows, 2, 8, length), drawn(seed + 1, rows, 2, length, 8)
+    keys = drawn(seed, rows, 2, 8, length)
+    values = drawn(seed + 1, rows, 2, length, 8)
     return to_cache(keys, values, DTYPES.get(kind, jnp.float32))
 
 
@@ -80,21 +82,20 @@ plain_decode = jax.jit(attention.decode_attention, static_argnames="window")
 plain_chunk = jax.jit(attention.chunk_attention, static_argnames="window")
 
 
-own = st.integers(2 * PAGE, COUNT * PAGE - 1)  # behind what two slots share
+own_positions = st.integers(2 * PAGE, COUNT * PAGE - 1)  # behind what two slots share
 
 
 @pytest.mark.parametrize(
     ("kind", "window"), [("float32", None), ("float32", 1), ("int8", 150), ("fp8", None)]
 )
 @settings(max_examples=examples(10))
-@given(positions=st.tuples(own, own, st.integers(0, COUNT * PAGE - 1)))
+@given(positions=st.tuples(own_positions, own_positions, st.integers(0, COUNT * PAGE - 1)))
 def test_a_slot_writes_its_token_and_sees_its_pages_up_to_there(kind, window, positions):
-    q, cached, at = (
-        drawn(0, 3, 2, 4, 8),
-        kept(kind, 1, PAGE, rows=14),
-        jnp.array(positions, jnp.int32),
-    )
-    k, v = drawn(3, 3, 2, 8), drawn(4, 3, 2, 8)
+    q = drawn(0, 3, 2, 4, 8)
+    cached = kept(kind, 1, PAGE, rows=14)
+    at = jnp.array(positions, jnp.int32)
+    k = drawn(3, 3, 2, 8)
+    v = drawn(4, 3, 2, 8)
     wanted, written = plain_decode(q, in_rows(cached, at), (k, v), at, window=window)
     cached = written_by_kernel(cached, to_cache(k[..., None], v[:, :, None], cached.keys.dtype), at)
     jax.tree.map(np.testing.assert_array_equal, in_rows(cached, at + 1), written)
@@ -110,7 +111,8 @@ def test_whole_tiles_are_written_together_as_each_alone(kind, most_bytes, monkey
         to_cache(drawn(seed, rows, 2, 128, length), drawn(seed + 1, rows, 2, length, 128), dtype)
         for seed, rows, length in ((1, 9, 256), (3, 4, 1))
     )
-    at, within = jnp.array([7, 2, 5, 8]), jnp.array([255, 0, 130, 31])
+    at = jnp.array([7, 2, 5, 8])
+    within = jnp.array([255, 0, 130, 31])
     with pltpu.force_tpu_interpret_mode(True):
         alone = jax.jit(decode_kernel_module.write_each)(at, within, cached, new)
         together = jax.jit(lambda *x: decode_kernel_module.write_together(*x))(
@@ -123,7 +125,9 @@ def test_whole_tiles_are_written_together_as_each_alone(kind, most_bytes, monkey
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 def test_what_a_slot_does_not_see_is_not_read(kind):
-    q, cached, at = drawn(0, 3, 2, 4, 8), kept(kind, 1, PAGE, rows=14), jnp.array([200, 200, 200])
+    q = drawn(0, 3, 2, 4, 8)
+    cached = kept(kind, 1, PAGE, rows=14)
+    at = jnp.array([200, 200, 200])
     wanted = decoded_by_kernel(q, cached, at, window=50)
     seen = PAGES[:, 2:4].reshape(-1)  # the window begins in the third page, and ends in the fourth
 
@@ -142,12 +146,15 @@ def test_what_a_slot_does_not_see_is_not_read(kind):
 @pytest.mark.parametrize("kind", ["float32", "int8", "fp8"])
 def test_what_pages_held_before_is_lost_on_rows(kind):
     """NaNs in pages of weights that went wrong, say."""
-    cached, at = kept(kind, 1, PAGE, rows=14), jnp.array([200, 128, 130])
-    clean, dirty = in_rows(cached, jnp.full(3, COUNT * PAGE)), in_rows(lost_behind(cached, at), at)
-    one, chunk = (drawn(3, 3, 2, 8), drawn(4, 3, 2, 8)), kept(kind, 5, 50)
-    for wanted, found in (
+    cached = kept(kind, 1, PAGE, rows=14)
+    at = jnp.array([200, 128, 130])
+    clean = in_rows(cached, jnp.full(3, COUNT * PAGE))
+    dirty = in_rows(lost_behind(cached, at), at)
+    one_token = (drawn(3, 3, 2, 8), drawn(4, 3, 2, 8))
+    chunk = kept(kind, 5, 50)
+    for wanted, got in (
         (
-            plain_decode(drawn(0, 3, 2, 4, 8), row, one, at, window=None)[0]
+            plain_decode(drawn(0, 3, 2, 4, 8), row, one_token, at, window=None)[0]
             for row in (clean, dirty)
         ),
         (
@@ -160,15 +167,17 @@ def test_what_pages_held_before_is_lost_on_rows(kind):
         ),
     ):
         assert np.isfinite(wanted).all()
-        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize(("kind", "window"), [("float32", None), ("float32", 40), ("int8", 40)])
 @settings(max_examples=examples(10))
 @given(starts=st.tuples(*[st.integers(0, LENGTH)] * 3))
 def test_a_chunk_sees_the_cache_before_it_and_itself(kind, window, starts):
-    q, at = drawn(0, 2, 3, 8, 3, 50), jnp.array(starts, jnp.int32)
-    cached, new = kept(kind, 1, LENGTH), kept(kind, 3, 50)
+    q = drawn(0, 2, 3, 8, 3, 50)
+    at = jnp.array(starts, jnp.int32)
+    cached = kept(kind, 1, LENGTH)
+    new = kept(kind, 3, 50)
     wanted = plain_chunk(q, cached, new, at, window=window)
     np.testing.assert_allclose(
         chunk_by_kernel(q, cached, new, at, window=window), wanted, atol=1e-5
@@ -179,13 +188,12 @@ def test_a_chunk_sees_the_cache_before_it_and_itself(kind, window, starts):
 def test_a_sink_takes_its_share_in_kernels_and_products(window):
     """Against a softmax with a column more, without a value, as transformers computes it."""
     sinks = 3 * drawn(9, 2, 4)
-    q, cached, at = (
-        drawn(0, 3, 2, 4, 8),
-        kept("float32", 1, PAGE, rows=14),
-        jnp.array([200, 128, 130]),
-    )
-    k, v = drawn(3, 3, 2, 8), drawn(4, 3, 2, 8)
-    found, rows = plain_decode(q, in_rows(cached, at), (k, v), at, None, sinks, window=window)
+    q = drawn(0, 3, 2, 4, 8)
+    cached = kept("float32", 1, PAGE, rows=14)
+    at = jnp.array([200, 128, 130])
+    k = drawn(3, 3, 2, 8)
+    v = drawn(4, 3, 2, 8)
+    mixed, rows = plain_decode(q, in_rows(cached, at), (k, v), at, None, sinks, window=window)
     written = written_by_kernel(cached, to_cache(k[..., None], v[:, :, None], jnp.float32), at)
     distance = at[:, None] - jnp.arange(rows.values.shape[2])
     visible = (distance >= 0) & (distance < (window or PAGE * COUNT))
@@ -195,12 +203,14 @@ def test_a_sink_takes_its_share_in_kernels_and_products(window):
     column = jnp.broadcast_to(sinks[None, ..., None], (*scores.shape[:3], 1))
     weights = jax.nn.softmax(jnp.concatenate([scores, column], -1), axis=-1)[..., :-1]
     expected = jnp.einsum("bkgs,bksh->bkgh", weights, rows.values)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(mixed, expected, atol=1e-5)
     np.testing.assert_allclose(
         decoded_by_kernel(q, written, at, sinks, window=window), expected, atol=1e-5
     )
 
-    q, rows, chunk = drawn(0, 2, 4, 8, 3, 50), kept("float32", 1, LENGTH), kept("float32", 3, 50)
+    q = drawn(0, 2, 4, 8, 3, 50)
+    rows = kept("float32", 1, LENGTH)
+    chunk = kept("float32", 3, 50)
     products = plain_chunk(q, rows, chunk, at, sinks, window=window)
     np.testing.assert_allclose(
         chunk_by_kernel(q, rows, chunk, at, sinks, window=window), products, atol=1e-5

@@ -34,22 +34,27 @@ def test_the_next_turn_of_a_session_goes_on_in_its_own_pages():
     pages = blocks.pages(first)
     blocks.free(first, session_ends=False)
     second = blocks.allocate([1, 2, 3, 4, 5, 6, 7, 8, 9], "s")
-    assert second.pages[:2] == pages and (second.reused, second.copy) == (5, None)
+    assert second.pages[:2] == pages
+    assert (second.reused, second.copy) == (5, None)
 
 
 def test_members_of_a_group_share_full_pages_and_copy_the_last_one():
-    blocks, prompt = make_blocks(12), [1, 2, 3, 4, 5, 6, 7]
+    blocks = make_blocks(12)
+    prompt = [1, 2, 3, 4, 5, 6, 7]
     first = held(blocks, prompt)
     members = [blocks.allocate(prompt, None) for _ in range(3)]
     assert {m.pages[0] for m in members} == {blocks.pages(first)[0]}
     assert [m.copy for m in members] == [(blocks.pages(first)[1], m.pages[1]) for m in members]
-    assert all(m.reused == 6 for m in members) and len({m.pages[1] for m in members}) == 3
+    assert all(m.reused == 6 for m in members)
+    assert len({m.pages[1] for m in members}) == 3
 
 
 def test_contexts_that_were_computed_side_by_side_are_both_found():
-    blocks, prompt = make_blocks(12), [1, 2, 3]
-    one, other = held(blocks, prompt, "a"), held(blocks, prompt, "b")
-    for context, end in ((one, [7, 7, 8]), (other, [7, 7, 9])):  # both fill a page with 1 2 3 7
+    blocks = make_blocks(12)
+    prompt = [1, 2, 3]
+    first = held(blocks, prompt, "a")
+    second = held(blocks, prompt, "b")
+    for context, end in ((first, [7, 7, 8]), (second, [7, 7, 9])):  # both fill a page with 1 2 3 7
         blocks.append(context, [3, *end][:2])
         assert blocks.grow(context, 2)
         blocks.append(context, end[1:])
@@ -69,12 +74,13 @@ def test_a_request_waits_while_those_that_run_may_need_what_is_left():
 
 def test_ended_sessions_give_up_pages_before_waiting_ones_and_from_their_end():
     blocks = make_blocks(4, max_context_pages=2)
-    waiting, ended = held(blocks, [1] * 7, "waiting"), held(blocks, [2] * 7, "ended")
-    own = blocks.pages(ended)
+    waiting = held(blocks, [1] * 7, "waiting")
+    ended = held(blocks, [2] * 7, "ended")
+    ended_pages = blocks.pages(ended)
     blocks.free(ended, session_ends=True)
     blocks.free(waiting, session_ends=False)
-    assert blocks.allocate([3, 3], None).pages == own[1:]
-    assert blocks.allocate([4, 4], None).pages == own[:1]
+    assert blocks.allocate([3, 3], None).pages == ended_pages[1:]
+    assert blocks.allocate([4, 4], None).pages == ended_pages[:1]
 
 
 def test_a_page_that_is_too_much_with_its_copy_is_computed_again():
@@ -87,8 +93,10 @@ def test_a_page_that_is_too_much_with_its_copy_is_computed_again():
 def test_a_context_grows_until_no_page_is_left():
     blocks = make_blocks(3, max_context_pages=3)
     context = held(blocks, [1, 2, 3])
-    assert blocks.grow(context, 2) and len(blocks.pages(context)) == 1
-    assert blocks.grow(context, 10) and len(blocks.pages(context)) == 3
+    assert blocks.grow(context, 2)
+    assert len(blocks.pages(context)) == 1
+    assert blocks.grow(context, 10)
+    assert len(blocks.pages(context)) == 3
     assert not blocks.grow(context, 11)
 
 
@@ -107,7 +115,10 @@ class PageMachine(RuleBasedStateMachine):
     was written to it: of which context prefix each position is, as the device would hold it.
     """
 
-    PAGES, SIZE, MAX_CONTEXT_PAGES, HOST_PAGES = 9, 3, 6, 0
+    PAGES = 9
+    SIZE = 3
+    MAX_CONTEXT_PAGES = 6
+    HOST_PAGES = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,9 +162,8 @@ class PageMachine(RuleBasedStateMachine):
             return
         for host_page, page in placement.restored:
             self.kv[page] = self.host[host_page]
-        assert placement.reused < len(prompt) and placement.pages == self.blocks.pages(
-            placement.context
-        )
+        assert placement.reused < len(prompt)
+        assert placement.pages == self.blocks.pages(placement.context)
         if placement.copy is not None:
             source, target = placement.copy
             self.kv[target] = self.kv[source]
@@ -168,14 +178,14 @@ class PageMachine(RuleBasedStateMachine):
     @rule(data=st.data(), new=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def decode(self, data, new: list[int]) -> None:
         context = data.draw(st.sampled_from(sorted(self.contexts)))
-        before = self.contexts[context]
-        new = new[: self.SIZE * self.MAX_CONTEXT_PAGES - len(before)]
+        previous_ids = self.contexts[context]
+        new = new[: self.SIZE * self.MAX_CONTEXT_PAGES - len(previous_ids)]
         if not self.blocks.grow(context, len(new)):
             assert len(self.contexts) > 1, "one context always fits"
             return
         self.offload()
-        self.contexts[context] = before + new
-        self.write(context, len(before), self.contexts[context])
+        self.contexts[context] = previous_ids + new
+        self.write(context, len(previous_ids), self.contexts[context])
         self.blocks.append(context, new)
 
     @precondition(lambda self: self.contexts)
@@ -203,7 +213,8 @@ class PageMachine(RuleBasedStateMachine):
         seen: dict[int, int] = {}
         for context, contents in self.contexts.items():
             pages = self.blocks.pages(context)
-            assert len(set(pages)) == len(pages) and NULL_PAGE not in pages
+            assert len(set(pages)) == len(pages)
+            assert NULL_PAGE not in pages
             for number, page in enumerate(pages):
                 full = (number + 1) * self.SIZE <= len(contents)
                 assert page not in seen or (full and seen[page]), "shared before it was full"
@@ -264,12 +275,13 @@ def test_contexts_for_whom_there_are_pages_always_run(slots: int):
 def test_the_session_that_returns_soonest_is_evicted_last():
     rates = {"soon": 1.0, "late": 0.1}
     blocks = BlockManager(4, 4, 2, return_rate=rates.__getitem__)
-    soon, late = held(blocks, [1] * 7, "soon"), held(blocks, [2] * 7, "late")
-    own = blocks.pages(late)
+    soon = held(blocks, [1] * 7, "soon")
+    late = held(blocks, [2] * 7, "late")
+    late_pages = blocks.pages(late)
     blocks.free(soon, session_ends=False)
     blocks.free(late, session_ends=False)  # used last
-    assert blocks.allocate([3, 3], None).pages == own[1:]
-    assert blocks.allocate([4, 4], None).pages == own[:1]
+    assert blocks.allocate([3, 3], None).pages == late_pages[1:]
+    assert blocks.allocate([4, 4], None).pages == late_pages[:1]
 
 
 def test_a_page_of_several_waiting_sessions_is_kept_longer():
@@ -277,7 +289,8 @@ def test_a_page_of_several_waiting_sessions_is_kept_longer():
     for session, prompt in (("a", [1] * 5), ("b", [1] * 5), ("c", [2] * 5)):
         blocks.free(held(blocks, prompt, session), session_ends=False)
     assert [page.ids for page in blocks.cached_pages.values()] == [[1] * 4, [2] * 4]
-    assert blocks.allocate([3] * 7, None) and blocks.allocate([4] * 7, None)
+    assert blocks.allocate([3] * 7, None)
+    assert blocks.allocate([4] * 7, None)
     assert [1] * 4 in [page.ids for page in blocks.cached_pages.values()], "two may return to it"
 
 
@@ -308,7 +321,8 @@ def test_pages_of_waiting_sessions_move_to_the_host_and_come_back_in_order():
     blocks.free(held(blocks, [2] * 9, "ends"), session_ends=True)
     assert blocks.saved == [(second, 2), (first, 1)], "ends before beginnings"
     back = blocks.allocate([1] * 9, "waits")
-    assert [host for host, _ in back.restored] == [1, 2] and back.reused == 8
+    assert [host for host, _ in back.restored] == [1, 2]
+    assert back.reused == 8
     assert len(blocks.saved) == 2, "ended sessions are not kept"
 
 
@@ -326,8 +340,8 @@ def test_new_weights_drop_host_pages():
     blocks.free(held(blocks, [1] * 6, "a"), session_ends=False)
     running = held(blocks, [2] * 6, "b")
     blocks.reset()
-    assert (
-        not blocks.pages_on_host and sorted(blocks.free_host_pages) == [0, 1] and not blocks.saved
-    )
+    assert not blocks.pages_on_host
+    assert sorted(blocks.free_host_pages) == [0, 1]
+    assert not blocks.saved
     blocks.free(running, session_ends=False)
     assert blocks.allocate([1] * 6, "a").reused == 0

@@ -76,7 +76,7 @@ def row(agent: str) -> dict:
     return {"prompt": [{"role": "user", "content": "one two three four"}], "agent_name": agent}
 
 
-async def test_a_fork_within_a_turn_reuses_all_before_it_and_keeps_the_log_probs_right():
+async def test_a_fork_within_a_turn_reuses_all_before_it():
     async with collector(TreeRL(TreerlConfig(m=2, n=2, t=2)), max_response_length=20) as (
         backend,
         collect,
@@ -87,7 +87,8 @@ async def test_a_fork_within_a_turn_reuses_all_before_it_and_keeps_the_log_probs
         )
         metrics = await backend.metrics()
     branches = [t for t in group.trajectories if t.fork]
-    assert len(branches) == 8 and any(t.num_inherited for t in branches)
+    assert len(branches) == 8
+    assert any(t.num_inherited for t in branches)
     for t in branches:
         reusable = (
             len(t.prompt_ids) + t.num_inherited - 1
@@ -113,10 +114,10 @@ async def test_a_branch_at_a_turn_reuses_the_turns_and_tool_results_before_it():
     branches = [t for t in group.trajectories if t.fork and t.fork.turns]
     assert branches
     for t in branches:
-        before = t.prompt_ids + t.response_ids
+        all_ids = t.prompt_ids + t.response_ids
         context = len(t.prompt_ids) + sum(
             len(turn.output.token_ids) + len(turn.appended_ids) for turn in t.turns[: t.fork.turns]
         )
-        own = t.turns[t.fork.turns].output
-        assert before[context : context + len(own.token_ids)] == own.token_ids
-        assert own.cached_tokens == context - 1
+        output = t.turns[t.fork.turns].output
+        assert all_ids[context : context + len(output.token_ids)] == output.token_ids
+        assert output.cached_tokens == context - 1

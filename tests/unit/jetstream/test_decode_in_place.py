@@ -65,7 +65,7 @@ def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache(kernels:
     rng = np.random.default_rng(0)
     cache = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), empty)
     slots = three_slots()
-    found, (ids, scores) = decoded(kernels, cache, slots)
+    updated, (ids, scores) = decoded(kernels, cache, slots)
     wanted, (wanted_ids, wanted_scores) = decoded(Kernels.NONE, cache, slots)
     np.testing.assert_array_equal(ids, wanted_ids)
     ran = np.asarray(ids) >= 0
@@ -76,23 +76,28 @@ def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache(kernels:
     # Each slot's new ids are in its own pages; of the others nothing changed, page 0 is nobody's.
     close = functools.partial(np.testing.assert_allclose, atol=1e-4)
     held = (
-        gather_pages(cache, slots.pages, slots.positions + ran.sum(0)) for cache in (found, wanted)
+        gather_pages(cache, slots.pages, slots.positions + ran.sum(0))
+        for cache in (updated, wanted)
     )
     jax.tree.map(close, *held)
-    for held, before in zip(jax.tree.leaves(found), jax.tree.leaves(cache), strict=True):
+    for held, initial in zip(jax.tree.leaves(updated), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(
-            held[jnp.array([3, 4, 5, 6, 8])], before[jnp.array([3, 4, 5, 6, 8])]
+            held[jnp.array([3, 4, 5, 6, 8])], initial[jnp.array([3, 4, 5, 6, 8])]
         )
-        assert all(np.any(held[page] != before[page]) for page in (1, 2, 7, 9))
+        assert all(np.any(held[page] != initial[page]) for page in (1, 2, 7, 9))
 
 
 @pytest.mark.parametrize("kernels", ALL_KERNELS)
 def test_pages_that_held_nans_serve_like_empty_ones(kernels: Kernels):
     """Pages of weights that went wrong are used again when right ones have come."""
-    engine, slots = JaxEngine(TINY, SHAPES), make_decode_batch(2, SHAPES.context_pages)
-    prompt, params = np.arange(3, 44, dtype=np.int32), engine.load_params(tiny_params())
-    slots.pages[0], slots.tokens[0] = (4, 2, 9), prompt[-1]
-    slots.positions[0], slots.remaining[0] = len(prompt) - 1, STEPS
+    engine = JaxEngine(TINY, SHAPES)
+    slots = make_decode_batch(2, SHAPES.context_pages)
+    prompt = np.arange(3, 44, dtype=np.int32)
+    params = engine.load_params(tiny_params())
+    slots.pages[0] = (4, 2, 9)
+    slots.tokens[0] = prompt[-1]
+    slots.positions[0] = len(prompt) - 1
+    slots.remaining[0] = STEPS
 
     def served(cache: KVCache) -> jax.Array:
         """Serve two chunks, the second of which begins within a page, and sample after them."""
@@ -101,5 +106,5 @@ def test_pages_that_held_nans_serve_like_empty_ones(kernels: Kernels):
         return decoded(kernels, cache, slots)[1]
 
     wanted = served(engine.init_cache())
-    found = served(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), engine.init_cache()))
-    np.testing.assert_array_equal(found[:, :, 0], wanted[:, :, 0])
+    after_nans = served(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), engine.init_cache()))
+    np.testing.assert_array_equal(after_nans[:, :, 0], wanted[:, :, 0])

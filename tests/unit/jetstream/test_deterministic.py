@@ -21,6 +21,7 @@ from jax_agent_rl.models.config import DecoderConfig, Experts
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams
 from tests.examples import examples
+from tests.messages import raises
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import group_of, trajectory
 
@@ -67,7 +68,8 @@ async def converse(
     await backend.start()
 
     async def one(number: int, prompt: list[int], turns: list[tuple[int, list[int]]]):
-        ids, sampled = list(prompt), []
+        ids = list(prompt)
+        sampled = []
         for turn, (count, appended) in enumerate(turns):
             sampling = SamplingParams(
                 max_tokens=count, temperature=TEMPERATURE, seed=number * 10 + turn
@@ -169,7 +171,8 @@ def test_the_learner_measures_a_gap_of_exactly_zero():
         score_by=SCORER,
     )
     metrics = learner.update([group_of(members)]).metrics
-    assert metrics["logprob_gap_max"] == 0.0 and metrics["trained_tokens"] > 8
+    assert metrics["logprob_gap_max"] == 0.0
+    assert metrics["trained_tokens"] > 8
     plain = Learner(
         MODEL, PARAMS, algorithm=AlgorithmConfig(), config=config, temperature=TEMPERATURE
     )
@@ -178,7 +181,7 @@ def test_the_learner_measures_a_gap_of_exactly_zero():
 
 def test_a_mixture_of_experts_is_refused():
     experts = Experts(count=4, per_token=2, intermediate_size=16, normalize=True)
-    with pytest.raises(ConfigError, match="rollout.deterministic=false"):
+    with raises(ConfigError, fix="rollout.deterministic=false"):
         JaxEngine(replace(TINY, experts=experts), SHAPES, deterministic=True)
 
 
@@ -196,5 +199,5 @@ def test_a_mixture_of_experts_is_refused():
 def test_what_cannot_be_deterministic_is_refused_with_the_fix(settings_: dict):
     tree = {"run_dir": "x", "model": {"path": "x"}, "data": {"train": "x"}, **settings_}
     tree["rollout"] = {**tree.get("rollout", {}), "deterministic": True}
-    with pytest.raises(ConfigError, match="rollout.deterministic"):
+    with raises(ConfigError, key="rollout.deterministic"):
         build(tree)

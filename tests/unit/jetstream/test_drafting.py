@@ -32,31 +32,32 @@ def earlier(
 ) -> tuple[int, list[Draw]]:
     """Return the length of the longest known suffix, and what was drawn after it."""
     for match in MATCHES:
-        found = []
-        for before, draws in parts:
-            ids = before + [draw.token for draw in draws]
-            for place, draw in enumerate(draws, len(before)):
+        following = []
+        for context_ids, draws in parts:
+            ids = context_ids + [draw.token for draw in draws]
+            for place, draw in enumerate(draws, len(context_ids)):
                 if place >= match and ids[place - match : place] == context[-match:]:
-                    found.append(draw)
-        if found:
-            return match, sorted(found)
+                    following.append(draw)
+        if following:
+            return match, sorted(following)
     return 0, []
 
 
 @given(PARTS, IDS, st.integers(1, 30), st.lists(NUMBERS, min_size=4, max_size=4))
-def test_the_index_drafts_by_what_was_drawn_after_the_longest_suffix(parts, context, most, numbers):
-    index = SuffixIndex(most)
-    for before, draws in parts:
-        index.add(before + [draw.token for draw in draws], draws)
-    while sum(len(draws) for _, draws in parts) > most:
+def test_the_index_drafts_by_what_was_drawn_after_the_longest_suffix(
+    parts, context, max_draws, numbers
+):
+    index = SuffixIndex(max_draws)
+    for context_ids, draws in parts:
+        index.add(context_ids + [draw.token for draw in draws], draws)
+    while sum(len(draws) for _, draws in parts) > max_draws:
         parts = parts[1:]
     draft = index.draft(context, numbers)
     for number, token, evidence in zip(numbers, draft.ids, draft.evidence, strict=False):
-        match, found = earlier(parts, context)
-        wanted, chance = predict(found, number)
-        assert (
-            token == wanted and evidence == f"{match} {sum(chance >= bound for bound in CHANCES)}"
-        )
+        match, following = earlier(parts, context)
+        wanted, chance = predict(following, number)
+        assert token == wanted
+        assert evidence == f"{match} {sum(chance >= bound for bound in CHANCES)}"
         context = [*context, token]
     assert len(draft.ids) == 4 or not earlier(parts, context)[0]
 
@@ -97,10 +98,12 @@ def test_the_chance_of_a_prediction(draws: list[Draw], number: float, wanted: tu
 
 
 def test_the_engines_draws_are_predicted_where_the_most_frequent_id_is_wrong():
-    count, position = 400, 17
+    count = 400
+    position = 17
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=300) * 2, jnp.float32)
-    seeds, positions = np.arange(count, dtype=np.uint32), np.full(count, position, np.int32)
+    seeds = np.arange(count, dtype=np.uint32)
+    positions = np.full(count, position, np.int32)
     ids, log_probs, _ = sample(
         jnp.repeat(logits[:, None], count, axis=1),
         temperature=jnp.full(count, 0.7),
@@ -113,19 +116,23 @@ def test_the_engines_draws_are_predicted_where_the_most_frequent_id_is_wrong():
     assert [draw.token for draw in sorted(draws)] == sorted(
         ids.tolist()
     )  # so these are the numbers they were drawn by
-    known, others = sorted(draws[:200]), draws[200:]
-    predicted = [predict(known, draw.uniform) for draw in others]
+    earlier_draws = sorted(draws[:200])
+    later = draws[200:]
+    predicted = [predict(earlier_draws, draw.uniform) for draw in later]
     right = np.array(
-        [token == draw.token for (token, _), draw in zip(predicted, others, strict=True)]
+        [token == draw.token for (token, _), draw in zip(predicted, later, strict=True)]
     )
     sure = np.array([chance == 1.0 for _, chance in predicted])
-    assert np.bincount(ids[200:]).max() / 200 < 0.5 and right.mean() > 0.85
-    assert right[sure].all() and sure.mean() > 0.6
+    assert np.bincount(ids[200:]).max() / 200 < 0.5
+    assert right.mean() > 0.85
+    assert right[sure].all()
+    assert sure.mean() > 0.6
 
 
 @given(IDS, IDS)
 def test_the_prompt_drafts_what_followed_the_last_of_the_longest_matches(prompt, sampled):
-    ids, wanted = prompt + sampled, []
+    ids = prompt + sampled
+    wanted = []
     for match in reversed(PROMPT_MATCHES):
         for end in range(match, len(prompt)):
             if prompt[end - match : end] == ids[-match:]:

@@ -37,9 +37,12 @@ def scored(
     config: DecoderConfig, params: Params, *, kv: str | None = None, weights: str | None = None
 ) -> np.ndarray:
     """Log-probs of IDS, fed one by one."""
-    slots, count = make_decode_batch(1, 2), len(IDS) - 1
+    slots = make_decode_batch(1, 2)
+    count = len(IDS) - 1
     slots.pages[:] = [2, 1]
-    slots.tokens[:], slots.remaining[:], slots.temperature[:] = IDS[0], count, 1.0
+    slots.tokens[:] = IDS[0]
+    slots.remaining[:] = count
+    slots.temperature[:] = 1.0
     decode = jax.jit(programs.decode_program(config, count, None, programs.Kernels.NONE))
     held = engine_params(config, params, dtype=jnp.float32, quantize=weights and DTYPES[weights])
     cache = empty_cache(config, 3, 32, DTYPES[kv] if kv else jnp.float32)
@@ -71,9 +74,11 @@ def test_log_probs_are_those_of_the_rounded_matrices(kind, config):
         name: rounded(x, kind) if x.ndim > 2 and name != "router" else x
         for name, x in params["layers"].items()
     }
-    found = scored(config, params, weights=kind)
-    np.testing.assert_allclose(found, in_floats(config, params | {"layers": layers}), atol=2e-4)
-    assert 1e-3 < np.abs(found - in_floats(config, params)).mean() < (0.2 if kind == "int8" else 1)
+    log_probs = scored(config, params, weights=kind)
+    np.testing.assert_allclose(log_probs, in_floats(config, params | {"layers": layers}), atol=2e-4)
+    assert (
+        1e-3 < np.abs(log_probs - in_floats(config, params)).mean() < (0.2 if kind == "int8" else 1)
+    )
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.5 / 127), ("fp8", 2**-4)])
@@ -82,10 +87,10 @@ def test_a_cache_keeps_each_vector_to_a_part_of_its_largest_number(kind, bound):
         jnp.asarray(np.random.default_rng(i).standard_normal((2, 3, 16, 16)), jnp.float32)
         for i in (0, 1)
     )
-    kept = to_cache(keys, values, DTYPES[kind])
-    assert kept.scales.shape == (2, 3, 2, 16)
+    quantized = to_cache(keys, values, DTYPES[kind])
+    assert quantized.scales.shape == (2, 3, 2, 16)
     for got, wanted, axis in zip(
-        from_cache(kept, jnp.float32), (keys, values), (2, 3), strict=True
+        from_cache(quantized, jnp.float32), (keys, values), (2, 3), strict=True
     ):
         assert (
             np.abs(got - wanted) <= 1.001 * bound * np.abs(wanted).max(axis, keepdims=True)
@@ -98,12 +103,15 @@ def test_attention_is_that_over_what_the_cache_restores(kind):
         return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
     cached = to_cache(drawn(0, 3, 2, 8, 20), drawn(1, 3, 2, 20, 8), DTYPES[kind])
-    q, k, v, at = drawn(2, 3, 2, 4, 8), drawn(3, 3, 2, 8), drawn(4, 3, 2, 8), jnp.array([0, 7, 19])
+    q = drawn(2, 3, 2, 4, 8)
+    k = drawn(3, 3, 2, 8)
+    v = drawn(4, 3, 2, 8)
+    at = jnp.array([0, 7, 19])
     mixed, written = decode_attention(q, cached, (k, v), at)
     floats = LayerKV(*from_cache(written, jnp.float32))
-    own = floats.keys[jnp.arange(3), :, :, at], floats.values[jnp.arange(3), :, at]
-    np.testing.assert_allclose(mixed, decode_attention(q, floats, own, at)[0], atol=1e-5)
-    np.testing.assert_allclose(own[0], k, atol=0.1)
+    current_kv = floats.keys[jnp.arange(3), :, :, at], floats.values[jnp.arange(3), :, at]
+    np.testing.assert_allclose(mixed, decode_attention(q, floats, current_kv, at)[0], atol=1e-5)
+    np.testing.assert_allclose(current_kv[0], k, atol=0.1)
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.1), ("fp8", 0.4)])
@@ -114,10 +122,8 @@ def test_log_probs_over_a_cache_stay_near_those_of_floats(kind, bound):
 
 
 def test_a_cache_and_matrices_take_the_memory_of_8_bits():
-    engine, floats = (
-        JaxEngine(TINY, SHAPES, kv_dtype="int8", quantize="int8"),
-        JaxEngine(TINY, SHAPES),
-    )
+    engine = JaxEngine(TINY, SHAPES, kv_dtype="int8", quantize="int8")
+    floats = JaxEngine(TINY, SHAPES)
 
     def taken(tree) -> int:
         return sum(x.nbytes for x in jax.tree.leaves(tree))
@@ -132,8 +138,9 @@ def test_a_cache_and_matrices_take_the_memory_of_8_bits():
 
 def test_a_prompt_is_kept_alike_however_it_is_cut():
     engine = JaxEngine(TINY, SHAPES, kv_dtype="int8")
-    params, ids = engine.load_params(tiny_params()), np.array(IDS, np.int32)
-    whole = engine.extend(params, engine.init_cache(), [Extension((1, 2), 0, ids)])
+    params = engine.load_params(tiny_params())
+    ids = np.array(IDS, np.int32)
+    at_once = engine.extend(params, engine.init_cache(), [Extension((1, 2), 0, ids)])
     cut = engine.init_cache()
     for begin in range(0, len(ids), 8):
         cut = engine.extend(params, cut, [Extension((1, 2), begin, ids[begin : begin + 8])])
@@ -147,7 +154,7 @@ def test_a_prompt_is_kept_alike_however_it_is_cut():
         assert np.abs(held - again).mean() < 0.05
 
     whole_row, cut_row = (
-        gather_pages(cache, jnp.array([[1, 2]]), jnp.array([len(ids)])) for cache in (whole, cut)
+        gather_pages(cache, jnp.array([[1, 2]]), jnp.array([len(ids)])) for cache in (at_once, cut)
     )
     for a, b in zip(whole_row.layers, cut_row.layers, strict=True):
         a.by_position(compare, b)

@@ -20,6 +20,7 @@ from jax_agent_rl.jetstream.external_engine import (
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
 from tests.later_api import LaterApiEngine, external_engine, make_external_engine
+from tests.messages import raises
 from tests.tiny import TINY, full_logits, greedy, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
@@ -77,14 +78,14 @@ async def test_more_requests_than_slots_get_the_logprobs_of_full_passes():
         )
         metrics = await backend.metrics()
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        assert len(output.token_ids) == 5 + i and output.stop_reason is StopReason.LENGTH
+        assert len(output.token_ids) == 5 + i
+        assert output.stop_reason is StopReason.LENGTH
         np.testing.assert_allclose(
             output.log_probs, exact_logprobs_of(prompt, output.token_ids), atol=2e-5
         )
         assert output.context_digest == digest_ids([*prompt, *output.token_ids])
-    assert metrics.generated_tokens == sum(range(5, 13)) and metrics.prefill_tokens == sum(
-        map(len, prompts)
-    )
+    assert metrics.generated_tokens == sum(range(5, 13))
+    assert metrics.prefill_tokens == sum(map(len, prompts))
 
 
 async def test_greedy_and_random_requests_take_turns_and_nobody_is_overtaken():
@@ -129,20 +130,18 @@ async def test_ids_behind_a_stop_are_never_delivered_and_the_slot_is_given_back(
         chunks = [chunk async for chunk in backend.stream(stopped)]
     final = chunks[-1].final
     assert list(final.token_ids) == expected[: expected.index(stop) + 1]
-    assert (
-        sum((c.token_ids for c in chunks), ()) == final.token_ids
-        and final.stop_reason is StopReason.STOP
-    )
+    assert sum((c.token_ids for c in chunks), ()) == final.token_ids
+    assert final.stop_reason is StopReason.STOP
     assert engines[0].freed[-1] == 0
 
 
 async def test_servers_with_other_seeds_sample_other_ids():
     prompt = prompt_of(3, 10)
-    found = []
+    sampled = []
     for seed in (1, 2):
         async with running(seed=seed) as backend:
-            found.append((await backend.generate(request("r", prompt, max_tokens=16))).token_ids)
-    assert found[0] != found[1]
+            sampled.append((await backend.generate(request("r", prompt, max_tokens=16))).token_ids)
+    assert sampled[0] != sampled[1]
 
 
 async def test_sampled_ids_follow_the_models_distribution():
@@ -161,20 +160,20 @@ async def test_sampled_ids_follow_the_models_distribution():
 
 
 async def test_weights_change_under_frozen_requests_and_every_id_names_its_version():
-    prompt, other = prompt_of(5, 8), tiny_params(1)
+    prompt = prompt_of(5, 8)
+    new_params = tiny_params(1)
     async with running() as backend:
         task = asyncio.ensure_future(backend.generate(request("r", prompt, max_tokens=50)))
         while (await backend.metrics()).generated_tokens < 4:
             await asyncio.sleep(0)
         await backend.pause(PauseMode.KEEP)
-        await backend.update_weights(WeightUpdate(version=2, kind="arrays", payload=other))
-        jax.tree.map(lambda x: x.delete(), other)  # the learner's next step takes its memory
+        await backend.update_weights(WeightUpdate(version=2, kind="arrays", payload=new_params))
+        jax.tree.map(lambda x: x.delete(), new_params)  # the learner's next step takes its memory
         await backend.resume()
         output = await task
         fresh = await backend.generate(request("s", prompt))
-    assert set(output.policy_versions) == {1, 2} and list(output.policy_versions) == sorted(
-        output.policy_versions
-    )
+    assert set(output.policy_versions) == {1, 2}
+    assert list(output.policy_versions) == sorted(output.policy_versions)
     np.testing.assert_allclose(
         fresh.log_probs, logprobs_of(tiny_params(1), prompt, fresh.token_ids), atol=2e-5
     )
@@ -195,43 +194,43 @@ async def test_what_the_engine_cannot_do_is_not_declared_and_refused():
         lambda m, s: external_engine(LaterApiEngine(m, s), greedy=None, max_new_tokens=20)
     ) as backend:
         capabilities = backend.capabilities
-        assert not (capabilities.seeds or capabilities.prefix_reuse or capabilities.any_sampling)
+        assert not (capabilities.seeds)
+        assert not (capabilities.prefix_reuse)
+        assert not (capabilities.any_sampling)
         prompt = prompt_of(6, 5)
-        for words, bad in {
-            "temperature=0.7": request("a", prompt, temperature=0.7),
-            "top_p=0.9": request("b", prompt, top_p=0.9),
-            "top_k=5": request("c", prompt, top_k=5),
-            "temperature=0, but this external engine has no greedy mode": request(
-                "d", prompt, temperature=0.0
-            ),
-            "may sample 21 ids, but a slot holds 20": request("e", prompt, max_tokens=21),
-        }.items():
-            with pytest.raises(BackendError, match=words):
-                await backend.generate(bad)
+        for named, bad in (
+            ({"key": "temperature", "value": 0.7}, {"temperature": 0.7}),
+            ({"key": "top_p", "value": 0.9}, {"top_p": 0.9}),
+            ({"key": "top_k", "value": 5}, {"top_k": 5}),
+            ({"key": "temperature", "value": (0, "no greedy mode")}, {"temperature": 0.0}),
+            ({"value": ("21 ids", "holds 20")}, {"max_tokens": 21}),
+        ):
+            with raises(BackendError, **named):
+                await backend.generate(request("r", prompt, **bad))
         assert len((await backend.generate(request("f", prompt, max_tokens=20))).token_ids) == 20
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "named"),
     [
         (
             {"max_concurrent_decodes": 2},
-            "has 2 slots, but rollout.jetstream.max_concurrent_decodes=3",
+            {"key": "rollout.jetstream.max_concurrent_decodes", "value": ("2 slots", 3)},
         ),
-        ({"max_prefill_length": 32}, "at most 32 ids, but a context of rollout.max_model_len=60"),
-        ({"samples_per_slot": 2}, "2 samples per slot"),
-        ({"generate": lambda params, decode_state: None}, "generate takes no rng"),
+        ({"max_prefill_length": 32}, {"key": "rollout.max_model_len", "value": ("32 ids", 60)}),
+        ({"samples_per_slot": 2}, {"value": "2 samples per slot"}),
+        ({"generate": lambda params, decode_state: None}, {"key": "generate", "value": "rng"}),
     ],
 )
-def test_an_engine_that_does_not_fit_is_refused_before_it_serves(change: dict, words: str):
+def test_an_engine_that_does_not_fit_is_refused_before_it_serves(change: dict, named: dict):
     engine = LaterApiEngine(TINY, SHAPES)
     vars(engine).update(change)
-    with pytest.raises(ConfigError, match=words):
+    with raises(ConfigError, **named):
         ExternalEngineAdapter(external_engine(engine), TINY, SHAPES)
 
 
 async def test_logprobs_that_are_switched_off_are_noticed_at_start():
-    with pytest.raises(ConfigError, match="return_log_prob=true"):
+    with raises(ConfigError, fix="return_log_prob=true"):
         async with running(
             lambda m, s: external_engine(LaterApiEngine(m, s, return_log_prob=False))
         ):
@@ -248,15 +247,15 @@ async def test_sleep_gives_the_memory_back_and_waking_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("where", "words"),
+    ("where", "named"),
     [
-        ("tests.later_api", "names no function"),
-        ("tests.later_api:nothing", "has no function 'nothing'"),
-        ("no_such_module:f", "no such module"),
+        ("tests.later_api", {"value": "no function"}),
+        ("tests.later_api:nothing", {"value": "no function 'nothing'"}),
+        ("no_such_module:f", {"value": "no such module"}),
     ],
 )
-def test_a_wrong_name_says_what_to_write(where: str, words: str):
-    with pytest.raises(ConfigError, match=words):
+def test_a_wrong_name_says_what_to_write(where: str, named: dict):
+    with raises(ConfigError, **named):
         load_engine_function(where)
 
 

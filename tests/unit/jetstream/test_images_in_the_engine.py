@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import pytest
 
 from jax_agent_rl.errors import BackendError, TokenDriftError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
@@ -30,7 +29,9 @@ SHAPES = EngineShapes(
     prefill_buckets=(16,),
     patch_buckets=(32,),
 )
-FIRST, SECOND, WIDE = picture(1), picture(2), picture(3, 12, 8)
+FIRST = picture(1)
+SECOND = picture(2)
+WIDE = picture(3, 12, 8)
 CLIP = [picture(seed) for seed in range(4, 7)]
 MIXED = {"image": [SECOND, WIDE]}
 
@@ -85,45 +86,48 @@ async def test_images_of_every_kind_over_two_turns_and_beside_each_other():
     """One engine for all, because it compiles for a while."""
     async with running() as backend:
         assert backend.capabilities.multi_modal == {"image", "video"}
-        one = {"image": [FIRST]}
-        prompt = [5, 6, *placeholders(one), 7]
+        one_image = {"image": [FIRST]}
+        prompt = [5, 6, *placeholders(one_image), 7]
 
         # Alone, and beside a request of text. The same ids with another image share only the text
         # before it.
         first, text = await asyncio.gather(
-            backend.generate(asking("a", prompt, one)),
+            backend.generate(asking("a", prompt, one_image)),
             backend.generate(asking("t", [5, 6, 7, 8], {})),
         )
-        assert_right(prompt, one, first)
+        assert_right(prompt, one_image, first)
         assert_right([5, 6, 7, 8], {}, text)
-        other = await backend.generate(asking("b", prompt, {"image": [SECOND]}))
-        assert_right(prompt, {"image": [SECOND]}, other)
-        assert other.cached_tokens == 3
-        assert np.abs(np.subtract(first.log_probs, other.log_probs)).max() > 1e-2
+        with_other_image = await backend.generate(asking("b", prompt, {"image": [SECOND]}))
+        assert_right(prompt, {"image": [SECOND]}, with_other_image)
+        assert with_other_image.cached_tokens == 3
+        assert np.abs(np.subtract(first.log_probs, with_other_image.log_probs)).max() > 1e-2
 
         # The same image in another object is the same.
         again = await backend.generate(asking("c", prompt, {"image": [FIRST.copy()]}))
-        assert again.cached_tokens == len(prompt) - 1 and again.token_ids == first.token_ids
-        assert_right(prompt, one, again)
+        assert again.cached_tokens == len(prompt) - 1
+        assert again.token_ids == first.token_ids
+        assert_right(prompt, one_image, again)
 
         # A second turn computes what is new: an image, a video, and a second image that needs a
         # look of its own.
-        more = {"image": [FIRST, WIDE], "video": [CLIP]}
+        two_turns = {"image": [FIRST, WIDE], "video": [CLIP]}
         longer = [*prompt, *first.token_ids, *placeholders({"video": [CLIP], "image": [WIDE]}), 9]
-        second = await backend.generate(asking("a", longer, more))
+        second = await backend.generate(asking("a", longer, two_turns))
         assert second.cached_tokens == len(prompt) + len(first.token_ids) - 1
-        assert_right(longer, more, second)
+        assert_right(longer, two_turns, second)
 
         # A placeholder that the model sampled is text.
         multimodal = [*prompt, IMAGE, IMAGE, 4]
-        assert_right(multimodal, one, await backend.generate(asking("d", multimodal, one)))
+        assert_right(
+            multimodal, one_image, await backend.generate(asking("d", multimodal, one_image))
+        )
 
         # New weights: what was cached is forgotten, the tower's are new, too.
         params = jax.tree.map(np.asarray, tiny_params(1, TINY_VL))
         await backend.update_weights(WeightUpdate(version=2, kind="arrays", payload=params))
-        fresh = await backend.generate(asking("e", prompt, one))
+        fresh = await backend.generate(asking("e", prompt, one_image))
         assert fresh.cached_tokens == 0
-        assert_right(prompt, one, fresh, seed=1)
+        assert_right(prompt, one_image, fresh, seed=1)
         assert (await backend.metrics()).recompilations == 0
 
         await _refusals(backend)
@@ -143,7 +147,8 @@ async def _refusals(backend: JetStreamBackend) -> None:
         await backend.generate(asking("none", [5, *multimodal, 7], {"image": ["cat.png"]}))
     assert not (await backend.generate(asking("after", [5, *multimodal, 7], media))).stop_match
     health = await backend.health()
-    assert health.ok and health.running == health.waiting == 0
+    assert health.ok
+    assert health.running == health.waiting == 0
 
 
 async def test_who_waits_again_for_pages_sees_its_images_again():
@@ -164,7 +169,8 @@ async def test_who_waits_again_for_pages_sees_its_images_again():
             for n, media in enumerate(({"image": [FIRST]}, MIXED))
         ]
         requests = [
-            asking(str(n), *one, max_tokens=84 - len(one[0])) for n, one in enumerate(asked)
+            asking(str(n), *prompt_and_media, max_tokens=84 - len(prompt_and_media[0]))
+            for n, prompt_and_media in enumerate(asked)
         ]
         await backend.pause(
             PauseMode.KEEP
@@ -176,8 +182,8 @@ async def test_who_waits_again_for_pages_sees_its_images_again():
                 await asyncio.sleep(0.01)
         await backend.resume()
         outputs = await asyncio.gather(*tasks)
-        for one, output in zip(asked, outputs, strict=True):
-            assert_right(*one, output)
+        for prompt_and_media, output in zip(asked, outputs, strict=True):
+            assert_right(*prompt_and_media, output)
         assert [output.num_preempted > 0 for output in outputs] == [False, True]
     finally:
         await backend.close()
@@ -209,7 +215,7 @@ async def test_a_deterministic_engine_takes_text_alone():
         prompt = [5, 6, 7]
         assert_right(prompt, {}, await backend.generate(asking("t", prompt, {})))
         media = {"image": [FIRST]}
-        with pytest.raises(BackendError, match="takes no images"):
+        with raises(BackendError, value="images"):
             await backend.generate(asking("p", [5, *placeholders(media), 7], media))
     finally:
         await backend.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from jax_agent_rl.errors import (
 from jax_agent_rl.jetstream import inspection
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.jetstream.engine_core import THREAD_NAME
 from jax_agent_rl.jetstream.programs import cache_hits
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
@@ -74,7 +76,8 @@ async def test_greedy_output_equals_full_forward_passes_for_many_requests_at_onc
         assert output.stop_reason is StopReason.LENGTH
         assert output.context_digest == digest_ids([*prompt, *output.token_ids])
         assert set(output.policy_versions) == {1}
-    assert metrics.recompilations == 0 and metrics.generated_tokens == 88
+    assert metrics.recompilations == 0
+    assert metrics.generated_tokens == 88
 
 
 @pytest.mark.parametrize("length", [2, 17, 60])
@@ -90,13 +93,12 @@ async def test_given_ids_are_scored_as_by_a_full_pass_beside_running_requests(
         )
         scores = await backend.score(ids, start=1, top_k=5)
         last = await backend.score(ids, start=length - 1)
-        assert last.top_ids == () and last.log_probs == pytest.approx(
-            scores.log_probs[-1:], abs=1e-5
-        )
+        assert last.top_ids == ()
+        assert last.log_probs == pytest.approx(scores.log_probs[-1:], abs=1e-5)
         assert list((await generating).token_ids) == greedy(
             params, prompt_of(7, 9), 20, frozenset()
         )
-        with pytest.raises(BackendError, match="longer than max_model_len=60"):
+        with raises(BackendError, key="max_model_len", value=60):
             await backend.score(prompt_of(6, 61))
         with raises(BackendError, key="id 97", value=97):
             await backend.score([5, 97])
@@ -128,8 +130,8 @@ async def test_a_seed_reproduces_a_request_whatever_runs_beside_it(params):
         again, *_ = await asyncio.gather(
             backend.generate(request("b", prompt, temperature=1.0, seed=42)), *crowd
         )
-        other = await backend.generate(request("d", prompt, temperature=1.0, seed=43))
-    assert alone.token_ids == again.token_ids != other.token_ids
+        other_seed = await backend.generate(request("d", prompt, temperature=1.0, seed=43))
+    assert alone.token_ids == again.token_ids != other_seed.token_ids
 
 
 async def test_the_next_turn_reuses_the_cache_and_changes_nothing(params):
@@ -149,17 +151,20 @@ async def test_a_group_computes_its_prompt_once(params):
             *(backend.generate(request(f"g{i}", prompt, temperature=1.0)) for i in range(4))
         )
         metrics = await backend.metrics()
-    assert metrics.prefill_tokens == 29 and metrics.cached_tokens == 3 * 29
+    assert metrics.prefill_tokens == 29
+    assert metrics.cached_tokens == 3 * 29
 
 
 async def test_eos_ends_a_generation_and_is_kept_with_its_logprob(params):
     for seed in range(200):
-        expected = greedy(params, prompt := prompt_of(seed, 5), 12)
+        prompt = prompt_of(seed, 5)
+        expected = greedy(params, prompt, 12)
         if expected[-1] == 2:
             break
     async with running(params) as backend:
         output = await backend.generate(request("r", prompt, max_tokens=12, ignore_eos=False))
-    assert list(output.token_ids) == expected and output.stop_reason is StopReason.EOS
+    assert list(output.token_ids) == expected
+    assert output.stop_reason is StopReason.EOS
     assert len(output.log_probs) == len(expected)
 
 
@@ -170,11 +175,11 @@ async def test_a_stop_string_ends_at_the_id_that_completes_it(params):
     async with running(params) as backend:
         output = await backend.generate(request("r", prompt, stop=(stop,)))
         follow = [*prompt, *output.token_ids, 5]
-        after = await backend.generate(request("s", follow))
+        continued = await backend.generate(request("s", follow))
     cut = next(n for n in range(1, 9) if stop in to_text(expected[:n]))
     assert list(output.token_ids) == expected[:cut]
     assert (output.stop_reason, output.stop_match) == (StopReason.STOP, stop)
-    assert list(after.token_ids) == greedy(params, follow, 8, frozenset())
+    assert list(continued.token_ids) == greedy(params, follow, 8, frozenset())
 
 
 async def test_an_extra_stop_id_ends_a_generation(params):
@@ -189,18 +194,19 @@ async def test_an_extra_stop_id_ends_a_generation(params):
 async def test_the_context_limit_ends_a_generation(params):
     async with running(params) as backend:
         output = await backend.generate(request("r", prompt_of(1, 55), max_tokens=50))
-    assert len(output.token_ids) == 5 and output.stop_reason is StopReason.LENGTH
+    assert len(output.token_ids) == 5
+    assert output.stop_reason is StopReason.LENGTH
 
 
 async def test_a_prompt_without_room_is_refused_with_both_numbers(params):
     async with running(params) as backend:
-        with pytest.raises(PromptTooLongError, match=r"60 ids .*max_model_len=60"):
+        with raises(PromptTooLongError, key="max_model_len", value=("60 ids", 60)):
             await backend.generate(request("r", prompt_of(1, 60)))
 
 
 async def test_an_id_outside_the_vocabulary_is_refused(params):
     async with running(params) as backend:
-        with pytest.raises(BackendError, match=r"\[0, 97\)"):
+        with raises(BackendError, value="[0, 97)"):
             await backend.generate(request("r", [5, 97]))
 
 
@@ -208,11 +214,11 @@ async def test_a_request_that_breaks_while_it_is_queued_harms_no_other(params):
     bad = request("bad", [5, 6])
     object.__setattr__(bad.sampling, "seed", "a")  # past the checks of SamplingParams
     async with running(params) as backend:
-        beside = asyncio.create_task(backend.generate(request("beside", [5, 6], max_tokens=50)))
+        healthy = asyncio.create_task(backend.generate(request("beside", [5, 6], max_tokens=50)))
         with raises(BackendError, key="request 'bad'", value="TypeError") as caught:
             await backend.generate(bad)
         assert not isinstance(caught.value, EngineDiedError)
-        assert len((await beside).token_ids) == 50
+        assert len((await healthy).token_ids) == 50
         assert (await backend.health()).ok
 
 
@@ -222,16 +228,16 @@ async def test_chunks_put_together_are_the_output(params):
             chunk async for chunk in backend.stream(request("r", prompt_of(2, 6), max_tokens=11))
         ]
     final = chunks[-1].final
-    assert (
-        final is not None and all(chunk.final is None for chunk in chunks[:-1]) and len(chunks) > 1
-    )
+    assert final is not None
+    assert all(chunk.final is None for chunk in chunks[:-1])
+    assert len(chunks) > 1
     assert sum((chunk.token_ids for chunk in chunks), ()) == final.token_ids
     assert sum((chunk.log_probs for chunk in chunks), ()) == final.log_probs
 
 
 async def test_abort_returns_what_there_is_and_the_rest_follows_seamlessly(params):
     prompt = prompt_of(3, 8)
-    whole = greedy(params, prompt, 30, frozenset())
+    uninterrupted = greedy(params, prompt, 30, frozenset())
     async with running(params) as backend:
         for _ in range(
             50
@@ -243,12 +249,13 @@ async def test_abort_returns_what_there_is_and_the_rest_follows_seamlessly(param
                 part = chunk.final
             if met:
                 break
-        assert part.stop_reason is StopReason.ABORTED and 0 < len(part.token_ids) < 30
-        rest = await backend.generate(
+        assert part.stop_reason is StopReason.ABORTED
+        assert 0 < len(part.token_ids) < 30
+        continued = await backend.generate(
             request("r2", [*prompt, *part.token_ids], max_tokens=30 - len(part.token_ids))
         )
         assert not await backend.abort("r")
-    assert list(part.then(rest).token_ids) == whole
+    assert list(part.then(continued).token_ids) == uninterrupted
 
 
 async def test_cancelling_a_caller_frees_its_slot(params):
@@ -263,8 +270,10 @@ async def test_cancelling_a_caller_frees_its_slot(params):
         await asyncio.gather(*tasks, return_exceptions=True)
         output = await backend.generate(request("after", prompt_of(1, 4)))
         health = await backend.health()
-    assert len(output.token_ids) == 8 and (health.running, health.waiting) == (0, 0)
-    assert health.kv_used_share and 0 < health.kv_used_share < 1  # kept for the next turn
+    assert len(output.token_ids) == 8
+    assert (health.running, health.waiting) == (0, 0)
+    assert health.kv_used_share
+    assert 0 < health.kv_used_share < 1
 
 
 async def test_weights_change_in_flight_with_a_version_per_token(params):
@@ -284,11 +293,11 @@ async def test_weights_change_in_flight_with_a_version_per_token(params):
             async for chunk in stream:
                 output = chunk.final
             fresh = await backend.generate(request("s", prompt))
-            assert fresh.cached_tokens == 0 and list(fresh.token_ids) == greedy(
-                newer, prompt, 8, frozenset()
-            )
+            assert fresh.cached_tokens == 0
+            assert list(fresh.token_ids) == greedy(newer, prompt, 8, frozenset())
             versions = list(output.policy_versions)
-            assert versions == sorted(versions) and set(versions) <= {version - 1, version}
+            assert versions == sorted(versions)
+            assert set(versions) <= {version - 1, version}
             if set(versions) == {version - 1, version}:
                 return
     raise AssertionError("no update ever met a request in flight")
@@ -305,37 +314,36 @@ async def test_pausing_with_wait_lets_running_requests_finish_and_holds_new_ones
         late = asyncio.create_task(backend.generate(request("late", prompt_of(5, 8))))
         await asyncio.sleep(0)  # lets it submit
         health = await backend.health()
-        assert (
-            len(finished.token_ids) == 20
-            and (health.running, health.waiting) == (0, 1)
-            and not late.done()
-        )
+        assert len(finished.token_ids) == 20
+        assert (health.running, health.waiting) == (0, 1)
+        assert not late.done()
         await backend.resume()
         assert len((await late).token_ids) == 8
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"version": 1}, "not newer"),
-        ({"kind": "bytes"}, "kind='bytes'"),
-        ({"kind": "safetensors", "payload": ["/nowhere/model.safetensors"]}, "does not fit"),
-        ({"payload": {"embed": np.zeros(3)}}, "does not fit"),
+        ({"version": 1}, {"key": "version", "value": "newer"}),
+        ({"kind": "bytes"}, {"key": "kind", "value": "'bytes'"}),
+        (
+            {"kind": "safetensors", "payload": ["/nowhere/model.safetensors"]},
+            {"value": "does not fit"},
+        ),
+        ({"payload": {"embed": np.zeros(3)}}, {"value": "does not fit"}),
     ],
 )
 async def test_a_wrong_weight_update_is_refused_and_the_old_weights_serve(
-    params, change: dict, message: str
+    params, change: dict, named: dict
 ):
     update = {"version": 2, "kind": "arrays", "payload": params} | change
     prompt = prompt_of(1, 5)
     async with running(params) as backend:
-        with pytest.raises(WeightUpdateError, match=message):
+        with raises(WeightUpdateError, **named):
             await backend.update_weights(WeightUpdate(**update))
         output = await backend.generate(request("r", prompt))
-    assert (
-        list(output.token_ids) == greedy(params, prompt, 8, frozenset())
-        and backend.policy_version == 1
-    )
+    assert list(output.token_ids) == greedy(params, prompt, 8, frozenset())
+    assert backend.policy_version == 1
 
 
 async def test_closing_fails_what_is_running_and_leaves_no_thread(params):
@@ -348,11 +356,12 @@ async def test_closing_fails_what_is_running_and_leaves_no_thread(params):
             await task
         with pytest.raises(BackendClosedError):
             await backend.generate(request("s", prompt_of(1, 5)))
-        assert not backend._thread._thread.is_alive() and not (await backend.health()).ok
+        assert THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+        assert not (await backend.health()).ok
 
 
 async def test_lower_priority_values_run_first(params):
-    done: list[str] = []
+    finished_ids: list[str] = []
 
     async def run(backend, name: str, priority: int) -> None:
         base = request(name, prompt_of(1, 5))
@@ -364,7 +373,7 @@ async def test_lower_priority_values_run_first(params):
                 priority=priority,
             )
         )
-        done.append(name)
+        finished_ids.append(name)
 
     async with running(params) as backend:
         await backend.pause(PauseMode.KEEP)
@@ -373,7 +382,11 @@ async def test_lower_priority_values_run_first(params):
         await asyncio.sleep(0)
         await backend.resume()
         await asyncio.gather(*tasks)
-    assert done.index("high") < 4 and done[-1] in {"low", *(f"mid{i}" for i in range(4, 8))}
+    assert finished_ids.index("high") < 4
+    assert finished_ids[-1] in {
+        "low",
+        *(f"mid{i}" for i in range(4, 8)),
+    }
 
 
 async def test_start_says_what_it_compiles(params):
@@ -391,16 +404,16 @@ async def test_start_says_what_it_compiles(params):
         assert (await backend.metrics()).recompilations == 0
     finally:
         await backend.close()
-    *before, last = lines
-    assert all(line.endswith(f"({i} of {len(before)})") for i, line in enumerate(before, 1)), lines
-    assert (
-        before[0].startswith("compiling decode 1 slots of ")
-        and "from the compilation cache" in last
-    )
+    *earlier_lines, last = lines
+    assert all(
+        line.endswith(f"({i} of {len(earlier_lines)})") for i, line in enumerate(earlier_lines, 1)
+    ), lines
+    assert earlier_lines[0].startswith("compiling decode 1 slots of ")
+    assert "from the compilation cache" in last
 
 
 def test_a_program_found_in_the_cache_is_counted(tmp_path):
-    before = (
+    first_start = (
         jax.config.jax_compilation_cache_dir,
         jax.config.jax_persistent_cache_min_compile_time_secs,
     )
@@ -415,7 +428,9 @@ def test_a_program_found_in_the_cache_is_counted(tmp_path):
             jax.clear_caches()
     finally:
         for name, value in zip(
-            ("compilation_cache_dir", "persistent_cache_min_compile_time_secs"), before, strict=True
+            ("compilation_cache_dir", "persistent_cache_min_compile_time_secs"),
+            first_start,
+            strict=True,
         ):
             jax.config.update(f"jax_{name}", value)
         compilation_cache.reset_cache()

@@ -80,11 +80,11 @@ def on_host(on: Scheduler) -> set[str]:
     }
 
 
-def returning(*, others: int) -> tuple[Scheduler, TokenOutput]:
+def returning(*, other_sessions: int) -> tuple[Scheduler, TokenOutput]:
     """The second turn of a session, after the first turns of others."""
     on = scheduler()
     context = first_turn(on, "a", PROMPTS[0])
-    for number in range(1, 1 + others):
+    for number in range(1, 1 + other_sessions):
         first_turn(on, str(number), PROMPTS[number])
     submit(on, "a", context)
     (output,) = finish(on)
@@ -92,15 +92,18 @@ def returning(*, others: int) -> tuple[Scheduler, TokenOutput]:
 
 
 def test_a_session_whose_kv_was_on_the_host_samples_what_it_would_have():
-    on, found = returning(others=2)
-    _, wanted = returning(others=0)
+    on, output = returning(other_sessions=2)
+    _, wanted = returning(other_sessions=0)
     metrics = on.metrics()
-    assert metrics.offloaded_pages >= 2 and metrics.restored_pages == 2
-    assert found.cached_tokens == wanted.cached_tokens == 25 + 14 - 1
-    assert found.token_ids == wanted.token_ids and found.log_probs == wanted.log_probs, "bit by bit"
+    assert metrics.offloaded_pages >= 2
+    assert metrics.restored_pages == 2
+    assert output.cached_tokens == wanted.cached_tokens == 25 + 14 - 1
+    assert output.token_ids == wanted.token_ids and output.log_probs == wanted.log_probs, (
+        "bit by bit"
+    )
 
 
-def group_of_three(*, others: int) -> tuple[Scheduler, dict[str, TokenOutput]]:
+def group_of_three(*, other_sessions: int) -> tuple[Scheduler, dict[str, TokenOutput]]:
     """Second turns of three sessions with a common page, all at once, after others needed all pages
     at once.
     """
@@ -113,7 +116,7 @@ def group_of_three(*, others: int) -> tuple[Scheduler, dict[str, TokenOutput]]:
     contexts = {}
     for name in "abc":
         contexts[name] = first_turn(on, name, [*prompt[:-1], ord(name) % 90])
-    for number in range(others):
+    for number in range(other_sessions):
         submit(on, str(number), [number + 3, *PROMPTS[2], *PROMPTS[1]][:50], count=9, ends=True)
     finish(on)
     for name, context in contexts.items():
@@ -132,13 +135,13 @@ def more_programs() -> ProgramTable:
 
 
 def test_sessions_that_share_pages_come_back_together():
-    on, found = group_of_three(others=3)
-    _, wanted = group_of_three(others=0)
+    on, outputs = group_of_three(other_sessions=3)
+    _, wanted = group_of_three(other_sessions=0)
     assert on.metrics().restored_pages == 4, "what they share once, and an own page each"
     for name in "abc":
-        assert found[name].cached_tokens == wanted[name].cached_tokens == 40 + 14 - 1
-        assert found[name].token_ids == wanted[name].token_ids
-        np.testing.assert_allclose(found[name].log_probs, wanted[name].log_probs, atol=1e-5)
+        assert outputs[name].cached_tokens == wanted[name].cached_tokens == 40 + 14 - 1
+        assert outputs[name].token_ids == wanted[name].token_ids
+        np.testing.assert_allclose(outputs[name].log_probs, wanted[name].log_probs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -164,17 +167,17 @@ def test_pages_come_back_bit_by_bit_wherever_they_go(model: DecoderConfig, dtype
         )
 
     cache = jax.tree.map(fill, engine.init_cache())
-    before = jax.tree.map(np.asarray, cache)
+    original = jax.tree.map(np.asarray, cache)
     host = HostCache(engine, cache)
     host_pages = list(range(host.count))
     moved = random.permutation(np.arange(1, 41))[: host.count].tolist()
     host.save(cache, list(zip(moved, host_pages, strict=True)))
     targets = [page for page in range(1, 60) if page not in moved][: len(moved)]
-    after = jax.tree.map(np.asarray, engine.put_pages(cache, host.read(host_pages), targets))
-    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+    restored = jax.tree.map(np.asarray, engine.put_pages(cache, host.read(host_pages), targets))
+    for x, y in zip(jax.tree.leaves(original), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(y[targets].view(np.uint8), x[moved].view(np.uint8))
-        rest = [page for page in range(len(x)) if page not in targets]
-        np.testing.assert_array_equal(y[rest].view(np.uint8), x[rest].view(np.uint8))
+        other_pages = [page for page in range(len(x)) if page not in targets]
+        np.testing.assert_array_equal(y[other_pages].view(np.uint8), x[other_pages].view(np.uint8))
 
 
 def test_the_host_takes_no_more_than_its_size():
@@ -184,7 +187,8 @@ def test_the_host_takes_no_more_than_its_size():
     assert sum(x.nbytes for x in jax.tree.leaves(host.pages)) <= SHAPES.kv_offloading_bytes
     for number in range(6):
         first_turn(on, str(number), [number + 3, *PROMPTS[number % 3]])
-    assert on.metrics().offloaded_pages > 4 and len(on.block_manager.pages_on_host) == 4
+    assert on.metrics().offloaded_pages > 4
+    assert len(on.block_manager.pages_on_host) == 4
 
 
 def test_new_weights_and_sleep_drop_what_is_on_the_host():
@@ -199,7 +203,8 @@ def test_new_weights_and_sleep_drop_what_is_on_the_host():
         assert not on_host(on)
         submit(on, "a", context)
         (output,) = finish(on)
-        assert output.cached_tokens == 0 and on.metrics().restored_pages == 0
+        assert output.cached_tokens == 0
+        assert on.metrics().restored_pages == 0
 
 
 def test_the_end_of_a_session_frees_its_host_pages():
@@ -212,7 +217,7 @@ def test_the_end_of_a_session_frees_its_host_pages():
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_who_is_aborted_before_or_after_its_kv_came_back_leaves_the_rest_as_it_was(steps: int):
+def test_a_request_aborted_around_its_kvs_return_changes_no_other(steps: int):
     on = scheduler()
     contexts = {
         name: first_turn(on, name, prompt) for name, prompt in zip("ab", PROMPTS, strict=False)
@@ -243,7 +248,8 @@ def test_programs_that_move_pages_are_compiled_before_they_are_needed():
     submit(on, "a", context)
     finish(on)
     metrics = on.metrics()
-    assert metrics.restored_pages == 2 and metrics.recompilations == 0
+    assert metrics.restored_pages == 2
+    assert metrics.recompilations == 0
 
 
 ON_A_MESH = """

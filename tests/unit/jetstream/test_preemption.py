@@ -72,20 +72,23 @@ def finished(on: Scheduler) -> dict[str, TokenOutput]:
 
 
 def test_who_is_preempted_samples_what_it_would_have():
-    tight, roomy = scheduler(SMALL), scheduler(LARGE)
+    tight = scheduler(SMALL)
+    roomy = scheduler(LARGE)
     for on in (tight, roomy):
         for number in range(3):
             submit(on, number)
-    found, wanted = finished(tight), finished(roomy)
+    outputs = finished(tight)
+    wanted = finished(roomy)
     assert not any(output.num_preempted for output in wanted.values())
-    assert found["0"].num_preempted == 0 and found["2"].num_preempted > 0
+    assert outputs["0"].num_preempted == 0
+    assert outputs["2"].num_preempted > 0
     for name, output in wanted.items():
-        assert found[name].token_ids == output.token_ids
-        assert found[name].context_digest == output.context_digest
-        np.testing.assert_allclose(found[name].log_probs, output.log_probs, atol=1e-5, rtol=1e-5)
-        assert found[name].policy_versions == (1,) * 30
+        assert outputs[name].token_ids == output.token_ids
+        assert outputs[name].context_digest == output.context_digest
+        np.testing.assert_allclose(outputs[name].log_probs, output.log_probs, atol=1e-5, rtol=1e-5)
+        assert outputs[name].policy_versions == (1,) * 30
         exact = logprobs_of(tiny_params(), PROMPTS[int(name)], output.token_ids)
-        np.testing.assert_allclose(found[name].log_probs, exact, atol=2e-5)
+        np.testing.assert_allclose(outputs[name].log_probs, exact, atol=2e-5)
     assert tight.counters.generated_tokens == roomy.counters.generated_tokens == 90
 
 
@@ -95,7 +98,8 @@ def test_requests_of_later_priority_wait_for_earlier_ones():
     on.step()
     submit(on, 1)
     outputs = finished(on)
-    assert outputs["0"].num_preempted and not outputs["1"].num_preempted
+    assert outputs["0"].num_preempted
+    assert not outputs["1"].num_preempted
 
 
 def test_who_waits_with_what_it_has_can_be_aborted():
@@ -105,9 +109,11 @@ def test_who_waits_with_what_it_has_can_be_aborted():
     while not any(run.num_preempted for _, run in on.queue):
         on.step()
     (run,) = (run for _, run in on.queue if run.num_preempted)
-    name, had = run.request.request_id, tuple(run.token_ids)
+    name = run.request.request_id
+    had = tuple(run.token_ids)
     _, chunk = on.abort(name)
-    assert chunk.final.stop_reason is StopReason.ABORTED and chunk.final.token_ids == had != ()
+    assert chunk.final.stop_reason is StopReason.ABORTED
+    assert chunk.final.token_ids == had != ()
     assert name not in finished(on)
 
 
@@ -126,8 +132,8 @@ def test_members_of_a_group_keep_their_prompt_once():
 def test_a_cache_takes_the_memory_of_its_tokens(tokens: int):
     cache = JaxEngine(TINY, replace(SMALL, kv_cache_tokens=tokens)).init_cache()
     position = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
-    taken = sum(x.nbytes for x in jax.tree.leaves(cache))
-    assert taken == (1 + tokens // 32) * 32 * position, "in whole pages, and nobody's"
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(cache))
+    assert num_bytes == (1 + tokens // 32) * 32 * position, "in whole pages, and nobody's"
 
 
 def test_a_cache_that_holds_no_context_is_refused():

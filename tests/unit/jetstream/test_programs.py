@@ -41,16 +41,16 @@ def test_on_a_cpu_a_program_is_compiled_when_needed_together_with_the_next_one(
     monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)
     params = engine.load_params(tiny_params())
     cache = engine.warm_up(params, engine.init_cache())
-    before = len(engine.program_table)
+    compiled = len(engine.program_table)
     slots = make_decode_batch(3, SHAPES.context_pages, 10)
     cache, _ = engine.decode(params, cache, slots, 4, 1)
-    assert len(engine.program_table) == before + 2  # 64 positions, and 128
+    assert len(engine.program_table) == compiled + 2  # 64 positions, and 128
     cache, _ = engine.decode(params, cache, make_decode_batch(3, SHAPES.context_pages, 100), 4, 1)
-    assert len(engine.program_table) == before + 2
+    assert len(engine.program_table) == compiled + 2
     cache = engine.extend(
         params, cache, [Extension(pages=(1,), start=0, ids=np.arange(3, 12, dtype=np.int32))]
     )
-    assert len(engine.program_table) == before + 4  # what computes a chunk, and what writes it
+    assert len(engine.program_table) == compiled + 4  # what computes a chunk, and what writes it
     assert engine.program_table.recompilations == 0
 
 
@@ -58,18 +58,18 @@ def test_on_a_cpu_a_program_is_compiled_when_needed_together_with_the_next_one(
 def test_with_kernels_for_cpus_one_program_serves_contexts_of_all_lengths(engine: JaxEngine):
     params = engine.load_params(tiny_params())
     cache = engine.warm_up(params, engine.init_cache())
-    before = len(engine.program_table)
+    compiled = len(engine.program_table)
     for position in (10, 100, 250):
         cache, _ = engine.decode(
             params, cache, make_decode_batch(3, SHAPES.context_pages, position), 4, 1
         )
         assert (
-            len(engine.program_table) == before + 2
+            len(engine.program_table) == compiled + 2
         )  # four slots, and two, to which these soon fall
     for start, count in ((0, 9), (0, 16), (9, 7)):
         ids = np.arange(3, 3 + count, dtype=np.int32)
         cache = engine.extend(params, cache, [Extension(pages=(1,), start=start, ids=ids)])
-        assert len(engine.program_table) == before + 3
+        assert len(engine.program_table) == compiled + 3
     assert engine.program_table.recompilations == 0
 
 
@@ -83,9 +83,9 @@ def test_ahead_all_programs_are_compiled_that_the_shapes_allow():
     )
     engine = JaxEngine(TINY, small, compile_ahead=True)
     params = engine.load_params(tiny_params())
-    before = len(engine.program_table)
+    compiled = len(engine.program_table)
     cache = engine.warm_up(params, engine.init_cache())
-    assert len(engine.program_table) - before == len(engine.program_keys()) + 1  # the empty cache
+    assert len(engine.program_table) - compiled == len(engine.program_keys()) + 1  # the empty cache
     engine.decode(params, cache, make_decode_batch(1, small.context_pages, 3), 2, 1)
     assert engine.program_table.recompilations == 0
 
@@ -103,13 +103,15 @@ def test_a_program_the_shapes_do_not_allow_counts_as_a_recompilation(engine: Jax
 def test_a_program_that_will_follow_is_compiled_once_and_gives_its_own_result(
     place: jax.sharding.NamedSharding,
 ):
-    table = ProgramTable()
-    small, large = np.ones(2, np.float32), np.ones(3, np.float32)
-    first = table.call(
+    program_table = ProgramTable()
+    small = np.ones(2, np.float32)
+    large = np.ones(3, np.float32)
+    first = program_table.call(
         ("a",), doubled, (), small, place=place, out=place, next_call=lambda: (("b",), (large,))
     )
-    assert len(table) == 2 and first.tolist() == [2, 2]
-    again = table.call(
+    assert len(program_table) == 2
+    assert first.tolist() == [2, 2]
+    again = program_table.call(
         ("b",),
         doubled,
         (),
@@ -118,4 +120,5 @@ def test_a_program_that_will_follow_is_compiled_once_and_gives_its_own_result(
         out=place,
         next_call=lambda: pytest.fail("it is there"),
     )
-    assert len(table) == 2 and again.tolist() == [2, 2, 2]
+    assert len(program_table) == 2
+    assert again.tolist() == [2, 2, 2]

@@ -21,12 +21,15 @@ class Clock:
 
 def best_bet(known: list[float], waited: float) -> float:
     """The definition, one horizon after the other, with one more wait that never ends."""
-    left = [wait - waited for wait in known if wait > waited]
+    remaining_waits = [wait - waited for wait in known if wait > waited]
     bets = []
-    for horizon in [max(rest, waited / 8) for rest in left]:
-        returned = [rest for rest in left if rest <= horizon]
-        if 8 * len(returned) >= len(left):
-            bets.append(len(returned) / (sum(returned) + (len(left) - len(returned) + 1) * horizon))
+    for horizon in [max(wait_left, waited / 8) for wait_left in remaining_waits]:
+        returned = [wait_left for wait_left in remaining_waits if wait_left <= horizon]
+        if 8 * len(returned) >= len(remaining_waits):
+            bets.append(
+                len(returned)
+                / (sum(returned) + (len(remaining_waits) - len(returned) + 1) * horizon)
+            )
     return max(bets, default=1 / ((len(known) + 1) * waited))
 
 
@@ -43,7 +46,7 @@ def test_the_rate_is_that_of_the_best_horizon(known: list[float], step: int):
     assert rates(known, [waited * (1 + 1e-9)]) == pytest.approx([best_bet(known, waited)])
 
 
-def test_tools_that_always_take_as_long_are_awaited_more_the_longer_they_have_taken():
+def test_steady_tools_are_awaited_more_the_longer_they_have_taken():
     fresh, half, nearly = rates([10.0, 10.1, 9.9] * 20, [0.1, 5.0, 9.0])
     assert fresh < half < nearly
 
@@ -66,7 +69,7 @@ def came_back(times: ReturnTimes, clock: Clock, session: str, *waits: float) -> 
         times.come_back(session)
 
 
-def test_sessions_of_fast_tools_are_told_from_those_of_slow_ones_by_their_last_wait():
+def test_the_last_wait_tells_sessions_of_fast_and_slow_tools_apart():
     clock = Clock()
     times = ReturnTimes(clock)
     for number in range(MIN_WAITS):
@@ -82,7 +85,8 @@ def test_queued_sessions_come_before_all_and_unknown_ones_after():
     clock = Clock()
     times = ReturnTimes(clock)
     came_back(times, clock, "a", *[2.0] * MIN_WAITS)
-    assert times.rate("a") == math.inf and times.rate("b") == 0.0
+    assert times.rate("a") == math.inf
+    assert times.rate("b") == 0.0
     times.leave("a")
     assert 0 < times.rate("a") < math.inf
     times.forget("a")

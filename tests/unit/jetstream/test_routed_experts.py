@@ -82,12 +82,13 @@ def test_decoding_a_context_and_reading_it_as_a_prompt_choose_alike():
         submit(on, number)
     for number, output in finished(on).items():
         context = [*PROMPTS[int(number)], *output.token_ids]
-        assert routed(output).start == 0 and routed(output).shape == (len(context) - 1, 2, 2)
+        assert routed(output).start == 0
+        assert routed(output).shape == (len(context) - 1, 2, 2)
         np.testing.assert_array_equal(array(output), prefilled(context))
     assert len(np.unique(prefilled(context))) == 8, "a test of one expert proves nothing"
 
 
-def test_a_cached_prefix_keeps_its_choices_and_only_what_was_asked_for_is_reported():
+def test_a_cached_prefix_keeps_its_choices_and_reports_what_was_asked_for():
     on = scheduler()
     submit(on, 0, session_id="s")
     first = finished(on)["0"]
@@ -95,14 +96,12 @@ def test_a_cached_prefix_keeps_its_choices_and_only_what_was_asked_for_is_report
     submit(on, 1, prompt=context, session_id="s", routed_experts_prompt_start=routed(first).end)
     submit(on, 2, prompt=context)  # another sample of it, which knows nothing yet
     outputs = finished(on)
-    assert (
-        outputs["1"].cached_tokens >= len(context) - 4
-        and outputs["2"].cached_tokens >= len(context) - 4
-    )
+    assert outputs["1"].cached_tokens >= len(context) - 4
+    assert outputs["2"].cached_tokens >= len(context) - 4
     for number, start in ("1", routed(first).end), ("2", 0):
-        whole = prefilled([*context, *outputs[number].token_ids])
+        expected = prefilled([*context, *outputs[number].token_ids])
         assert routed(outputs[number]).start == start
-        np.testing.assert_array_equal(array(outputs[number]), whole[start:])
+        np.testing.assert_array_equal(array(outputs[number]), expected[start:])
 
 
 def test_a_page_that_two_contexts_share_in_part_keeps_the_choices_of_both():
@@ -135,13 +134,15 @@ def test_what_is_aborted_reports_what_it_fed_and_before_it_ran_nothing():
     submit(on, 1)
     on.step()
     output = on.abort("1")[1].final
-    assert output.stop_reason is StopReason.ABORTED and 0 < len(output.token_ids) < 20
+    assert output.stop_reason is StopReason.ABORTED
+    assert 0 < len(output.token_ids) < 20
     context = [*PROMPTS[1], *output.token_ids]
     np.testing.assert_array_equal(array(output), prefilled(context))
 
 
 def test_new_weights_in_flight_leave_the_choices_of_what_was_sampled_before():
-    on, params = scheduler(), tiny_params(1, EXPERTS)
+    on = scheduler()
+    params = tiny_params(1, EXPERTS)
     submit(on, 1)
     ((_, chunk),) = on.step()
     context = [*PROMPTS[1], *chunk.token_ids]
@@ -154,12 +155,13 @@ def test_new_weights_in_flight_leave_the_choices_of_what_was_sampled_before():
 
 def test_more_than_256_experts_take_two_bytes():
     assert EXPERTS.experts is not None
-    many = replace(EXPERTS, experts=replace(EXPERTS.experts, count=300))
-    engine = JaxEngine(many, SHAPES)
-    on = Scheduler(engine, engine.load_params(tiny_params(config=many)))
+    many_experts = replace(EXPERTS, experts=replace(EXPERTS.experts, count=300))
+    engine = JaxEngine(many_experts, SHAPES)
+    on = Scheduler(engine, engine.load_params(tiny_params(config=many_experts)))
     submit(on, 2)
-    found = routed(finished(on)["2"])
-    assert found.wide and max(found.numbers) >= 256
+    experts = routed(finished(on)["2"])
+    assert experts.wide
+    assert max(experts.numbers) >= 256
 
 
 @pytest.mark.parametrize("model", [TINY, EXPERTS], ids=["dense", "experts"])

@@ -37,7 +37,7 @@ def draw_restricted(
                 for x, t in ((top_p or 1, jnp.float32), (top_k, jnp.int32), (min_p, jnp.float32))
             )
         )
-    ids, logprobs, kept = jax.jit(sample)(
+    ids, logprobs, support = jax.jit(sample)(
         jnp.asarray(logits, jnp.float32),
         temperature=jnp.full(slots, temperature, jnp.float32),
         truncation=truncation,
@@ -45,18 +45,18 @@ def draw_restricted(
         position=jnp.full(slots, position, jnp.int32),
         allowed=allowed,
     )
-    if kept is not None:
-        bits = np.unpackbits(np.asarray(kept).view(np.uint8), axis=1, bitorder="little").astype(
+    if support is not None:
+        bits = np.unpackbits(np.asarray(support).view(np.uint8), axis=1, bitorder="little").astype(
             bool
         )
         assert not bits[:, VOCABULARY:].any()
-        kept = bits[:, :VOCABULARY]
-    return np.asarray(ids), np.asarray(logprobs), kept
+        support = bits[:, :VOCABULARY]
+    return np.asarray(ids), np.asarray(logprobs), support
 
 
 def draw(logits: np.ndarray, **settings):
-    ids, logprobs, kept = draw_restricted(logits, **settings)
-    assert (kept is None) == settings.keys().isdisjoint({"top_p", "top_k", "min_p"})
+    ids, logprobs, support = draw_restricted(logits, **settings)
+    assert (support is None) == settings.keys().isdisjoint({"top_p", "top_k", "min_p"})
     return ids, logprobs
 
 
@@ -67,14 +67,15 @@ def distribution(
     scaled = logits.astype(np.float64) / temperature
     order = np.argsort(-scaled)
     order = order[np.exp(scaled[order] - scaled.max()) >= min_p]
-    kept = order[: top_k or None]
-    probs = np.exp(scaled[kept] - scaled.max())
+    support = order[: top_k or None]
+    probs = np.exp(scaled[support] - scaled.max())
     probs /= probs.sum()
     if top_p < 1:
         count = np.searchsorted(np.cumsum(probs), top_p) + 1
-        kept, probs = kept[:count], probs[:count] / probs[:count].sum()
+        support = support[:count]
+        probs = probs[:count] / probs[:count].sum()
     full = np.zeros(len(logits))
-    full[kept] = probs
+    full[support] = probs
     return full
 
 
@@ -138,8 +139,9 @@ def test_an_id_with_no_weight_is_never_drawn():
 def test_only_allowed_ids_are_drawn_with_logprobs_of_what_is_left(settings: dict):
     rng = np.random.default_rng(4)
     logits = (rng.standard_normal(VOCABULARY) * 2).astype(np.float32)
-    allowed, slots = rng.random(VOCABULARY) < 0.1, 20_000
-    ids, logprobs, kept = draw_restricted(
+    allowed = rng.random(VOCABULARY) < 0.1
+    slots = 20_000
+    ids, logprobs, support = draw_restricted(
         np.repeat(logits[:, None], slots, axis=1), allowed=np.tile(allowed, (slots, 1)), **settings
     )
     expected = distribution(np.where(allowed, logits, -np.inf), **settings)  # float64 numpy
@@ -148,7 +150,7 @@ def test_only_allowed_ids_are_drawn_with_logprobs_of_what_is_left(settings: dict
         np.abs(frequencies - expected) <= 5 * np.sqrt(expected * (1 - expected) / slots) + 1e-9
     )
     np.testing.assert_allclose(logprobs, np.log(expected[ids]), atol=2e-5)
-    assert (kept == (expected > 0)).all()
+    assert (support == (expected > 0)).all()
 
 
 @pytest.mark.parametrize(
@@ -156,24 +158,24 @@ def test_only_allowed_ids_are_drawn_with_logprobs_of_what_is_left(settings: dict
 )
 def test_what_was_left_to_a_draw_is_reported_bit_by_bit(settings: dict):
     logits = (np.random.default_rng(8).standard_normal((VOCABULARY, 50)) * 2).astype(np.float32)
-    ids, _, kept = draw_restricted(logits, **settings)
+    ids, _, support = draw_restricted(logits, **settings)
     expected = np.stack(
         [distribution(logits[:, slot], **settings) > 0 for slot in range(50)]
     )  # float64 numpy
-    np.testing.assert_array_equal(kept, expected)
-    assert kept[np.arange(50), ids].all()
+    np.testing.assert_array_equal(support, expected)
+    assert support[np.arange(50), ids].all()
 
 
 def test_the_most_likely_allowed_id_is_taken_at_temperature_zero():
     logits = np.random.default_rng(5).standard_normal((VOCABULARY, 2)).astype(np.float32)
     allowed = np.ones((2, VOCABULARY), bool)
     allowed[0, logits[:, 0].argmax()] = False
-    ids, _, kept = draw_restricted(logits, temperature=0.0, top_p=0.5, allowed=allowed)
+    ids, _, support = draw_restricted(logits, temperature=0.0, top_p=0.5, allowed=allowed)
     assert ids.tolist() == [np.argsort(logits[:, 0])[-2], logits[:, 1].argmax()]
-    np.testing.assert_array_equal(kept, allowed)  # a greedy draw knows no top-p
+    np.testing.assert_array_equal(support, allowed)  # a greedy draw knows no top-p
 
 
-def test_a_slot_that_may_draw_all_ids_draws_bitwise_what_it_draws_without_a_mask():
+def test_a_full_mask_changes_no_draw_bit_by_bit():
     logits = np.random.default_rng(6).standard_normal((VOCABULARY, 6)).astype(np.float32) * 3
     allowed = np.ones((6, VOCABULARY), bool)
     allowed[::2] = np.random.default_rng(7).random((3, VOCABULARY)) < 0.5

@@ -14,7 +14,7 @@ import pytest
 
 from jax_agent_rl.jetstream import verification
 from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
-from jax_agent_rl.jetstream.drafting import MATCHES, Draft, LookupDrafter
+from jax_agent_rl.jetstream.drafting import Draft, LookupDrafter
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import Counters, RunningRequest
@@ -90,9 +90,14 @@ class Known:
 
 
 def scheduler(
-    kernels: str, most: int = 0, drafter=None, shapes: EngineShapes = SHAPES, config=TINY, **options
+    kernels: str,
+    max_drafts: int = 0,
+    drafter=None,
+    shapes: EngineShapes = SHAPES,
+    config=TINY,
+    **options,
 ):
-    shapes = replace(shapes, num_speculative_tokens=most)
+    shapes = replace(shapes, num_speculative_tokens=max_drafts)
     engine = JaxEngine(
         config,
         shapes,
@@ -103,7 +108,7 @@ def scheduler(
     on = Scheduler(
         engine, engine.load_params(tiny_params(config=config)), version=1, decode_text=text
     )
-    if most:
+    if max_drafts:
         on.speculation = Eager(engine, drafter or LookupDrafter(), on.counters)
     return on
 
@@ -147,17 +152,13 @@ def plain_outputs(
     return finished(on)
 
 
-def assert_same(found: dict[str, TokenOutput], wanted: dict[str, TokenOutput]) -> None:
+def assert_same(outputs: dict[str, TokenOutput], wanted: dict[str, TokenOutput]) -> None:
     for name, output in wanted.items():
-        assert (
-            found[name].token_ids == output.token_ids
-            and found[name].stop_reason == output.stop_reason
-        )
-        assert (
-            found[name].stop_match == output.stop_match
-            and found[name].context_digest == output.context_digest
-        )
-        np.testing.assert_allclose(found[name].log_probs, output.log_probs, atol=2e-4)
+        assert outputs[name].token_ids == output.token_ids
+        assert outputs[name].stop_reason == output.stop_reason
+        assert outputs[name].stop_match == output.stop_match
+        assert outputs[name].context_digest == output.context_digest
+        np.testing.assert_allclose(outputs[name].log_probs, output.log_probs, atol=2e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -169,19 +170,17 @@ def test_ids_are_those_of_plain_decoding_and_log_probs_those_of_full_passes(
     on = scheduler(kernels, 6, Known(wanted))
     for number in range(3):
         submit(on, number, temperature=temperature)
-    found = finished(on)
-    assert_same(found, wanted)
+    outputs = finished(on)
+    assert_same(outputs, wanted)
     for number, prompt in enumerate(
         PROMPTS[:2]
     ):  # the third grows beyond what a full pass is compiled for
-        ids = found[str(number)].token_ids
+        ids = outputs[str(number)].token_ids
         exact = logprobs_of(tiny_params(), prompt, ids, temperature or 1.0)
-        np.testing.assert_allclose(found[str(number)].log_probs, exact, atol=2e-4)
+        np.testing.assert_allclose(outputs[str(number)].log_probs, exact, atol=2e-4)
     metrics = on.metrics()
-    assert (
-        metrics.accepted_tokens > 50
-        and metrics.draft_tokens > metrics.accepted_tokens > metrics.drafts
-    )
+    assert metrics.accepted_tokens > 50
+    assert metrics.draft_tokens > metrics.accepted_tokens > metrics.drafts
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -189,15 +188,18 @@ def test_siblings_and_later_samples_draft_for_each_other(kernels: str):
     on = scheduler(kernels, 6)
     for number in range(3):
         submit(on, number)
-    first, before = finished(on), on.metrics()
+    first = finished(on)
+    earlier_metrics = on.metrics()
     for number in range(3):
         submit(on, number)
     assert_same(finished(on), first)
-    done = on.metrics().since(before)
-    assert done.accepted_tokens > 60 and done.accepted_tokens == done.draft_tokens
+    new_metrics = on.metrics().since(earlier_metrics)
+    assert new_metrics.accepted_tokens > 60
+    assert new_metrics.accepted_tokens == new_metrics.draft_tokens
 
 
-FIRST, DRAWS = 2, 1800
+FIRST = 2
+DRAWS = 1800
 
 
 def chi_squared(on: Scheduler) -> dict[str, float]:
@@ -205,7 +207,7 @@ def chi_squared(on: Scheduler) -> dict[str, float]:
     distributions.
     """
     prompt = PROMPTS[2]
-    draft, other = np.argsort(full_logits(tiny_params(), prompt)[-1])[::-1][:2].tolist()
+    draft, second_likeliest = np.argsort(full_logits(tiny_params(), prompt)[-1])[::-1][:2].tolist()
     on.speculation = Eager(on.engine, AlwaysDrafts(draft), on.counters)
     for seed in range(DRAWS):
         submit(on, 2, name=str(seed), seed=seed, max_tokens=FIRST, temperature=1.5)
@@ -217,7 +219,8 @@ def chi_squared(on: Scheduler) -> dict[str, float]:
             [*prompt, draft], [second for first, second in pairs if first == draft]
         ),
         "after another": deviation(
-            [*prompt, other], [second for first, second in pairs if first == other]
+            [*prompt, second_likeliest],
+            [second for first, second in pairs if first == second_likeliest],
         ),
     }
 
@@ -229,9 +232,10 @@ def deviation(context: list[int], drawn: list[int]) -> float:
     chances = model_chances(context)
     likely = np.argsort(chances)[::-1][:4]
     expected = np.append(chances[likely], 1 - chances[likely].sum()) * len(drawn)
-    found = [drawn.count(i) for i in likely.tolist()]
-    assert len(drawn) > 100 and expected.min() > 4
-    return float(((np.append(found, len(drawn) - sum(found)) - expected) ** 2 / expected).sum())
+    counts = [drawn.count(i) for i in likely.tolist()]
+    assert len(drawn) > 100
+    assert expected.min() > 4
+    return float(((np.append(counts, len(drawn) - sum(counts)) - expected) ** 2 / expected).sum())
 
 
 def model_chances(context: list[int]) -> np.ndarray:
@@ -251,25 +255,24 @@ class AlwaysDrafts:
 
 
 def test_drafts_know_the_random_numbers_of_the_engine():
-    on, drafter = scheduler("xla", 3), LookupDrafter()
+    on = scheduler("xla", 3)
+    drafter = LookupDrafter()
     on.speculation = Eager(on.engine, drafter, on.counters)
     for seed in range(30):
         submit(on, 2, name=str(seed), seed=seed)
     finished(on)
-    match = max(match for match in MATCHES if match <= len(PROMPTS[2]))
-    draws = drafter._index._following[
-        np.asarray(PROMPTS[2][-match:], np.int32).tobytes()
-    ]  # by random number
-    tokens = [draw.token for draw in draws]
-    assert len(tokens) >= 30 and tokens == sorted(tokens) and len(set(tokens)) > 3
+    tokens = [draw.token for draw in drafter.index.draws_after(PROMPTS[2])]
+    assert len(tokens) >= 30
+    assert tokens == sorted(tokens)
+    assert len(set(tokens)) > 3
 
 
 BOUND = 23.5  # chi-squared of 4 degrees of freedom exceeds it once in 10,000
 
 
 def test_the_distribution_is_the_models():
-    found = chi_squared(scheduler("xla", 3))
-    assert max(found.values()) < BOUND, found
+    distances = chi_squared(scheduler("xla", 3))
+    assert max(distances.values()) < BOUND, distances
 
 
 def accepts_always(patch: pytest.MonkeyPatch) -> None:
@@ -281,11 +284,9 @@ def accepts_by_a_coin_without_taking_the_rest(patch: pytest.MonkeyPatch) -> None
     not from the rest.
     """
     accepts_always(patch)
-    verify, chance, coin = (
-        JaxEngine.verify,
-        float(model_chances(PROMPTS[2]).max()),
-        np.random.default_rng(0),
-    )
+    verify = JaxEngine.verify
+    chance = float(model_chances(PROMPTS[2]).max())
+    coin = np.random.default_rng(0)
 
     def wrong(self, params, cache, slots, drafts):
         cache, drawn = verify(self, params, cache, slots, drafts)
@@ -319,16 +320,16 @@ def test_the_test_of_the_distribution_catches_a_wrong_rule(
     rule: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ):
     rule(monkeypatch)
-    found = chi_squared(scheduler("xla", 3))
-    assert found[WRONG_RULES[rule]] > BOUND, found
+    distances = chi_squared(scheduler("xla", 3))
+    assert distances[WRONG_RULES[rule]] > BOUND, distances
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_stops_and_limits_inside_an_accepted_run_end_it(kernels: str):
-    whole = plain_outputs()["0"].token_ids
+    plain_ids = plain_outputs()["0"].token_ids
     cases = {
-        "string": {"stop": (text(whole[9:11]),)},
-        "id": {"stop_token_ids": (whole[12],)},
+        "string": {"stop": (text(plain_ids[9:11]),)},
+        "id": {"stop_token_ids": (plain_ids[12],)},
         "limit": {"max_tokens": 11},
     }
     for case in cases.values():
@@ -337,24 +338,24 @@ def test_stops_and_limits_inside_an_accepted_run_end_it(kernels: str):
             submit(on, 0, **case)
             outputs.append(finished(on))
         assert_same(outputs[1], outputs[0])
-        assert len(outputs[1]["0"].token_ids) < 14 and on.metrics().accepted_tokens > 5
+        assert len(outputs[1]["0"].token_ids) < 14
+        assert on.metrics().accepted_tokens > 5
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_an_aborted_request_keeps_its_ids_and_its_rejected_positions_are_never_read(kernels: str):
+def test_rejected_positions_of_an_aborted_request_are_never_read(kernels: str):
     wanted = plain_outputs()
     on = scheduler(kernels, 6, Known(wanted, wrong=2))
     submit(on, 0)
     for _ in range(3):
         on.step()
     ended = on.abort("0")
-    assert ended is not None and ended[1].final is not None
+    assert ended is not None
+    assert ended[1].final is not None
     ids = ended[1].final.token_ids
-    assert (
-        ended[1].final.stop_reason is StopReason.ABORTED
-        and ids == wanted["0"].token_ids[: len(ids)]
-        and ids
-    )
+    assert ended[1].final.stop_reason is StopReason.ABORTED
+    assert ids == wanted["0"].token_ids[: len(ids)]
+    assert ids
     submit(on, 0)  # continues in the cache of the aborted one
     assert_same(finished(on), {"0": wanted["0"]})
 
@@ -372,11 +373,12 @@ def test_weights_that_change_between_dispatches_are_those_of_the_next_ids(kernel
         single.step()
     for on in (drafted, single):
         on.set_weights(on.engine.load_params(tiny_params(1)), 2)
-    found, wanted = finished(drafted), finished(single)
-    assert_same(found, wanted)
+    drafted_outputs = finished(drafted)
+    single_outputs = finished(single)
+    assert_same(drafted_outputs, single_outputs)
     assert (
-        found["0"].policy_versions
-        == wanted["0"].policy_versions
+        drafted_outputs["0"].policy_versions
+        == single_outputs["0"].policy_versions
         == (1,) * sampled + (2,) * (COUNT - sampled)
     )
     assert 1 < sampled < COUNT
@@ -387,9 +389,9 @@ def test_who_is_preempted_samples_what_it_would_have():
     on = scheduler("xla", 6, Known(wanted), replace(SHAPES, kv_cache_tokens=160))
     for number in range(3):
         submit(on, number)
-    found = finished(on)
-    assert_same(found, wanted)
-    assert sum(output.num_preempted for output in found.values()) > 0
+    outputs = finished(on)
+    assert_same(outputs, wanted)
+    assert sum(output.num_preempted for output in outputs.values()) > 0
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -398,29 +400,25 @@ def test_experts_are_those_of_plain_decoding(kernels: str):
     on = scheduler(kernels, 6, Known(wanted), config=EXPERTS)
     for number in range(3):
         submit(on, number)
-    found = finished(on)
-    assert_same(found, wanted)
+    outputs = finished(on)
+    assert_same(outputs, wanted)
     for name, output in wanted.items():
-        assert (
-            output.routed_experts is not None
-            and found[name].routed_experts == output.routed_experts
-        )
+        assert output.routed_experts is not None
+        assert outputs[name].routed_experts == output.routed_experts
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_each_request_keeps_its_adapter(kernels: str):
     options = {"adapters": {"a": tiny_adapter()}}
     outputs = []
-    for most in (0, 6):
-        on = scheduler(kernels, most, Known(outputs[0]) if most else None, **options)
+    for max_drafts in (0, 6):
+        on = scheduler(kernels, max_drafts, Known(outputs[0]) if max_drafts else None, **options)
         for number, lora in enumerate((None, "a", None)):
             submit(on, number, lora=lora)
         outputs.append(finished(on))
     assert_same(outputs[1], outputs[0])
-    assert (
-        outputs[0]["1"].token_ids != plain_outputs(kernels)["1"].token_ids
-        and on.metrics().accepted_tokens > 30
-    )
+    assert outputs[0]["1"].token_ids != plain_outputs(kernels)["1"].token_ids
+    assert on.metrics().accepted_tokens > 30
 
 
 def test_a_restricted_request_decodes_plainly_and_so_do_those_beside_it():
@@ -429,7 +427,8 @@ def test_a_restricted_request_decodes_plainly_and_so_do_those_beside_it():
         submit(on, 0, top_p=0.9)
         submit(on, 1)
         outputs = finished(on)
-    assert on.metrics().drafts == 0 and len(outputs["0"].supports) == COUNT
+    assert on.metrics().drafts == 0
+    assert len(outputs["0"].supports) == COUNT
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -443,7 +442,8 @@ def test_nothing_is_compiled_after_warm_up(kernels: str):
         for number in range(3):
             submit(on, number)
         finished(on)
-    assert on.metrics().drafts > 0 and on.metrics().recompilations == 0
+    assert on.metrics().drafts > 0
+    assert on.metrics().recompilations == 0
 
 
 @dataclass
@@ -556,4 +556,5 @@ def test_a_plain_step_is_measured_again_from_time_to_time():
         engine.run(on, run, 4)
     engine.plain = 0.001
     count = sum(engine.run(on, run, 4) for _ in range(600))
-    assert count and on.choose([run]) is None
+    assert count
+    assert on.choose([run]) is None

@@ -22,7 +22,12 @@ from jax_agent_rl.models.tree_kernel import TreeMask
 # What is kept of programs cannot be read again where the chips are not.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
 
-SLOT_COUNTS, HEADS, KV_HEADS, SIZE, LENGTH, CHUNK = 64, 8, 4, 128, 8192, 64
+SLOT_COUNTS = 64
+HEADS = 8
+KV_HEADS = 4
+SIZE = 128
+LENGTH = 8192
+CHUNK = 64
 
 
 @pytest.fixture(
@@ -107,10 +112,8 @@ def decode_step_of(
     cached = described_cache(mesh, slots * length // page, page, dtype, size)
     new = described(mesh, (slots, KV_HEADS, size), jnp.bfloat16, None, "tensor")
     q = described(mesh, (slots, KV_HEADS, HEADS // KV_HEADS, size), jnp.bfloat16, None, "tensor")
-    at, pages = (
-        described(mesh, (slots,), jnp.int32),
-        described(mesh, (slots, length // page), jnp.int32),
-    )
+    at = described(mesh, (slots,), jnp.int32)
+    pages = described(mesh, (slots, length // page), jnp.int32)
 
     def step(cached, q, new, at, pages, sinks):
         return decode_attention(q, cached, (new, new), at, pages, sinks, window=window, mesh=mesh)
@@ -168,14 +171,15 @@ def test_chunks_compile_to_a_kernel(
 def test_a_product_with_experts_compiles_to_two_kernels(devices: np.ndarray, dtype: jnp.dtype):
     """One that says where groups begin, one that multiplies."""
     mesh = mesh_of(devices, data=4)
-    tokens, experts, hidden, inputs = 128, 16, 512, 1024
+    tokens = 128
+    experts = 16
+    hidden = 512
+    inputs = 1024
     weight = numbers = described(mesh, (experts, inputs, hidden), dtype)
     if dtype == jnp.int8:
         weight = Quantized(numbers, described(mesh, (experts, 1, hidden), jnp.float32))
-    x, group = (
-        described(mesh, (tokens, inputs), jnp.bfloat16),
-        described(mesh, (tokens,), jnp.int32),
-    )
+    x = described(mesh, (tokens, inputs), jnp.bfloat16)
+    group = described(mesh, (tokens,), jnp.int32)
     product = jax.jit(functools.partial(grouped_product, transposed=True))
     program = product.lower(x, weight, described(mesh, (experts,), jnp.int32), group).compile()
     assert kernels(program) == 2
@@ -188,10 +192,14 @@ def test_a_product_with_experts_compiles_to_two_kernels(devices: np.ndarray, dty
 
 def test_the_choice_of_experts_is_copied_once_at_most(devices: np.ndarray):
     """Once, to other tiles; transposed, the array would be padded to a multiple of its size."""
-    mesh, slots, layers, steps = mesh_of(devices, data=4), 64, 48, 16
+    mesh = mesh_of(devices, data=4)
+    slots = 64
+    layers = 48
+    steps = 16
     cache = described(mesh, (1025, 1, 128, layers * 8), jnp.uint8)
     layer = LayerKV(*[described(mesh, (1025, 1, 1, 128), jnp.bfloat16)] * 2)
-    positions, pages = described(mesh, (slots,), jnp.int32), described(mesh, (slots, 4), jnp.int32)
+    positions = described(mesh, (slots,), jnp.int32)
+    pages = described(mesh, (slots, 4), jnp.int32)
 
     def write(routed, layer, positions, pages):
         def step(i, routed):
@@ -207,7 +215,10 @@ def test_the_choice_of_experts_is_copied_once_at_most(devices: np.ndarray):
 def test_gradients_of_a_product_with_experts_compute_each_row_once(devices: np.ndarray):
     """XLA's own gradient with respect to the weights multiplies all rows for every expert."""
     mesh = mesh_of(devices, data=4)
-    tokens, experts, hidden, inputs = 2048, 16, 768, 2048
+    tokens = 2048
+    experts = 16
+    hidden = 768
+    inputs = 2048
     weight = described(mesh, (experts, hidden, inputs), jnp.bfloat16)
     x, d_out = (described(mesh, (tokens, size), jnp.bfloat16) for size in (inputs, hidden))
     sizes, group = (described(mesh, (size,), jnp.int32) for size in (experts, tokens))
@@ -217,8 +228,9 @@ def test_gradients_of_a_product_with_experts_compute_each_row_once(devices: np.n
             d_out
         )
 
-    whole = jax.shard_map(
+    sharded = jax.shard_map(
         gradients, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
-    program = jax.jit(whole).lower(x, weight, sizes, group, d_out).compile()
-    assert kernels(program) == 3 and f"[{experts},{tokens}," not in program.as_text()
+    program = jax.jit(sharded).lower(x, weight, sizes, group, d_out).compile()
+    assert kernels(program) == 3
+    assert f"[{experts},{tokens}," not in program.as_text()

@@ -64,16 +64,16 @@ def test_without_a_configuration_it_is_the_quickstarts(
     monkeypatch.setattr(
         "jax_agent_rl.deploy.certify.machine.fetch_quickstart_model", lambda: Path("model")
     )
-    made = load_config(None, [], tmp_path, devices=1)
-    assert made.data.eval is not None
+    loaded = load_config(None, [], tmp_path, devices=1)
+    assert loaded.data.eval is not None
     data = {
-        "data.train": made.data.train[0].path,
-        "data.eval": made.data.eval[0].path,
+        "data.train": loaded.data.train[0].path,
+        "data.eval": loaded.data.eval[0].path,
         "model.path": "model",
     }
-    own = [f"{key}={value}" for key, value in (data | {"run_dir": made.run_dir}).items()]
-    assert made == load(
-        ROOT / "configs" / "quickstart.yaml", [*own, *SHORT, "trainer.checkpoint_every=10"]
+    paths = [f"{key}={value}" for key, value in (data | {"run_dir": loaded.run_dir}).items()]
+    assert loaded == load(
+        ROOT / "configs" / "quickstart.yaml", [*paths, *SHORT, "trainer.checkpoint_every=10"]
     )
 
 
@@ -84,7 +84,11 @@ def run(machine: Machine, name: str) -> CheckResult:
 
 def found(result: CheckResult) -> dict[str, Claim]:
     """The claims of measurements that deviate, by their names."""
-    return {one.name: one.claim for one in result.measurements if one.deviates}
+    return {
+        measurement.name: measurement.claim
+        for measurement in result.measurements
+        if measurement.deviates
+    }
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -99,8 +103,9 @@ def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_machines_kernels_are_within_their_limits(machine: Machine, few_kernels: None):
     result = run(machine, "kernels")
-    assert result.outcome is CheckOutcome.AS_CLAIMED and not result.left_out
-    names = {one.name for one in result.measurements}
+    assert result.outcome is CheckOutcome.AS_CLAIMED
+    assert not result.left_out
+    names = {measurement.name for measurement in result.measurements}
     assert {"decode attention, int8 cache", "tree attention, bfloat16: gradients"} <= names
 
 
@@ -136,12 +141,12 @@ def test_a_wrong_kernel_deviates_and_no_other(
         where, name, lambda *arguments, **options: broken(right(*arguments, **options))
     )
     result = run(machine, "kernels")
-    assert result.outcome is CheckOutcome.DEVIATES and set(found(result).values()) == {
-        kernels.CLAIM
-    }
-    names = {one for one in found(result) if "gradients" not in one}
-    assert names >= {f"{deviating}float32" + (" cache" if "tree" not in deviating else "")}
-    assert all(one.startswith(deviating) for one in names)
+    assert result.outcome is CheckOutcome.DEVIATES
+    assert set(found(result).values()) == {kernels.CLAIM}
+    names = {each for each in found(result) if "gradients" not in each}
+    suffix = "" if "tree" in deviating else " cache"
+    assert f"{deviating}float32{suffix}" in names
+    assert all(each.startswith(deviating) for each in names)
 
 
 def test_a_wrong_gradient_deviates_though_the_output_is_right(
@@ -167,10 +172,12 @@ def test_a_wrong_gradient_deviates_though_the_output_is_right(
     assert set(found(result)) == {
         f"experts' products, {dtype}: gradients" for dtype in ("float32", "bfloat16")
     }
-    (one,) = [
-        one for one in result.measurements if one.name == "experts' products, float32: gradients"
+    (gradient,) = [
+        gradient
+        for gradient in result.measurements
+        if gradient.name == "experts' products, float32: gradients"
     ]
-    assert one.detail.endswith("d matrices")
+    assert gradient.detail.endswith("d matrices")
 
 
 # --- speed and memory -----------------------------------------------------------------------------
@@ -188,10 +195,8 @@ def test_a_slow_engine_deviates_from_its_ideal_time(
 
     monkeypatch.setattr(JaxEngine, "decode", decode)
     result = run(machine, "speed")
-    assert (
-        found(result) == {"decoding, 8 slots of 64": speed.IDEAL}
-        and result.outcome is CheckOutcome.DEVIATES
-    )
+    assert found(result) == {"decoding, 8 slots of 64": speed.IDEAL}
+    assert result.outcome is CheckOutcome.DEVIATES
 
 
 def test_a_tpu_that_misses_its_prediction_either_way_deviates(
@@ -200,7 +205,8 @@ def test_a_tpu_that_misses_its_prediction_either_way_deviates(
     """The machine poses as a TPU, where the prediction is libtpu's."""
     machine.plan = replace(machine.plan, predicts=True)
     predicted = speed.find_program(machine, "decode").prediction
-    assert predicted is not None and predicted.seconds > 3e-9
+    assert predicted is not None
+    assert predicted.seconds > 3e-9
     result = run(machine, "speed")  # a call takes two looks at the clock: too fast to be true
     assert set(found(result).values()) == {speed.PREDICTED}
     assert "decoding, 8 slots of 64" in found(result)
@@ -224,10 +230,8 @@ def test_more_memory_than_planned_deviates(share: float, outcome: CheckOutcome, 
     ]
     result = run(machine, "memory")
     assert result.outcome is outcome
-    assert (
-        set(found(result).values()) <= {speed.MEMORY}
-        and result.measurements[0].beside["plan"] == planned
-    )
+    assert set(found(result).values()) <= {speed.MEMORY}
+    assert result.measurements[0].beside["plan"] == planned
 
 
 def test_a_cpu_counts_what_learner_and_engine_add_to_the_process(
@@ -325,9 +329,8 @@ show()
 
 def test_an_exchange_that_goes_wrong_deviates_on_its_axis(recipe: Path, tmp_path: Path):
     right, names, wrong = run_on_devices(_EXCHANGES, str(recipe), str(tmp_path), devices=4)
-    assert (
-        right == "as claimed" and names == "14 True"
-    )  # five axes of all devices, two of the learner's
+    assert right == "as claimed"
+    assert names == "14 True"
     assert wrong.split("|") == [
         "deviates",
         "exchanges over fsdp of 4 devices",
@@ -337,7 +340,8 @@ def test_an_exchange_that_goes_wrong_deviates_on_its_axis(recipe: Path, tmp_path
 
 def test_one_device_exchanges_nothing(machine: Machine):
     result = run(machine, "collectives")
-    assert result.outcome is CheckOutcome.NOT_RUN and "one device" in result.reason
+    assert result.outcome is CheckOutcome.NOT_RUN
+    assert "one device" in result.reason
 
 
 # --- checkpoints and training ---------------------------------------------------------------------
@@ -369,8 +373,9 @@ def test_a_checkpoint_that_restores_other_numbers_deviates(
 def test_a_short_run_is_as_claimed(machine: Machine):
     result = run(machine, "training")
     assert result.outcome is CheckOutcome.AS_CLAIMED
-    values = {one.name: one.value for one in result.measurements}
-    assert values["trajectories unaccounted for"] == 0 and values["trajectories trained on"] == 16
+    values = {measurement.name: measurement.value for measurement in result.measurements}
+    assert values["trajectories unaccounted for"] == 0
+    assert values["trajectories trained on"] == 16
 
 
 SUMMARY = {
@@ -417,29 +422,28 @@ def test_a_check_that_raises_is_a_deviation_and_ends_no_other(
     failed, none = run_checks(
         machine, [*select_checks(["checkpoint"]), *select_checks(["collectives"])]
     )
-    assert failed.outcome is CheckOutcome.FAILED and failed.reason.startswith(
-        "OSError: No space left on device (full, line "
-    )
+    assert failed.outcome is CheckOutcome.FAILED
+    assert failed.reason.startswith("OSError: No space left on device (full, line ")
     assert none.outcome is CheckOutcome.NOT_RUN
     ((text, claim),) = report.deviations([failed.to_json(), none.to_json()])
-    assert "No space left" in text and claim == vars(system.CHECKPOINT)
+    assert "No space left" in text
+    assert claim == vars(system.CHECKPOINT)
 
 
 def test_a_part_without_time_is_left_out_and_said_to_be(machine: Machine):
     (check,) = select_checks(["kernels"])
     (result,) = run_checks(machine, [replace(check, seconds=0.0)])
-    assert result.outcome is CheckOutcome.MEASURED and not result.measurements
-    assert len(result.left_out) > 10 and "the 0 s of this check were used up" in result.left_out[0]
+    assert result.outcome is CheckOutcome.MEASURED
+    assert not result.measurements
+    assert len(result.left_out) > 10
+    assert "the 0 s of this check were used up" in result.left_out[0]
 
 
 def claims() -> list[Claim]:
-    found = [
-        value
-        for module in (kernels, speed, system)
-        for value in vars(module).values()
-        if isinstance(value, Claim)
-    ]
-    return [*found, *(check.claim for check in certify.CHECKS)]
+    claims = [check.claim for check in certify.CHECKS]
+    for module in (kernels, speed, system):
+        claims += [value for value in vars(module).values() if isinstance(value, Claim)]
+    return claims
 
 
 @pytest.mark.parametrize("claim", claims(), ids=lambda claim: claim.text[:40])
@@ -459,11 +463,13 @@ def test_text_of_others_is_text_on_the_page(machine: Machine):
     hostile = "<script>alert(1)</script>"
     result = replace(run(machine, "collectives"), outcome=CheckOutcome.FAILED, reason=hostile)
     about = machine.describe() | {"device": hostile, "model": hostile}
-    made = report.as_json([result], machine=about, command=hostile, date="2026-01-01", seconds=1.0)
-    text = report.page(made)
-    assert (
-        "<script" not in text and text.count("&lt;script&gt;") >= 5 and "default-src 'none'" in text
+    record = report.as_json(
+        [result], machine=about, command=hostile, date="2026-01-01", seconds=1.0
     )
+    text = report.page(record)
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") >= 5
+    assert "default-src 'none'" in text
 
 
 def test_an_unknown_check_is_refused_with_the_known_ones():
@@ -483,7 +489,8 @@ def test_what_a_machine_ends_is_reported_up_to_there(
     CliRunner().invoke(app, ["certify", "--config", str(recipe), "--out", str(tmp_path / "out")])
     report = json.loads((tmp_path / "out" / "certify.json").read_text())
     assert report["verdict"] == "as claimed, ended before peaks"
-    assert not report["ok"] and len(report["checks"]) == 1
+    assert not report["ok"]
+    assert len(report["checks"]) == 1
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -505,9 +512,9 @@ def test_the_command_writes_both_files_and_its_status_tells_of_deviations(
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == broken, result.output
     report = json.loads((tmp_path / "out" / "certify.json").read_text())
-    assert report["ok"] is not broken and report["machine"]["model"] == "model"
+    assert report["ok"] is not broken
+    assert report["machine"]["model"] == "model"
     html = (tmp_path / "out" / "certify.html").read_text()
     assert ("a resumed run equals one that was never interrupted." in result.output) is broken
-    assert ("Deviations" in html) is broken and str(Path.home()) not in json.dumps(
-        report["machine"]
-    )
+    assert ("Deviations" in html) is broken
+    assert str(Path.home()) not in json.dumps(report["machine"])

@@ -29,23 +29,23 @@ async def findings(
     recipe: Path, *overrides: str, of: Collection[str] = ()
 ) -> dict[str, list[tuple[str, str]]]:
     """Return the findings by check, of all checks or of some."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    by_check: dict[str, list[tuple[str, str]]] = {}
     async with AsyncExitStack() as stack:
         checks = RunChecks(config=load(recipe, overrides), stack=stack).all()
         wanted = [(name, check) for name, check in checks if not of or name in of]
         async for finding in run_checks(wanted, timeout=60):
-            found.setdefault(finding.check, []).append((str(finding.status), finding.text))
-    return found
+            by_check.setdefault(finding.check, []).append((str(finding.status), finding.text))
+    return by_check
 
 
-def only(found, check: str) -> tuple[str, str]:
-    (finding,) = found[check]
+def only(by_check, check: str) -> tuple[str, str]:
+    (finding,) = by_check[check]
     return finding
 
 
 async def test_a_good_configuration_has_nothing_but_ok(recipe):
-    found = await findings(recipe)
-    assert {status for lines in found.values() for status, _ in lines} == {"ok"}
+    told = await findings(recipe)
+    assert {status for lines in told.values() for status, _ in lines} == {"ok"}
     assert {
         "model",
         "tokenizer",
@@ -55,40 +55,38 @@ async def test_a_good_configuration_has_nothing_but_ok(recipe):
         "rewards",
         "agents",
         "engine",
-    } <= found.keys()
-    assert "11 rows" in only(found, "data.train")[1] and "noise" in only(found, "rewards")[1]
+    } <= told.keys()
+    assert "11 rows" in only(told, "data.train")[1]
+    assert "noise" in only(told, "rewards")[1]
 
 
 async def test_several_faults_are_told_together_and_hide_no_other(recipe, tmp_path):
-    found = await findings(
+    told = await findings(
         recipe, "data.train=missing.jsonl", f"model.path={tmp_path}", "agent.module=nowhere.py"
     )
-    assert only(found, "user code")[0] == "fail" and "nowhere.py" in only(found, "user code")[1]
-    assert only(found, "model")[0] == "fail" and "config.json is missing" in only(found, "model")[1]
-    assert (
-        only(found, "tokenizer")[0] == "fail"
-        and "tokenizer.json is missing" in only(found, "tokenizer")[1]
-    )
-    assert (
-        only(found, "data.train")[0] == "fail" and "missing.jsonl" in only(found, "data.train")[1]
-    )
+    assert only(told, "user code")[0] == "fail"
+    assert "nowhere.py" in only(told, "user code")[1]
+    assert only(told, "model")[0] == "fail"
+    assert "config.json is missing" in only(told, "model")[1]
+    assert only(told, "tokenizer")[0] == "fail"
+    assert "tokenizer.json is missing" in only(told, "tokenizer")[1]
+    assert only(told, "data.train")[0] == "fail"
+    assert "missing.jsonl" in only(told, "data.train")[1]
     why = "not checked: the user code, which registers agents, could not be imported"
-    assert only(found, "data.eval") == (
+    assert only(told, "data.eval") == (
         "warn",
         why,
     )  # not a failure for each name that is unknown without it
-    assert only(found, "prompts") == ("warn", "not checked: the tokenizer could not be read")
-    assert only(found, "run folder") == ("warn", "not checked: the model could not be read")
+    assert only(told, "prompts") == ("warn", "not checked: the tokenizer could not be read")
+    assert only(told, "run folder") == ("warn", "not checked: the model could not be read")
 
 
 async def test_prompts_over_the_limit_are_told_by_their_share(recipe):
     status, text = only(await findings(recipe, "agent.max_prompt_length=13"), "prompts")
-    assert (
-        status == "fail"
-        and "agent.max_prompt_length=13" in text
-        and "%" in text
-        and "raise it to" in text
-    )
+    assert status == "fail"
+    assert "agent.max_prompt_length=13" in text
+    assert "%" in text
+    assert "raise it to" in text
 
 
 TOOLS = """
@@ -111,8 +109,8 @@ async def test_prompts_are_counted_with_the_tools_that_they_describe(recipe, tmp
             f"agent.default_agent={agent}",
             f"agent.tool_prompt={prompt}",
         ]
-        found = await findings(recipe, *overrides, of=("tools", "tokenizer", "prompts", *SCORING))
-        told[prompt] = int(re.search(r"the longest has (\d+) ids", only(found, "prompts")[1])[1])
+        result = await findings(recipe, *overrides, of=("tools", "tokenizer", "prompts", *SCORING))
+        told[prompt] = int(re.search(r"the longest has (\d+) ids", only(result, "prompts")[1])[1])
     assert told["template"] > told["none"]
 
 
@@ -124,13 +122,14 @@ async def test_a_truth_in_a_column_of_its_own_is_told(recipe, tmp_path):
         "ground_truth": "4",
     }
     rows.write_text(json.dumps(row) + "\n")
-    found = await findings(recipe, f"data.train={rows}", "data.eval=null", of=SCORING)
+    result = await findings(recipe, f"data.train={rows}", "data.eval=null", of=SCORING)
     (told,) = [
         text
-        for status, text in found["data.train"]
+        for status, text in result["data.train"]
         if status == "warn" and "column ground_truth" in text
     ]
-    assert "reward_model" in told and "1 of 1" in told
+    assert "reward_model" in told
+    assert "1 of 1" in told
 
 
 async def test_a_reward_function_that_fails_on_the_ground_truth_is_told(recipe, tmp_path):
@@ -139,10 +138,11 @@ async def test_a_reward_function_that_fails_on_the_ground_truth_is_told(recipe, 
     rows.write_text(
         json.dumps(row | {"reward_model": {"ground_truth": "none"}}) + "\n" + json.dumps(row) + "\n"
     )
-    found = await findings(recipe, f"data.train={rows}", "data.eval=null")
-    status, text = only(found, "rewards")
-    assert status == "fail" and "must hold a number" in text
-    assert ("warn", "no reward_model.ground_truth in 1 of 2 rows") in found["data.train"]
+    told = await findings(recipe, f"data.train={rows}", "data.eval=null")
+    status, text = only(told, "rewards")
+    assert status == "fail"
+    assert "must hold a number" in text
+    assert ("warn", "no reward_model.ground_truth in 1 of 2 rows") in told["data.train"]
 
 
 async def test_json_lines_and_parquet_are_told_alike(recipe, tmp_path):
@@ -169,28 +169,27 @@ async def test_json_lines_and_parquet_are_told_alike(recipe, tmp_path):
     told = []
     for file in write_twins(tmp_path, [first, second]):
         overrides = (f"data.train={file}", "data.eval=null", f"reward.path={rewards}")
-        found = await findings(
+        result = await findings(
             recipe, *overrides, of=("user code", "tokenizer", "prompts", *SCORING)
         )
-        told.append(
-            {
-                name: [(status, text.replace(str(file), "")) for status, text in found[name]]
-                for name in found
-            }
-        )
-    assert told[0] == told[1] and "earns 1 as '4'" in only(told[0], "rewards")[1]
+        without_name = {}
+        for check, lines in result.items():
+            without_name[check] = [(status, text.replace(str(file), "")) for status, text in lines]
+        told.append(without_name)
+    assert told[0] == told[1]
+    assert "earns 1 as '4'" in only(told[0], "rewards")[1]
 
 
-def one_row(folder: Path, data_source: str, truth: object, **more: str) -> str:
+def one_row(folder: Path, data_source: str, truth: object, **fields: str) -> str:
     """An override: a file with one row."""
     rows = folder / "rows.jsonl"
-    row = {"data_source": data_source, "prompt": [{"role": "user", "content": "add"}], **more}
+    row = {"data_source": data_source, "prompt": [{"role": "user", "content": "add"}], **fields}
     rows.write_text(json.dumps(row | {"reward_model": {"ground_truth": truth}}) + "\n")
     return f"data.train={rows}"
 
 
 @pytest.mark.parametrize(
-    ("data_source", "truth", "found"),
+    ("data_source", "truth", "expected"),
     [
         ("calculator", "408", "earns 1 as '408'"),
         ("gsm8k", "18", "earns 1 as '#### 18'"),
@@ -200,12 +199,13 @@ def one_row(folder: Path, data_source: str, truth: object, **more: str) -> str:
     ],
 )
 async def test_a_ground_truth_is_tried_in_the_form_its_reward_function_wants(
-    recipe, tmp_path, data_source, truth, found
+    recipe, tmp_path, data_source, truth, expected
 ):
     override = one_row(tmp_path, data_source, truth)
     overrides = (override, "data.eval=null", "reward.sandbox=unsafe_local")
     status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")
-    assert status == "ok" and found in text
+    assert status == "ok"
+    assert expected in text
 
 
 async def test_a_reward_that_pays_for_a_bare_answer_alone_is_told(recipe, tmp_path):
@@ -216,7 +216,8 @@ async def test_a_reward_that_pays_for_a_bare_answer_alone_is_told(recipe, tmp_pa
     )
     overrides = (one_row(tmp_path, "warehouse", "408"), "data.eval=null", f"reward.path={rewards}")
     status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")
-    assert status == "ok" and "earns 1 as '408', and nothing as 'The answer is 408.'" in text
+    assert status == "ok"
+    assert "earns 1 as '408', and nothing as 'The answer is 408.'" in text
 
 
 async def test_a_ground_truth_that_earns_nothing_is_told_with_what_to_check(recipe, tmp_path):
@@ -229,14 +230,17 @@ async def test_a_ground_truth_that_earns_nothing_is_told_with_what_to_check(reci
     )
     overrides = (one_row(tmp_path, "finals", "408"), "data.eval=null", f"reward.path={rewards}")
     status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")
-    assert status == "warn" and "'408' earns nothing" in text and "<answer>…</answer>" in text
-    assert "data_source" in text and "reward_model.ground_truth" in text
+    assert status == "warn"
+    assert "'408' earns nothing" in text
+    assert "<answer>…</answer>" in text
+    assert "data_source" in text
+    assert "reward_model.ground_truth" in text
 
 
 async def test_rows_that_would_call_no_tool_are_told(recipe):
-    found = await findings(recipe, "tools.function_tool_path=jax_agent_rl.tools.calculator")
+    told = await findings(recipe, "tools.function_tool_path=jax_agent_rl.tools.calculator")
     assert any(
-        s == "warn" and "no agent_name in 11 of 11 rows" in text for s, text in found["data.train"]
+        s == "warn" and "no agent_name in 11 of 11 rows" in text for s, text in told["data.train"]
     )
 
 
@@ -251,18 +255,19 @@ async def test_a_tool_server_that_is_not_there_fails_and_other_agents_are_ready(
     rows.write_text("".join(json.dumps(row | {"agent_name": name}) + "\n" for name in names))
     url = f"http://127.0.0.1:{free_port()}"
     overrides = (f"data.train={rows}", "data.eval=null", f"agent.tool_server_url={url}")
-    found = await findings(recipe, *overrides, "agent.tool_call_max_retries=0", "agent.min_turns=1")
-    by_agent = dict(text.split(": ", 1) for _, text in found["agents"])
-    assert url in by_agent["server_tool_agent"] and by_agent["single_turn_agent"] == "ready"
+    told = await findings(recipe, *overrides, "agent.tool_call_max_retries=0", "agent.min_turns=1")
+    by_agent = dict(text.split(": ", 1) for _, text in told["agents"])
+    assert url in by_agent["server_tool_agent"]
+    assert by_agent["single_turn_agent"] == "ready"
 
 
 async def test_each_rollout_server_is_asked(recipe, monkeypatch):
     monkeypatch.setattr("jax_agent_rl.deploy.doctor.run.REMOTE_SECONDS", 0.0)
     gone = f"http://127.0.0.1:{free_port()}"
-    found = await findings(recipe, "rollout.backend=remote", f"rollout.urls=[{gone}]")
+    told = await findings(recipe, "rollout.backend=remote", f"rollout.urls=[{gone}]")
     assert any(
         status == "fail" and gone in text and "rollout-server" in text
-        for status, text in found["engine"]
+        for status, text in told["engine"]
     )
 
 
@@ -270,5 +275,5 @@ async def test_a_missing_token_and_vllm_are_told(recipe, monkeypatch):
     monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
     overrides = ("rollout.backend=remote", f"rollout.urls=[http://127.0.0.1:{free_port()}]")
     monkeypatch.setattr("jax_agent_rl.deploy.doctor.run.REMOTE_SECONDS", 0.0)
-    found = await findings(recipe, *overrides, "rollout.token_env=NO_SUCH_TOKEN")
-    assert any("export NO_SUCH_TOKEN" in text for _, text in found["engine"])
+    told = await findings(recipe, *overrides, "rollout.token_env=NO_SUCH_TOKEN")
+    assert any("export NO_SUCH_TOKEN" in text for _, text in told["engine"])

@@ -34,8 +34,8 @@ async def lacks_rows(report):
 async def test_every_check_is_told_whatever_the_others_do():
     looks = (no_model, two_problems, has_a_bug, hangs, lacks_rows, fine)
     checks = [(look.__name__, look) for look in looks]
-    found = [(f.check, f.status, f.text) async for f in run_checks(checks, timeout=0.5)]
-    assert found == [
+    findings = [(f.check, f.status, f.text) async for f in run_checks(checks, timeout=0.5)]
+    assert findings == [
         ("no_model", Status.FAIL, "config.json is missing"),
         ("two_problems", Status.OK, "before"),
         ("two_problems", Status.FAIL, "first"),

@@ -46,24 +46,28 @@ def test_an_extra_is_its_own_requirements_and_those_of_extras_it_is_made_of():
 
 
 def disk(folder: Path, *, need: int) -> Finding:
-    machine.check_disk(report := Reporter("disk"), folder, need=need, key="run_dir")
-    (found,) = report.findings
-    return found
+    report = Reporter("disk")
+    machine.check_disk(report, folder, need=need, key="run_dir")
+    (finding,) = report.findings
+    return finding
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_where_it_will_be(tmp_path):
     free = shutil.disk_usage(tmp_path).free
-    found = disk(tmp_path / "runs" / "new", need=1)
-    assert found.status is Status.OK and not (tmp_path / "runs").exists()
-    found = disk(tmp_path / "runs" / "new", need=2 * free)
-    assert found.status is Status.FAIL and "run_dir=" in found.text and "make space" in found.text
+    finding = disk(tmp_path / "runs" / "new", need=1)
+    assert finding.status is Status.OK
+    assert not (tmp_path / "runs").exists()
+    finding = disk(tmp_path / "runs" / "new", need=2 * free)
+    assert finding.status is Status.FAIL
+    assert "run_dir=" in finding.text
+    assert "make space" in finding.text
 
 
 def test_a_port_that_somebody_listens_on_is_not_free():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
         assert not machine.is_free("127.0.0.1", port)
 
 
@@ -75,7 +79,8 @@ async def test_the_checks_of_this_very_machine_all_answer():
         machine.cache_disk,
         machine.limits,
     ):
-        await check(report := Reporter("x"))
+        report = Reporter("x")
+        await check(report)
         assert [f.text for f in report.findings]
 
 
@@ -141,11 +146,13 @@ def compared(seen: Devices | str, present: set[str], *, need: int, forced: str) 
 def test_a_device_that_jax_does_not_use_is_told_with_what_to_do(
     seen, present, forced, statuses, said
 ):
-    found = compared(seen, present, need=1, forced=forced)
-    assert [f.status for f in found] == statuses and said in " ".join(f.text for f in found)
+    findings = compared(seen, present, need=1, forced=forced)
+    assert [f.status for f in findings] == statuses
+    assert said in " ".join(f.text for f in findings)
 
 
 def test_meshes_larger_than_the_machine_fail():
-    *_, found = compared(CPU, set(), need=4, forced="")
-    assert found.status is Status.FAIL and "need 4 devices, there are 1" in found.text
-    assert "xla_force_host_platform_device_count=4" in found.text
+    *_, finding = compared(CPU, set(), need=4, forced="")
+    assert finding.status is Status.FAIL
+    assert "need 4 devices, there are 1" in finding.text
+    assert "xla_force_host_platform_device_count=4" in finding.text

@@ -30,13 +30,14 @@ def test_a_value_that_tpu_pod_cannot_take_is_refused_with_its_form(
 ):
     with pytest.raises(SystemExit) as ended:
         tpu_parser().parse_intermixed_args([*TPU, f"{option}={value}"])
-    assert ended.value.code == 2 and f"argument {option}: {message}" in capsys.readouterr().err
+    assert ended.value.code == 2
+    assert f"argument {option}: {message}" in capsys.readouterr().err
 
 
 def test_a_value_that_tpu_pod_can_take_is_taken():
-    given = ["--slices=2", "--poll=0.5", "--rollout-port=65535"]
-    found = tpu_parser().parse_intermixed_args([*TPU, *given])
-    assert (found.slices, found.poll, found.rollout_port) == (2, 0.5, 65535)
+    words = ["--slices=2", "--poll=0.5", "--rollout-port=65535"]
+    parsed = tpu_parser().parse_intermixed_args([*TPU, *words])
+    assert (parsed.slices, parsed.poll, parsed.rollout_port) == (2, 0.5, 65535)
 
 
 def test_a_number_that_gpu_cannot_take_is_refused_with_its_form(capsys: pytest.CaptureFixture[str]):
@@ -57,7 +58,8 @@ def test_help_shows_the_comment_of_the_script_and_all_options(parser: argparse.A
     )
     text = parser.format_help()
     assert "\n".join(line.removeprefix("#").removeprefix(" ") for line in comment) in text
-    assert "Exit status:" in text and "--render" in text
+    assert "Exit status:" in text
+    assert "--render" in text
 
 
 def test_gpu_certifies_its_own_device_with_what_it_is_given(capsys: pytest.CaptureFixture[str]):
@@ -90,4 +92,5 @@ def test_gpu_refuses_to_certify_a_cluster(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
-    assert gpu_main(["--certify"]) == 1 and "unset RAY_ADDRESS" in capsys.readouterr().err
+    assert gpu_main(["--certify"]) == 1
+    assert "unset RAY_ADDRESS" in capsys.readouterr().err

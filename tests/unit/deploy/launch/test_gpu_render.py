@@ -25,13 +25,15 @@ def test_ray_up_takes_the_cluster_file_and_prepares_every_host(
         "head_ip": "10.0.0.1",
         "worker_ips": ["10.0.0.2", "10.0.0.3"],
     }
-    assert tree["auth"] == {"ssh_user": "me"} and tree["min_workers"] == 2
+    assert tree["auth"] == {"ssh_user": "me"}
+    assert tree["min_workers"] == 2
     assert tree["file_mounts"][str(ROOT)] == str(ROOT)
     assert tree["setup_commands"] == [
         f"JAX_AGENT_RL_VENV=/opt/venv {ROOT}/launch/gpu_environment.sh cuda"
     ]
     head, worker = (tree[f"{role}_start_ray_commands"][-1] for role in ("head", "worker"))
-    assert "--head --port=6379" in head and "--address=$RAY_HEAD_IP:6379" in worker
+    assert "--head --port=6379" in head
+    assert "--address=$RAY_HEAD_IP:6379" in worker
     assert all(
         "RAY_AUTH_MODE=token /opt/venv/bin/ray start" in command for command in (head, worker)
     )
@@ -62,9 +64,8 @@ def test_a_rayjob_runs_the_driver_on_the_configuration_with_time_to_save(
     assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     pod = group["template"]["spec"]
-    assert group["replicas"] == 2 and pod["containers"][0]["resources"] == {
-        "limits": {"nvidia.com/gpu": 4}
-    }
+    assert group["replicas"] == 2
+    assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 4}}
     assert {"name": "runs", "persistentVolumeClaim": {"claimName": "disk"}} in pod["volumes"]
 
 

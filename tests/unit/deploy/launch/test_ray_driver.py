@@ -7,31 +7,36 @@ import pytest
 from jax_agent_rl.deploy.launch.__main__ import main
 from jax_agent_rl.deploy.launch.ray_driver import load_run, place_engines
 from jax_agent_rl.errors import LaunchError
+from tests.messages import raises
 
 QUICKSTART = str(Path(__file__).parents[4] / "configs" / "quickstart.yaml")
 
 
 def place(free: list[int], *overrides: str) -> tuple[list[str], dict[str, str]]:
     config = load_run(QUICKSTART, overrides)
-    own, variables = place_engines(config, free)
-    load_run(QUICKSTART, [*overrides, *own])  # the learner will accept them
-    return own, variables
+    engine_overrides, variables = place_engines(config, free)
+    load_run(QUICKSTART, [*overrides, *engine_overrides])  # the learner will accept them
+    return engine_overrides, variables
 
 
 def test_every_gpu_that_the_learner_leaves_serves():
     for free, group, engines in (([6, 8], 2, 7), ([3, 3], 2, 2), ([1], 1, 1)):
-        own, variables = place(free, f"rollout.vllm.tensor_parallel_size={group}")
+        engine_overrides, variables = place(free, f"rollout.vllm.tensor_parallel_size={group}")
         wanted = {
             f"rollout.num_engines={engines}",
             f"rollout.gpus_per_engine={group}",
             "rollout.placement=separate",
         }
-        assert set(own) == wanted and not variables
+        assert set(engine_overrides) == wanted
+        assert not variables
 
 
 def test_an_engine_shares_the_learners_gpus_if_too_few_are_left():
-    own, variables = place([1, 0], "rollout.vllm.tensor_parallel_size=2")
-    assert own == ["rollout.placement=colocated", "rollout.vllm.gpu_memory_utilization=0.45"]
+    engine_overrides, variables = place([1, 0], "rollout.vllm.tensor_parallel_size=2")
+    assert engine_overrides == [
+        "rollout.placement=colocated",
+        "rollout.vllm.gpu_memory_utilization=0.45",
+    ]
     assert variables == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.45"}
     assert place([0], "rollout.vllm.gpu_memory_utilization=0.3")[0] == [
         "rollout.placement=colocated"
@@ -49,7 +54,7 @@ def test_runs_sample_with_vllm_unless_an_override_names_another_engine():
 
 
 def test_keys_of_the_driver_are_refused():
-    with pytest.raises(LaunchError, match="learner.multihost.process_id=1: gpu.sh sets"):
+    with raises(LaunchError, key="learner.multihost.process_id", value=1, fix="gpu.sh"):
         load_run(QUICKSTART, ["seed=1", "learner.multihost.process_id=1"])
 
 

@@ -62,14 +62,14 @@ def test_what_is_proposed_can_be_set_on_the_slice(mesh, part, adviser, tmp_path)
         f"learner.mesh.{axis}={size}"
         for axis, size in zip(("fsdp", "context", "tensor"), mesh, strict=True)
     ]
-    here = adviser([*axes, *SMALLEST, "rollout.jetstream.mesh.tensor=4"])
+    on_slice = adviser([*axes, *SMALLEST, "rollout.jetstream.mesh.tensor=4"])
     for phase in ("learner", "rollout"):
-        proposed = here.advice(filled(part, phase))
+        proposed = on_slice.advice(filled(part, phase))
         assert proposed
         for hint in proposed:
             if "=" in hint:
                 changed = load(tmp_path / "recipe.yaml", [*axes, *SMALLEST, *hint.split()])
-                check_layout(changed, here.model, here.slice)
+                check_layout(changed, on_slice.model, on_slice.slice)
                 assert changed.learner.mesh.devices == 4
 
 

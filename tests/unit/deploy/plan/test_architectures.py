@@ -41,7 +41,7 @@ def test_a_model_has_the_published_number_of_parameters(name: str):
     assert not folder.exists()
 
 
-def test_a_name_that_is_not_known_is_refused_with_the_nearest_and_all_there_are():
+def test_an_unknown_name_is_refused_with_the_nearest_and_all_there_are():
     with raises(ConfigError, fix=("qwen3-8b", "smollm2-135m", "config.json")):
         architecture_folder("Qwen3-8").__enter__()
 
@@ -62,4 +62,5 @@ def test_the_command_plans_it_in_place_of_the_configured_model(monkeypatch, tmp_
     arguments = ["plan", "quickstart", "--topology", "v5e:2x2", "--architecture", "Qwen3-30B-A3B"]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
-    assert planned[0].num_layers == 48 and planned[0].experts.count == 128
+    assert planned[0].num_layers == 48
+    assert planned[0].experts.count == 128

@@ -30,14 +30,14 @@ def mesh(*, slices: int = 1, **sizes: int) -> Mesh:
     return Mesh(chips.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def program(*lines: str, before: str = "") -> Hlo:
+def program(*lines: str, preamble: str = "") -> Hlo:
     entry = "".join(f"  {line}\n" for line in lines)
-    return parse(f"{before}ENTRY %main.1 (p.1: f32[8]) -> f32[8] {{\n{entry}}}\n")
+    return parse(f"{preamble}ENTRY %main.1 (p.1: f32[8]) -> f32[8] {{\n{entry}}}\n")
 
 
 def one(line: str, over: Mesh) -> Collective:
-    (found,) = collectives(program(line), over)
-    return found
+    (collective,) = collectives(program(line), over)
+    return collective
 
 
 FSDP_TENSOR = mesh(fsdp=2, tensor=2)
@@ -89,9 +89,9 @@ def test_groups_are_axes_however_they_are_written(groups, axes):
     ],
 )  # fmt: skip
 def test_bytes_are_those_a_chip_sends_around_a_ring(line, kind, sent):
-    found = one(f"%r = {line}", FSDP_TENSOR)
-    assert found.bytes == sent
-    assert kind in ("", found.kind)
+    collective = one(f"%r = {line}", FSDP_TENSOR)
+    assert collective.bytes == sent
+    assert kind in ("", collective.kind)
 
 
 LOOP = """%body.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
@@ -124,17 +124,17 @@ WHILE = "%w = (s32[], f32[8]{0}) while(%t), condition=%until.1, body=%body.1"
 
 
 @pytest.mark.parametrize(("condition", "times"), [(COUNTED, 30), (FOUND, 16)])
-def test_a_loop_counts_as_often_as_its_condition_says_and_else_as_the_caller_does(condition, times):
-    found = collectives(program(WHILE, before=LOOP + condition), FSDP_TENSOR, loops=16)
-    assert {(each.kind, each.times, each.bytes) for each in found} == {
+def test_a_loop_counts_by_its_condition_or_else_by_its_caller(condition, times):
+    exchanges = collectives(program(WHILE, preamble=LOOP + condition), FSDP_TENSOR, loops=16)
+    assert {(each.kind, each.times, each.bytes) for each in exchanges} == {
         ("all-reduce", times, 32.0 * times),
         ("all-gather", times, 32.0 * times),
     }
 
 
 def test_an_exchange_spread_over_fusions_counts_once():
-    found = collectives(program(WHILE, before=LOOP + COUNTED), FSDP_TENSOR)
-    assert sorted(each.kind for each in found) == ["all-gather", "all-reduce"]
+    exchanges = collectives(program(WHILE, preamble=LOOP + COUNTED), FSDP_TENSOR)
+    assert sorted(each.kind for each in exchanges) == ["all-gather", "all-reduce"]
 
 
 def test_a_sum_of_which_a_fusion_keeps_a_part_is_a_reduce_scatter():
@@ -144,13 +144,13 @@ def test_a_sum_of_which_a_fusion_keeps_a_part_is_a_reduce_scatter():
 }
 
 """
-    (found,) = collectives(
+    (collective,) = collectives(
         program(
-            "%f = f32[8]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.2", before=inner
+            "%f = f32[8]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.2", preamble=inner
         ),
         FSDP_TENSOR,
     )
-    assert (found.kind, found.bytes) == ("reduce-scatter", 32.0)
+    assert (collective.kind, collective.bytes) == ("reduce-scatter", 32.0)
 
 
 def test_what_leaves_a_slice_is_told_apart():
@@ -178,8 +178,8 @@ def test_what_hosts_send_between_slices_counts_for_their_chips(said, kind, sent)
         'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
         f'_xla_megascale_target="{{1,2}}x{{0:1}}",_xla_megascale_transfer_type="{said}"}}'
     )
-    found = one(line, mesh(slices=2, data=2, tensor=2))
-    assert (found.kind, found.bytes, found.axes, found.between_slices) == (
+    collective = one(line, mesh(slices=2, data=2, tensor=2))
+    assert (collective.kind, collective.bytes, collective.axes, collective.between_slices) == (
         kind,
         sent,
         ("data",),
@@ -187,12 +187,12 @@ def test_what_hosts_send_between_slices_counts_for_their_chips(said, kind, sent)
     )
 
 
-def test_branches_are_all_counted_and_groups_of_an_unknown_form_are_over_no_axis():
+def test_all_branches_count_and_unknown_groups_are_over_no_axis():
     branch = """%yes.1 (p.2: f32[8]) -> f32[8] {
   ROOT %r.1 = f32[8]{0} all-reduce(%p.2), replica_groups=ragged<1>, to_apply=%add
 }
 
 """
     line = "%c = f32[8]{0} conditional(%i, %a, %b), branch_computations={%yes.1, %yes.1}"
-    found = collectives(program(line, before=branch), FSDP_TENSOR)
-    assert [(each.axes, each.times) for each in found] == [((), 1), ((), 1)]
+    exchanges = collectives(program(line, preamble=branch), FSDP_TENSOR)
+    assert [(each.axes, each.times) for each in exchanges] == [((), 1), ((), 1)]

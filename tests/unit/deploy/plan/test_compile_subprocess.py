@@ -68,30 +68,30 @@ def test_warnings_are_shown(capsys):
 
 
 @pytest.mark.parametrize(
-    ("ending", "words"),
+    ("ending", "named"),
     [
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
-            r"killed \(SIGKILL\) when it was compiling decode.*memory runs out",
+            {"key": "compiling decode", "value": "SIGKILL", "fix": "memory"},
         ),
         (
             "os.kill(os.getpid(), signal.SIGSEGV)",
-            r"ended itself \(SIGSEGV\) when .*: it gave no message. .*--search",
+            {"value": ("SIGSEGV", "no message"), "fix": "--search"},
         ),
         (
             "print('{\"report', end='', flush=True); os._exit(3)",
-            "exit status 3 when it was compiling decode",
+            {"key": "compiling decode", "value": "exit status 3"},
         ),
-        ("sys.exit(3)", "exit status 3 when it was compiling decode: this should not happen"),
-        ("1 / 0", "exit status 1 when it was compiling decode.*(?s:.*)ZeroDivisionError"),
+        ("sys.exit(3)", {"key": "compiling decode", "value": "exit status 3"}),
+        ("1 / 0", {"key": "compiling decode", "value": ("exit status 1", "ZeroDivisionError")}),
     ],
 )
-def test_a_process_that_ends_without_an_answer_is_explained(ending, words):
-    with pytest.raises(CompilerError, match=words):
+def test_a_process_that_ends_without_an_answer_is_explained(ending, named):
+    with raises(CompilerError, **named):
         answered(f"""print(json.dumps({{"progress": "compiling decode"}}), flush=True)\n{ending}""")
 
 
-def test_of_libtpus_last_words_the_telling_ones_are_shown_with_what_is_known_to_help():
+def test_libtpus_telling_last_words_are_shown_with_what_helps():
     with pytest.raises(CompilerError) as caught:
         answered(f"print({ABORTED!r}, file=sys.stderr)\nos.abort()")
     message = str(caught.value)

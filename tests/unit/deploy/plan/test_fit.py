@@ -47,11 +47,11 @@ def compiled(
     of: Program, *, work: Flops = NO_WORK, exchanges: tuple = (), **memory: int
 ) -> Compiled:
     fields = dict.fromkeys(("arguments", "outputs", "aliased", "temporaries", "code"), 0) | memory
-    made = Memory(**fields)
+    sizes = Memory(**fields)
     return Compiled(
         program=of,
-        memory=made,
-        required_bytes=made.total,
+        memory=sizes,
+        required_bytes=sizes.total,
         work=work,
         exchanges=exchanges,
         seconds=1.0,
@@ -59,16 +59,16 @@ def compiled(
 
 
 def inventory(**sizes: int) -> Inventory:
-    made = Inventory()
+    residents = Inventory()
     for name, count in sizes.items():
-        made.keep(
+        residents.keep(
             name, array(count), absent=frozenset({"learner"}) if name == "asleep" else frozenset()
         )
-    return made
+    return residents
 
 
 def test_a_program_is_charged_for_what_stays_beside_it_and_what_it_adds():
-    one = compiled(
+    charged = compiled(
         program(holds=["weights"]),
         arguments=400 + 70,
         outputs=400 + 5,
@@ -76,22 +76,26 @@ def test_a_program_is_charged_for_what_stays_beside_it_and_what_it_adds():
         temporaries=30,
         code=2,
     )
-    (load,) = loads(inventory(weights=100, cache=200), [one], capacity=1400)
+    (load,) = loads(inventory(weights=100, cache=200), [charged], capacity=1400)
     assert load.parts == {"weights": 400, "cache": 800, BATCH: 70 + 5, TEMPORARIES: 30, CODE: 2}
-    assert load.total == 1307 and load.fits
+    assert load.total == 1307
+    assert load.fits
     assert not dataclasses.replace(load, capacity=1306).fits
 
 
 def test_an_engine_that_sleeps_leaves_its_memory_to_the_learner_only():
     programs = [compiled(program(phase="learner")), compiled(program(phase="weights"))]
     learning, weights = loads(inventory(asleep=10), programs, capacity=100)
-    assert "asleep" not in learning.parts and weights.parts["asleep"] == 40
+    assert "asleep" not in learning.parts
+    assert weights.parts["asleep"] == 40
 
 
 def test_padding_is_what_a_compiler_says_of_donated_memory():
-    both = compiled(program(donates=["weights", "cache"]), aliased=500 + 900)
-    alone = compiled(program(donates=["weights"]), aliased=500)
-    parts = loads(inventory(weights=100, cache=200, other=10), [both, alone], capacity=1)[0].parts
+    two_donated = compiled(program(donates=["weights", "cache"]), aliased=500 + 900)
+    one_donated = compiled(program(donates=["weights"]), aliased=500)
+    parts = loads(
+        inventory(weights=100, cache=200, other=10), [two_donated, one_donated], capacity=1
+    )[0].parts
     assert (parts["weights"], parts["cache"], parts["other"]) == (500, 900, 40)
 
 
@@ -118,7 +122,8 @@ def test_a_refusal_of_the_compiler_is_counted_by_the_amount_it_names():
     )
     (load,) = loads(inventory(weights=100), [refused], capacity=999)
     # What it says is of the temporaries alone: the weights are there besides.
-    assert load.total == 1400 and not load.fits
+    assert load.total == 1400
+    assert not load.fits
     silent = dataclasses.replace(refused, required_bytes=0, problem="RESOURCE_EXHAUSTED")
     assert not loads(inventory(weights=100), [silent], capacity=999)[0].fits
 
@@ -131,8 +136,8 @@ def test_a_call_takes_as_long_as_its_slowest_part():
     links = Collective(
         kind="all-gather", axes=("fsdp",), between_slices=False, members=4, times=1, bytes=1e9
     )
-    one = compiled(program(), work=Flops(flops=197e12, bytes=819e9 / 2), exchanges=(links,))
-    seconds = ideal_seconds(one, V5E)
+    timed = compiled(program(), work=Flops(flops=197e12, bytes=819e9 / 2), exchanges=(links,))
+    seconds = ideal_seconds(timed, V5E)
     assert (seconds.products, seconds.memory, seconds.links) == (1.0, 0.5, 1e9 / (2 * 50e9))
     assert (seconds.total, seconds.bound) == (1.0, "products")
     far = compiled(program(), exchanges=(dataclasses.replace(links, between_slices=True),))

@@ -24,7 +24,7 @@ def test_a_product_counts_two_operations_for_each_pair_and_every_array_once():
     assert work.bytes == 4 * 5 * (2 * 3 + 3 * 7 + 2 * 7)
 
 
-def test_a_scan_counts_as_often_as_it_runs_and_its_gradient_with_what_is_recomputed():
+def test_a_scan_counts_as_often_as_it_runs_and_recomputes():
     def loss(weights, x):
         layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
         return jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0].sum()

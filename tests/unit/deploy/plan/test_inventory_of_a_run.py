@@ -84,9 +84,11 @@ def test_a_gradient_is_planned_for_the_arrays_a_learner_gives_it(trained, tmp_pa
     config = load(
         recipe(tmp_path, **ONE_DEVICE, algorithm=ALGORITHMS[trained]), ["learner.ppo_epochs=2"]
     )
-    made = inventory(config, TINY, place_devices(config, jax.devices()[:1]))
+    run_inventory = inventory(config, TINY, place_devices(config, jax.devices()[:1]))
     (program,) = [
-        program for program in made.programs if program.name == f"{trained.split()[0]} gradient"
+        program
+        for program in run_inventory.programs
+        if program.name == f"{trained.split()[0]} gradient"
     ]
     (*_, planned), _ = program.traced.in_avals
     assert shapes(planned) == shapes(first_batch(config, monkeypatch))
@@ -98,16 +100,17 @@ def test_a_teacher_is_planned_as_the_reference_in_the_learners_compute_dtype(tmp
         file, [f"distill.teachers={tmp_path / 'model'}", "learner.compute_dtype=bfloat16"]
     )
     device = jax.devices()[0]
-    made = inventory(config, TINY, place_devices(config, [device]))
+    planned = inventory(config, TINY, place_devices(config, [device]))
     name = f"teacher {tmp_path / 'model'}"
-    sizes = {resident.name: resident.bytes[device] for resident in made.residents}
+    sizes = {resident.name: resident.bytes[device] for resident in planned.residents}
     teacher = load_config(tmp_path / "model").parameter_shapes()
     count = sum(
         math.prod(shape)
         for shape in jax.tree.leaves(teacher, is_leaf=lambda x: isinstance(x, tuple))
     )
-    assert sizes[name] == 2 * count and "reference" not in sizes
-    (scoring,) = [program for program in made.programs if program.name == name]
+    assert sizes[name] == 2 * count
+    assert "reference" not in sizes
+    (scoring,) = [program for program in planned.programs if program.name == name]
     assert scoring.holds == {name}
 
 
@@ -118,25 +121,25 @@ def test_an_engine_is_planned_with_the_programs_it_compiles(tmp_path):
     described = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
-    given = []
-    for table, weights in ((CountingTable(), params), (RecordingTable(), described)):
-        engine = JaxEngine(TINY, engine_shapes(config), mesh=mesh, program_table=table)
+    described_programs = []
+    for program_table, weights in ((CountingTable(), params), (RecordingTable(), described)):
+        engine = JaxEngine(TINY, engine_shapes(config), mesh=mesh, program_table=program_table)
         served = engine.load_params(weights)
         cache = engine.init_cache()
         slots = make_decode_batch(8, engine.shapes.context_pages, 16)
         cache, sampled = engine.decode(served, cache, slots, 16, 1)
-        given.append((shapes(served), shapes((cache, sampled.ids, sampled.log_probs))))
-        given[-1] += ([key[0] for key in table.recorded],)
-    assert given[0] == given[1]
-    assert given[1][2] == ["no weights", "weights", "empty", "decode"]
+        described_programs.append((shapes(served), shapes((cache, sampled.ids, sampled.log_probs))))
+        described_programs[-1] += ([key[0] for key in program_table.recorded],)
+    assert described_programs[0] == described_programs[1]
+    assert described_programs[1][2] == ["no weights", "weights", "empty", "decode"]
 
 
 def test_arrays_that_stay_are_counted_on_every_chip_that_holds_them(tmp_path):
     config = load(recipe(tmp_path, **ONE_DEVICE))
     device = jax.devices()[0]
-    made = inventory(config, TINY, place_devices(config, [device]))
+    planned = inventory(config, TINY, place_devices(config, [device]))
     count = sum(x.size for x in jax.tree.leaves(tiny_params()))
-    sizes = {resident.name: resident.bytes[device] for resident in made.residents}
+    sizes = {resident.name: resident.bytes[device] for resident in planned.residents}
     shapes_ = engine_shapes(config)
     assert sizes["policy parameters"] == sizes["engine weights"] == 4 * count
     assert sizes["policy optimizer"] == 8 * count + 4  # two moments, and a counter
@@ -152,8 +155,8 @@ def test_a_small_cache_keeps_fewer_slots_running(cache, running, tmp_path):
         recipe(tmp_path, **ONE_DEVICE),
         [] if cache is None else [f"rollout.jetstream.kv_cache_tokens={cache}"],
     )
-    made = inventory(config, TINY, place_devices(config, jax.devices()[:1]), only="rollout")
-    (decode,) = [program for program in made.programs if program.token_kind == "sampled"]
+    planned = inventory(config, TINY, place_devices(config, jax.devices()[:1]), only="rollout")
+    (decode,) = [program for program in planned.programs if program.token_kind == "sampled"]
     assert decode.tokens == round(running * engine_shapes(config).decode_steps)
     # On another three hosts, engines have a quarter of the eight trajectories each.
     assert running_share(config, 4) == pytest.approx(min(8 / 4, running) / 8)

@@ -53,8 +53,8 @@ TINY = DecoderConfig(
 def test_attention_counts_what_a_token_sees():
     # Scores and their mixture: 4 operations per head of 2 and position. One layer has 3 positions,
     # the other one 5.
-    more = pass_flops(TINY, 6, visible=5) - pass_flops(TINY, 6, visible=0)
-    assert more == 6 * 4 * (4 * 2) * (3 + 5)
+    extra_flops = pass_flops(TINY, 6, visible=5) - pass_flops(TINY, 6, visible=0)
+    assert extra_flops == 6 * 4 * (4 * 2) * (3 + 5)
 
 
 def described(*shape: int) -> jax.ShapeDtypeStruct:
@@ -68,11 +68,11 @@ def test_weights_of_chosen_experts_and_visible_pages_are_read_once():
     )
     # Two key/value heads, kept twice for four devices; 6 pages of 4 positions.
     pages = LayerKV(keys=described(6, 4, 2, 4), values=described(6, 4, 4, 2))
-    found = EngineWork(TINY, params, KVCache((pages, pages))).of(("decode", None, 2, 8))
-    assert found is not None
+    work = EngineWork(TINY, params, KVCache((pages, pages))).of(("decode", None, 2, 8))
+    assert work is not None
     chosen = 1 - (3 / 4) ** 2  # two tokens of one expert each, of four
     weights = 2 * 2 * (4 * 8 + chosen * 4 * 8 * 4) + 2 * 10 * 4
     visible = (
         2 * (3 + 8) * (2 * 2 * 2) * 2
     )  # slots, positions, keys and values of two heads of 2, bytes
-    assert found[1] == pytest.approx(weights + visible)
+    assert work[1] == pytest.approx(weights + visible)

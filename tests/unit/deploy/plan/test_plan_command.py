@@ -37,15 +37,17 @@ def plan(file: Path, topology: str, *arguments: str) -> subprocess.CompletedProc
 
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
-    done = plan(recipe(tmp_path), topology, "--json", "--plot", str(tmp_path / "memory.png"))
-    assert done.returncode == 0, done.stderr
-    assert "It fits" in done.stderr
-    made = json.loads(done.stdout)
-    assert made["fits"] and made["chips"] == 4
-    programs = {program["name"]: program for program in made["programs"]}
+    result = plan(recipe(tmp_path), topology, "--json", "--plot", str(tmp_path / "memory.png"))
+    assert result.returncode == 0, result.stderr
+    assert "It fits" in result.stderr
+    printed = json.loads(result.stdout)
+    assert printed["fits"]
+    assert printed["chips"] == 4
+    programs = {program["name"]: program for program in printed["programs"]}
     gradient = programs["policy gradient"]
     decode = programs["decode 4 slots of 128"]
-    assert gradient["exchanged"]["fsdp"] > 0 and gradient["exchanged"]["tensor"] > 0
+    assert gradient["exchanged"]["fsdp"] > 0
+    assert gradient["exchanged"]["tensor"] > 0
     assert set(decode["exchanged"]) == {"tensor"}
     # Two engines of two chips share 8 slots: each has 4 contexts of 128 positions, of each a key
     # and a value; 2 layers, one head a chip, 32 numbers of 4 bytes.
@@ -54,7 +56,7 @@ def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
     # for each of four heads of 32 numbers, 128 positions and two layers.
     matrices = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256) + 256 * 128
     assert decode["flops"] == 2 * 4 * decode["steps"] * (2 * matrices + 4 * 4 * 32 * 128 * 2)
-    assert made["step"]["seconds"] > 0
+    assert printed["step"]["seconds"] > 0
     assert (tmp_path / "memory.png").stat().st_size > 0
 
 
@@ -62,17 +64,17 @@ def test_engines_on_all_chips_of_one_host_of_several_are_compiled(tmp_path):
     """The chips of the first host are 0, 1, 4 and 5, which libtpu does not take for a program of
     four chips.
     """
-    done = plan(
+    result = plan(
         recipe(tmp_path),
         "v5e:4x4",
         "learner.mesh.fsdp=8",
         "rollout.jetstream.mesh.tensor=4",
         "--json",
     )
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
-    assert [mesh["tensor"] for mesh in made["meshes"]["engines"]] == [4] * 4
-    (decode,) = [program for program in made["programs"] if program["name"].startswith("decode")]
+    assert result.returncode == 0, result.stderr
+    printed = json.loads(result.stdout)
+    assert [mesh["tensor"] for mesh in printed["meshes"]["engines"]] == [4] * 4
+    (decode,) = [program for program in printed["programs"] if program["name"].startswith("decode")]
     assert set(decode["exchanged"]) == {"tensor"}
     kinds = {"policy parameters", "policy optimizer", "engine weights", "KV cache"}
     assert all(decode["memory"][kind] > 0 for kind in kinds), "on the learner's chips, too"
@@ -80,11 +82,11 @@ def test_engines_on_all_chips_of_one_host_of_several_are_compiled(tmp_path):
 
 def test_copies_on_several_slices_exchange_gradients_between_them(tmp_path):
     critic = ["algorithm.adv_estimator=gae", "algorithm.kl.where=loss"]
-    done = plan(recipe(tmp_path), "2*v5e:2x2", "learner.mesh.data=2", "--json", *critic)
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
-    assert len(made["meshes"]["engines"]) == 2, "both hosts sample"
-    programs = {program["name"]: program for program in made["programs"]}
+    result = plan(recipe(tmp_path), "2*v5e:2x2", "learner.mesh.data=2", "--json", *critic)
+    assert result.returncode == 0, result.stderr
+    printed = json.loads(result.stdout)
+    assert len(printed["meshes"]["engines"]) == 2, "both hosts sample"
+    programs = {program["name"]: program for program in printed["programs"]}
     assert {"critic gradient", "critic update", "values", "score"} < programs.keys()
     assert "reference" in programs["decode 4 slots of 128"]["memory"]
     between = {
@@ -97,42 +99,44 @@ def test_copies_on_several_slices_exchange_gradients_between_them(tmp_path):
 
 
 def test_a_search_compiles_layouts_and_plans_the_best_of_those_that_fit(tmp_path):
-    done = plan(
+    result = plan(
         recipe(tmp_path), "v5e:2x2", "--search", "--budget", "1", "--json", "learner.remat=full"
     )
-    assert done.returncode == 0, done.stderr
-    (layout,) = [line for line in done.stderr.splitlines() if line.startswith("layout: ")]
-    made = json.loads(done.stdout)
-    (tried,) = made["searched"]
-    assert tried["fits"] and layout == f"layout: {' '.join(tried['overrides'])}"
-    assert f"the first, as overrides: {' '.join(tried['overrides'])}" in done.stderr
-    assert (made["fits"], made["step"]["seconds"]) == (True, tried["seconds"])
+    assert result.returncode == 0, result.stderr
+    (layout,) = [line for line in result.stderr.splitlines() if line.startswith("layout: ")]
+    printed = json.loads(result.stdout)
+    (tried,) = printed["searched"]
+    assert tried["fits"]
+    assert layout == f"layout: {' '.join(tried['overrides'])}"
+    assert f"the first, as overrides: {' '.join(tried['overrides'])}" in result.stderr
+    assert (printed["fits"], printed["step"]["seconds"]) == (True, tried["seconds"])
     meshes = {
-        "learner.mesh": made["meshes"]["learner"],
-        "rollout.jetstream.mesh": made["meshes"]["engines"][0],
+        "learner.mesh": printed["meshes"]["learner"],
+        "rollout.jetstream.mesh": printed["meshes"]["engines"][0],
     }
     chosen = {f"{key}.{axis}={size}" for key, mesh in meshes.items() for axis, size in mesh.items()}
     changed = {change for change in tried["overrides"] if ".mesh." in change}
     assert changed and changed <= chosen, (changed, chosen)
-    assert done.stderr.count("It fits") == 1, "the report of the best only"
+    assert result.stderr.count("It fits") == 1, "the report of the best only"
 
 
-def test_a_compiler_that_ends_its_process_is_a_message_and_leaves_nothing_behind(tmp_path):
+def test_a_compiler_that_ends_its_process_is_a_message(tmp_path):
     command = [sys.executable, "-m", "jax_agent_rl.cli", "plan", "--config", str(recipe(tmp_path))]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [*command, "--topology", "v5e:2x2"], stdout=pipe, stderr=pipe, text=True
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         while "compiling" not in process.stdout.readline():
             assert process.poll() is None
         (compiler,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(compiler), signal.SIGKILL)
         said = process.stderr.read()
-    assert process.returncode == 2 and said.startswith(
-        "error: planning was killed (SIGKILL) when it was compiling"
-    )
-    assert "where memory runs out" in said and "Traceback" not in said
+    assert process.returncode == 2
+    assert said.startswith("error: planning was killed (SIGKILL) when it was compiling")
+    assert "where memory runs out" in said
+    assert "Traceback" not in said
 
 
 def test_whoever_ends_the_command_ends_its_compiler(tmp_path):
@@ -150,23 +154,24 @@ def test_whoever_ends_the_command_ends_its_compiler(tmp_path):
 
 def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
     external = "rollout.jetstream.engine_factory=pkg.module:make"
-    done = plan(
+    result = plan(
         recipe(tmp_path),
         "v5e:2x2",
         "rollout.jetstream.kv_cache_tokens=40000000",
         external,
         "--json",
     )
-    assert done.returncode == 1, done.stderr
-    assert f"{external}: planned as if it were the built-in engine" in done.stderr
-    advised = [line for line in done.stderr.splitlines() if " not fit: " in line]
+    assert result.returncode == 1, result.stderr
+    assert f"{external}: planned as if it were the built-in engine" in result.stderr
+    advised = [line for line in result.stderr.splitlines() if " not fit: " in line]
     (line,) = [line for line in advised if "decode 8 slots of 128" in line]
-    assert "write to the cache" in line and "rollout.jetstream.kv_cache_tokens=20000000" in line
+    assert "write to the cache" in line
+    assert "rollout.jetstream.kv_cache_tokens=20000000" in line
     assert len({line.partition("; try ")[2] for line in advised}) == len(advised), (
         "the same is not said twice"
     )
-    made = json.loads(done.stdout)
-    assert not made["fits"]
+    printed = json.loads(result.stdout)
+    assert not printed["fits"]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +201,6 @@ def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
 def test_a_slice_that_does_not_go_with_the_run_is_refused_with_the_fix(
     topology, overrides, words, tmp_path
 ):
-    done = plan(recipe(tmp_path), topology, *overrides)
-    assert done.returncode == 2
-    assert words in done.stderr
+    result = plan(recipe(tmp_path), topology, *overrides)
+    assert result.returncode == 2
+    assert words in result.stderr

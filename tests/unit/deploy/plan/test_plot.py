@@ -5,6 +5,7 @@ from rich.console import Console
 
 from jax_agent_rl.deploy.plan.command import check_image, run_command
 from jax_agent_rl.errors import ConfigError
+from tests.messages import raises
 from tests.unit.deploy.plan.test_compile_subprocess import TASK
 
 
@@ -15,15 +16,15 @@ def test_a_picture_may_be_drawn_to_a_new_file(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "named"),
     [
-        ("x.xyz", "'xyz' is no image format; end it with .png"),
-        ("x", "'' is no image format; end it with .png"),
-        ("nowhere/x.png", "there is no folder .*nowhere; make it"),
-        ("folder.png", "cannot be written"),
+        ("x.xyz", {"value": "'xyz'", "fix": ".png"}),
+        ("x", {"value": "''", "fix": ".png"}),
+        ("nowhere/x.png", {"value": "nowhere", "fix": "make it"}),
+        ("folder.png", {"value": "folder.png"}),
     ],
 )
-def test_one_that_cannot_be_drawn_is_refused_before_anything_is_looked_at(name, words, tmp_path):
+def test_one_that_cannot_be_drawn_is_refused_before_anything_is_looked_at(name, named, tmp_path):
     (tmp_path / "folder.png").mkdir()
-    with pytest.raises(ConfigError, match=words):
+    with raises(ConfigError, **named):
         run_command(TASK, Console(), budget=None, picture=tmp_path / name, as_json=True)

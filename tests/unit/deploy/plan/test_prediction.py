@@ -43,10 +43,10 @@ def fusion(name: str, milliseconds: float, operands: str = "%p", *, what: str = 
     )
 
 
-def predicted(*lines: str, before: str = "", **options) -> Prediction:
+def predicted(*lines: str, preamble: str = "", **options) -> Prediction:
     entry = "".join(f"  {line}\n" for line in lines)
     nothing = "%fused.9 (p.9: f32[8]) -> f32[8] {\n  ROOT %p.9 = f32[8]{0} parameter(0)\n}\n\n"
-    text = f"{before}{nothing}ENTRY %main.1 (p.1: f32[8]) -> f32[8] {{\n{entry}}}\n"
+    text = f"{preamble}{nothing}ENTRY %main.1 (p.1: f32[8]) -> f32[8] {{\n{entry}}}\n"
     return predict(parse(text), V5E, FOUR, **options)
 
 
@@ -68,32 +68,32 @@ def copy(size: float) -> tuple[str, str]:
 
 
 def test_what_runs_beside_a_copy_hides_it_and_the_rest_is_a_wait():
-    start, done = copy(MEMORY * 1e-3)
-    long = predicted(start, fusion("a", 0.4), done, fusion("b", 0.1, "%copy-done"))
+    start, finish = copy(MEMORY * 1e-3)
+    long = predicted(start, fusion("a", 0.4), finish, fusion("b", 0.1, "%copy-done"))
     assert long.seconds * 1e3 == pytest.approx(1.0 + 0.1)
     assert {part.what: part.seconds * 1e3 for part in long.parts}["wait for copy"] == pytest.approx(
         0.6
     )
     assert milliseconds(
-        start, fusion("a", 1.4), done, fusion("b", 0.1, "%copy-done")
+        start, fusion("a", 1.4), finish, fusion("b", 0.1, "%copy-done")
     ) == pytest.approx(1.5)
 
 
 def test_memory_serves_one_copy_after_the_other():
-    start, done = copy(MEMORY * 1e-3)
+    start, finish = copy(MEMORY * 1e-3)
     second = [
         line.replace("copy-", "copy-2-")
         .replace("copy-2-start(", "copy-start(")
         .replace("copy-2-done(", "copy-done(")
-        for line in (start, done)
+        for line in (start, finish)
     ]
-    assert milliseconds(start, second[0], done, second[1]) == pytest.approx(2.0)
+    assert milliseconds(start, second[0], finish, second[1]) == pytest.approx(2.0)
 
 
 def test_what_a_kernel_reads_delays_a_copy():
-    start, done = copy(MEMORY * 1e-3)
+    start, finish = copy(MEMORY * 1e-3)
     kernel = kernel_line(flops=0, size=round(MEMORY * 1e-3))
-    assert milliseconds(start, kernel, done) == pytest.approx(2.0, rel=2e-3)
+    assert milliseconds(start, kernel, finish) == pytest.approx(2.0, rel=2e-3)
 
 
 def kernel_line(*, flops: int, size: int) -> str:
@@ -107,11 +107,11 @@ def kernel_line(*, flops: int, size: int) -> str:
 def test_a_kernel_takes_as_long_as_the_longest_of_products_memory_and_steps():
     flops = round(V5E.flops * 1e-3)
     size = round(MEMORY * 2e-3)
-    one = kernel_line(flops=flops, size=size)
-    assert milliseconds(one) == pytest.approx(2.0 + LAUNCH * 1e3)
+    kernel = kernel_line(flops=flops, size=size)
+    assert milliseconds(kernel) == pytest.approx(2.0 + LAUNCH * 1e3)
     assert milliseconds(kernel_line(flops=flops, size=0)) == pytest.approx(1.0 + LAUNCH * 1e3)
     steps = {(flops, 0, size): 10_000}
-    assert milliseconds(one, grids=steps) == pytest.approx((10_000 * GRID_STEP + LAUNCH) * 1e3)
+    assert milliseconds(kernel, grids=steps) == pytest.approx((10_000 * GRID_STEP + LAUNCH) * 1e3)
 
 
 def test_a_scatter_reads_its_updates_and_reads_and_writes_where_they_go():
@@ -131,7 +131,7 @@ def test_a_scatter_reads_its_updates_and_reads_and_writes_where_they_go():
         "}\n\n"
     )
     line = "%x = f32[8]{0} fusion(%p, %p, %p), kind=kCustom, calls=%outer.1"
-    assert milliseconds(line, before=scatter) == pytest.approx(3.0 + LAUNCH * 1e3)
+    assert milliseconds(line, preamble=scatter) == pytest.approx(3.0 + LAUNCH * 1e3)
     updates = f"%u = f32[{size}]{{0}} parameter(1)"
     alone = "%s = f32[8]{0} scatter(%p, %p, %u), to_apply=%add.1"
     assert milliseconds(updates, alone) == pytest.approx(3.0 + LAUNCH * 1e3)
@@ -169,9 +169,9 @@ def test_what_runs_beside_an_exchange_hides_it():
         f"%s = (f32[{count}]{{0}}, f32[{count}]{{0}}, u32[]{{:S(2)}}, u32[]{{:S(2)}})"
         " collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}"
     )
-    done = f"%d = f32[{count}]{{0}} collective-permute-done(%s)"
-    assert milliseconds(start, fusion("a", 0.3), done) == pytest.approx(1.0, rel=2e-3)
-    assert milliseconds(start, fusion("a", 3), done) == pytest.approx(3.0)
+    finish = f"%d = f32[{count}]{{0}} collective-permute-done(%s)"
+    assert milliseconds(start, fusion("a", 0.3), finish) == pytest.approx(1.0, rel=2e-3)
+    assert milliseconds(start, fusion("a", 3), finish) == pytest.approx(3.0)
 
 
 def test_an_exchange_on_a_sparse_core_takes_as_long_and_is_hidden_likewise():
@@ -185,20 +185,22 @@ def test_an_exchange_on_a_sparse_core_takes_as_long_and_is_hidden_likewise():
         f'%s = (({shape}), {shape}) call-start(%p), async_execution_thread="sparsecore",'
         " to_apply=%called"
     )
-    done = f"%d = {shape} call-done(%s)"
-    alone = milliseconds(start, done, before=called)
+    finish = f"%d = {shape} call-done(%s)"
+    alone = milliseconds(start, finish, preamble=called)
     assert alone > 0.5
-    assert milliseconds(start, fusion("a", 3), done, before=called) == pytest.approx(3.0)
-    assert milliseconds(start, fusion("a", alone / 2), done, before=called) == pytest.approx(alone)
+    assert milliseconds(start, fusion("a", 3), finish, preamble=called) == pytest.approx(3.0)
+    assert milliseconds(start, fusion("a", alone / 2), finish, preamble=called) == pytest.approx(
+        alone
+    )
 
 
 @pytest.mark.parametrize(("condition", "times"), [(COUNTED, 30), (FOUND, 16)])
 def test_a_loops_body_counts_as_often_as_it_runs(condition, times):
     body = f"%body.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {{\n  {fusion('x', 1)}\n}}\n\n"
     loop = "%w = (s32[], f32[8]{0}) while(%t), condition=%until.1, body=%body.1"
-    made = predicted(loop, before=body + condition, loops=16)
-    assert made.seconds * 1e3 == pytest.approx(times)
-    assert [part.runs for part in made.parts] == [times]
+    prediction = predicted(loop, preamble=body + condition, loops=16)
+    assert prediction.seconds * 1e3 == pytest.approx(times)
+    assert [part.runs for part in prediction.parts] == [times]
 
 
 def test_of_branches_the_longest_counts_or_the_one_that_is_not_rare():
@@ -207,8 +209,8 @@ def test_of_branches_the_longest_counts_or_the_one_that_is_not_rare():
         for name, length in (("rare.1", 3), ("common.1", 1))
     )
     line = "%c = f32[8]{0} conditional(%i, %a, %b), branch_computations={%rare.1, %common.1}"
-    assert milliseconds(line, before=branches) == pytest.approx(3)
-    assert milliseconds(line, before=branches, rare_branches=False) == pytest.approx(1)
+    assert milliseconds(line, preamble=branches) == pytest.approx(3)
+    assert milliseconds(line, preamble=branches, rare_branches=False) == pytest.approx(1)
 
 
 FRAMES = """FileNames
@@ -230,27 +232,28 @@ StackFrames
 
 
 def test_time_counts_for_the_lines_of_this_project_that_it_comes_from():
-    start, done = copy(MEMORY * 1e-3)
+    start, finish = copy(MEMORY * 1e-3)
     at = ', metadata={op_name="jit(f)/while/mul" stack_frame_id=3}'
-    made = predicted(
+    prediction = predicted(
         fusion("a", 2, what=at),
         fusion("b", 1, what=at),
         start,
-        done,
+        finish,
         fusion("c", 5, "%copy-done"),
         fusion("d", 4, "%c", what=at),
-        before=FRAMES,
+        preamble=FRAMES,
     )
     source = ("models/layers.py:34", "learner/objective.py:12")
-    first = made.parts[0]
+    first = prediction.parts[0]
     assert first.seconds == pytest.approx(12e-3)
     assert (first.what, first.source, first.operation, first.runs) == ("fusion", source, "mul", 4)
     # A copy has no line of its own: it counts for what it is for.
-    assert made.parts[1].source == source and made.parts[1].what == "wait for copy"
+    assert prediction.parts[1].source == source
+    assert prediction.parts[1].what == "wait for copy"
 
 
 def test_a_profile_is_shown_per_step_and_as_json_per_call():
-    one = compiled(
+    decode = compiled(
         program("decode 8 slots of 64", "rollout", loops=16), work=Flops(flops=197e12 * 8e-3)
     )
     parts = tuple(
@@ -263,16 +266,18 @@ def test_a_profile_is_shown_per_step_and_as_json_per_call():
         )
         for n in range(16)
     )
-    object.__setattr__(one, "prediction", Prediction(seconds=16e-3, parts=parts))
-    show_profiles([one], V5E, Console(file=(screen := io.StringIO()), width=100))
+    object.__setattr__(decode, "prediction", Prediction(seconds=16e-3, parts=parts))
+    screen = io.StringIO()
+    show_profiles([decode], V5E, Console(file=screen, width=100))
     lines = screen.getvalue().splitlines()
     assert lines[0].startswith(
         "decode 8 slots of 64: 1 ms a step, 50% of the ideal (0.5 ms, bound by products)"
     )
     assert lines[2].split() == ["0.0625", "ms", "6.2%", "3", "fusion", "mul", "a.py:0"]
     assert lines[3].split() == ["b.py:1"]
-    made = profiles_as_json([one], V5E)
-    assert made["fits"] and made["profiles"]["decode 8 slots of 64"]["predicted"] == 16e-3
+    record = profiles_as_json([decode], V5E)
+    assert record["fits"]
+    assert record["profiles"]["decode 8 slots of 64"]["predicted"] == 16e-3
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", pytest.param("v5p:2x2x1", marks=pytest.mark.slow)])
@@ -280,17 +285,17 @@ def test_a_large_product_is_predicted_a_little_above_its_ideal(topology: str):
     """1024 x 4096 x 4096 in bfloat16 on v5e: 277,667 cycles of libtpu 0.0.42, 94 % of the peak."""
     pytest.importorskip("libtpu", reason="pip install 'jax_agent_rl[plan]'")
     slice = Slice.parse(topology)
-    here = Mesh(np.array(slice.devices[:1]), ("data",), axis_types=(AxisType.Auto,))
-    everywhere = NamedSharding(here, PartitionSpec())
+    one_chip = Mesh(np.array(slice.devices[:1]), ("data",), axis_types=(AxisType.Auto,))
+    everywhere = NamedSharding(one_chip, PartitionSpec())
     a, b = (
         jax.ShapeDtypeStruct((n, 4096), jnp.bfloat16, sharding=everywhere) for n in (1024, 4096)
     )
     traced = jax.jit(lambda a, b: a @ b).trace(a, b)
-    one = compile_program(
-        Program(name="product", phase="learner", traced=traced, mesh=here), slice.chip
+    product = compile_program(
+        Program(name="product", phase="learner", traced=traced, mesh=one_chip), slice.chip
     )
-    assert one.prediction is not None
-    assert 0.85 < ideal_seconds(one, slice.chip).total / one.prediction.seconds < 1
+    assert product.prediction is not None
+    assert 0.85 < ideal_seconds(product, slice.chip).total / product.prediction.seconds < 1
 
 
 @pytest.mark.parametrize(
@@ -308,6 +313,6 @@ def test_gradients_are_exchanged_on_sparse_cores_where_there_are_some(topology: 
     def gradient(weight: jax.Array, x: jax.Array) -> jax.Array:
         return jax.grad(lambda weight: jnp.sum(jnp.tanh(x @ weight)))(weight)
 
-    made = jax.jit(gradient, out_shardings=columns, compiler_options=exchange_options(mesh))
-    assert ("sparsecore" in made.lower(weight, x).compile().as_text()) == sparse
+    program = jax.jit(gradient, out_shardings=columns, compiler_options=exchange_options(mesh))
+    assert ("sparsecore" in program.lower(weight, x).compile().as_text()) == sparse
     assert not exchange_options(Mesh(mesh.devices[:1], ("fsdp",)))

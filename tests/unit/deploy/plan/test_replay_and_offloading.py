@@ -91,7 +91,8 @@ def test_the_program_that_samples_is_the_one_for_the_runs_restrictions(
         for program in planned_inventory(config).programs
         if program.name.startswith("decode")
     ]
-    assert decode.name == f"{kind} 8 slots of 128" and (decode.loops, decode.tokens) == (
+    assert decode.name == f"{kind} 8 slots of 128"
+    assert (decode.loops, decode.tokens) == (
         steps,
         8 * steps,
     )
@@ -109,28 +110,31 @@ def test_the_program_that_samples_is_the_one_for_the_runs_restrictions(
 def test_pages_that_move_to_the_host_are_planned_with_the_engines_programs(tmp_path):
     plain = configured(tmp_path / "a")
     config = configured(tmp_path / "b", "rollout.jetstream.kv_offloading_size=1")
-    table = RecordingTable()
-    made = planned_inventory(config)
-    names = [program.name for program in made.programs]
+    program_table = RecordingTable()
+    planned = planned_inventory(config)
+    names = [program.name for program in planned.programs]
     assert names.count("pages to the host") == names.count("pages from the host") == 1
     assert not any("host" in program.name for program in planned_inventory(plain).programs)
-    moved = next(program for program in made.programs if program.name == "pages to the host")
+    moved = next(program for program in planned.programs if program.name == "pages to the host")
     page = engine_shapes(config).page
     # Keys and values of 32 pages: 3 layers, 2 heads of 8 numbers in float32.
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(moved.traced.out_info)]
     assert sum(sizes) == 32 * 2 * 3 * 2 * page * 8 * 4
-    assert moved.holds == {CACHE} and not table.recorded
+    assert moved.holds == {CACHE}
+    assert not program_table.recorded
 
 
-@pytest.mark.parametrize("most", [0, 3])
-def test_an_engine_that_verifies_drafts_is_planned_with_their_program(tmp_path, most):
+@pytest.mark.parametrize(("draft_tokens", "calls"), [(0, []), (3, [0])])
+def test_an_engine_that_verifies_drafts_is_planned_with_their_program(
+    tmp_path, draft_tokens, calls
+):
     config = configured(
-        tmp_path, f"rollout.jetstream.num_speculative_tokens={most}", "rollout.top_p=0.9"
+        tmp_path, f"rollout.jetstream.num_speculative_tokens={draft_tokens}", "rollout.top_p=0.9"
     )
-    made = [
+    programs = [
         program for program in planned_inventory(config).programs if program.name == "verify drafts"
     ]
-    assert [program.calls for program in made] == [0] * bool(most), (
+    assert [program.calls for program in programs] == calls, (
         "it takes memory; how often it runs is not known"
     )
 
@@ -146,8 +150,8 @@ def test_an_estimate_counts_supports_and_experts(tmp_path):
     assert passes(restricted, TINY) - passes(plain, TINY) == 128 * 4 * WORDS
     assert passes(restricted, EXPERTS) - passes(plain, EXPERTS) == 128 * 4 * WORDS
     three = Experts(count=8, per_token=3, intermediate_size=16, normalize=True)
-    more = dataclasses.replace(EXPERTS, experts=three)
-    one_more = passes(plain, more) - passes(plain, EXPERTS)
+    three_per_token = dataclasses.replace(EXPERTS, experts=three)
+    one_more = passes(plain, three_per_token) - passes(plain, EXPERTS)
     assert one_more >= 128 * 2 * EXPERTS.num_layers  # and its activations
     cache = next(r for r in planned_inventory(plain, EXPERTS).residents if r.name == CACHE)
     shapes_ = engine_shapes(plain)
@@ -159,12 +163,12 @@ def test_what_engines_report_of_a_step_is_counted(tmp_path):
     config = configured(tmp_path, **RESTRICTED)
     draws = 2 * 4 * 64
     assert Replay.of(config, TINY) == Replay(masks=draws * 16, supports=draws * 22, experts=0)
-    many = dataclasses.replace(
+    many_experts = dataclasses.replace(
         EXPERTS, experts=Experts(count=512, per_token=2, intermediate_size=16, normalize=True)
     )
     free = configured(tmp_path / "free")
     assert Replay.of(free, EXPERTS) == Replay(masks=0, supports=0, experts=2 * 4 * 128 * 2 * 2)
-    assert Replay.of(free, many).experts == 2 * Replay.of(free, EXPERTS).experts
+    assert Replay.of(free, many_experts).experts == 2 * Replay.of(free, EXPERTS).experts
 
 
 def host_plan(folder, *changes: str, hosts: int = 2):
@@ -175,15 +179,19 @@ def host_plan(folder, *changes: str, hosts: int = 2):
         make_engine_mesh(config.rollout.jetstream.mesh, devices=slice.devices[b : b + 4])
         for b in (0, 4)
     ]
-    one = compiled(program())
+    compiled_program = compiled(program())
     return ResourcePlan(
         config=config,
         model=TINY,
         slice=slice,
-        placement=DevicePlacement(learner=one.program.mesh, engines=tuple(meshes)),
-        compiled=(one,),
-        loads=tuple(loads(planned_inventory(configured(folder / "loads")), [one], capacity=GIB)),
-        step=sum_step(config, [one], slice.chip, engines=4, disjoint=False, utilization=0.4),
+        placement=DevicePlacement(learner=compiled_program.program.mesh, engines=tuple(meshes)),
+        compiled=(compiled_program,),
+        loads=tuple(
+            loads(planned_inventory(configured(folder / "loads")), [compiled_program], capacity=GIB)
+        ),
+        step=sum_step(
+            config, [compiled_program], slice.chip, engines=4, disjoint=False, utilization=0.4
+        ),
         utilization=0.4,
     )
 
@@ -191,12 +199,16 @@ def host_plan(folder, *changes: str, hosts: int = 2):
 def test_hosts_have_to_hold_the_pages_of_all_their_engines(tmp_path):
     two = ["rollout.jetstream.mesh.data=2"]
     fits = host_plan(tmp_path / "a", *two, "rollout.jetstream.kv_offloading_size=80")
-    assert fits.host_pages == 2 * 80 * GIB and fits.host_memory == 4 * 48 * 10**9 and fits.fits
+    assert fits.host_pages == 2 * 80 * GIB
+    assert fits.host_memory == 4 * 48 * 10**9
+    assert fits.fits
     assert not host_plan(tmp_path / "b", *two, "rollout.jetstream.kv_offloading_size=90").fits
     assert host_plan(tmp_path / "c", *two).host_pages == 0
     # One host with all four engines.
     alone = host_plan(tmp_path / "d", *two, "rollout.jetstream.kv_offloading_size=80", hosts=1)
-    assert alone.host_pages == 4 * 80 * GIB and alone.host_memory == 8 * 48 * 10**9 and alone.fits
+    assert alone.host_pages == 4 * 80 * GIB
+    assert alone.host_memory == 8 * 48 * 10**9
+    assert alone.fits
 
 
 def test_replay_and_pages_on_the_host_are_said(plan):  # noqa: F811
@@ -206,15 +218,13 @@ def test_replay_and_pages_on_the_host_are_said(plan):  # noqa: F811
     text = "\n".join(shown(small, width=200))
     assert "The engines keep up to 8 GiB of KV in a host's 44.7 GiB of memory" in text
     # 512 draws from 256 ids: 32 bytes of mask each.
-    assert (
-        "sampling replay: 16 KiB of masks a step" in text
-        and "up to 21.5 KiB between processes" in text
-    )
+    assert "sampling replay: 16 KiB of masks a step" in text
+    assert "up to 21.5 KiB between processes" in text
     assert as_json(small)["host"] == {"pages": 8 * GIB, "memory": 48 * 10**9}
     assert as_json(small)["replay"] == {"masks": 512 * 32, "supports": 512 * 43, "experts": 0}
     large = plan([compiled(program())], changes=[offloading.format(64)])
-    assert not large.fits and "lower rollout.jetstream.kv_offloading_size" in "\n".join(
-        shown(large, width=200)
-    )
+    assert not large.fits
+    assert "lower rollout.jetstream.kv_offloading_size" in "\n".join(shown(large, width=200))
     plain = "\n".join(shown(plan([compiled(program())]), width=200))
-    assert "replay" not in plain and "host's" not in plain
+    assert "replay" not in plain
+    assert "host's" not in plain

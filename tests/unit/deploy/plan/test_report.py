@@ -17,6 +17,7 @@ from jax_agent_rl.deploy.plan.result import PlanResult
 from jax_agent_rl.deploy.plan.topology import GIB, DevicePlacement, Slice
 from jax_agent_rl.errors import StorageError
 from jax_agent_rl.models.hf import load_config
+from tests.messages import raises
 from tests.unit.deploy.plan.recipe import recipe
 from tests.unit.deploy.plan.test_fit import MESH, compiled, inventory, program
 
@@ -24,16 +25,20 @@ ONE_CHIP = ["learner.mesh.fsdp=1", "learner.mesh.tensor=1", "rollout.jetstream.m
 
 
 def gradient(*, refused=False):
-    one = compiled(
+    compiled_gradient = compiled(
         program("policy gradient", tokens=128, token_kind="trained"),
         work=Flops(flops=1e12, bytes=3 * GIB),
         temporaries=int(1.5 * GIB),
     )
     if not refused:
-        return one
-    wide = dataclasses.replace(one.program, mesh=AbstractMesh((4,), ("data",)))
+        return compiled_gradient
+    wide = dataclasses.replace(compiled_gradient.program, mesh=AbstractMesh((4,), ("data",)))
     return dataclasses.replace(
-        one, program=wide, memory=None, required_bytes=40 * GIB, problem="RESOURCE_EXHAUSTED"
+        compiled_gradient,
+        program=wide,
+        memory=None,
+        required_bytes=40 * GIB,
+        problem="RESOURCE_EXHAUSTED",
     )
 
 
@@ -54,11 +59,10 @@ def plan(tmp_path):
         config = load(file, [*ONE_CHIP, *changes])
         slice = Slice.parse("v5e:1x1")
         vars(slice)["devices"] = list(MESH.devices.flat)
-        there = dataclasses.replace(
-            one := programs[0], program=dataclasses.replace(one.program, mesh=MESH)
-        )
+        first = programs[0]
+        on_mesh = dataclasses.replace(first, program=dataclasses.replace(first.program, mesh=MESH))
         sizes = loads(
-            inventory(weights=GIB // 8), [there, *programs[1:]], capacity=slice.chip.hbm_bytes
+            inventory(weights=GIB // 8), [on_mesh, *programs[1:]], capacity=slice.chip.hbm_bytes
         )
         return ResourcePlan(
             config=config,
@@ -78,7 +82,8 @@ def plan(tmp_path):
 
 def shown(plan, width=100, **options):
     """Lines, as a screen of that width shows them."""
-    show(plan, Console(file=(screen := io.StringIO()), width=width), **options)
+    screen = io.StringIO()
+    show(plan, Console(file=screen, width=width), **options)
     return screen.getvalue().splitlines()
 
 
@@ -99,49 +104,55 @@ def test_many_programs_are_shown_on_a_narrow_screen_with_no_number_broken(width,
     lines = shown(plan([gradient(), *rollouts(10)]), width)
     assert sum(len(row) - 1 for row in rows(lines, "together")) == 11
     assert len(rows(lines, "policy gradient")) == 2, "its sizes and its times"
-    assert all(
-        len(line) <= width
-        for line in lines[: next(n for n, line in enumerate(lines) if "  program:" in line)]
-    )
+    for line in lines:
+        if "  program:" in line:
+            break
+        assert len(line) <= width
 
 
 def test_counted_bytes_are_shown(plan):
-    made = plan([gradient(), *rollouts()])
-    line, _ = rows(shown(made), "policy gradient")
+    report = plan([gradient(), *rollouts()])
+    line, _ = rows(shown(report), "policy gradient")
     assert " ".join(line[2:]).startswith("1 2 GiB 1 3 GiB 0 B")
-    assert as_json(made)["programs"][0]["bytes"] == 3 * GIB
+    assert as_json(report)["programs"][0]["bytes"] == 3 * GIB
 
 
 def test_what_is_not_known_of_a_refused_program_is_not_shown_as_nothing(plan):
-    made = plan([gradient(refused=True), *rollouts()])
-    lines = shown(made, price=1.2)
+    report = plan([gradient(refused=True), *rollouts()])
+    lines = shown(report, price=1.2)
     sizes, times = rows(lines, "policy gradient")[:2]
     sent = sizes[-1]
     (ideal, _, predicted, share, _) = times[-5:]
-    assert (sent, predicted, share) == ("-", "-", "-") and ideal.startswith(">=")
+    assert (sent, predicted, share) == ("-", "-", "-")
+    assert ideal.startswith(">=")
     text = "\n".join(lines)
-    assert "learner: 640 tokens in at least" in text and ", at most" in text
-    assert "step: at least" in text and "cost: at least" in text
-    assert json.loads(json.dumps(as_json(made)))["programs"][0]["exchanged"] is None
+    assert "learner: 640 tokens in at least" in text
+    assert ", at most" in text
+    assert "step: at least" in text
+    assert "cost: at least" in text
+    assert json.loads(json.dumps(as_json(report)))["programs"][0]["exchanged"] is None
 
 
-def test_the_cost_of_a_run_whose_engines_are_elsewhere_is_said_to_be_its_learners(plan):
-    made = plan([gradient()], engines=(), changes=["rollout.backend=vllm", "rollout.jetstream={}"])
-    text = "\n".join(shown(made, price=1.2))
-    assert "cost of the learner: " in text and "\ncost:" not in text
-    assert as_json(made, price=1.2)["cost_of"] == "learner"
+def test_with_engines_elsewhere_the_cost_is_said_to_be_the_learners(plan):
+    report = plan(
+        [gradient()], engines=(), changes=["rollout.backend=vllm", "rollout.jetstream={}"]
+    )
+    text = "\n".join(shown(report, price=1.2))
+    assert "cost of the learner: " in text
+    assert "\ncost:" not in text
+    assert as_json(report, price=1.2)["cost_of"] == "learner"
 
 
 def test_the_cost_of_a_million_trained_tokens_is_the_steps_share(plan):
-    made = plan([gradient(), *rollouts()])
-    told = as_json(made, price=1.2)
+    report = plan([gradient(), *rollouts()])
+    told = as_json(report, price=1.2)
     assert told["cost_of_million_trained_tokens"] == pytest.approx(
         told["cost"] / told["step"]["sampled"] * 1e6
     )
     assert f"{told['cost_of_million_trained_tokens']:.3g} a million trained tokens" in "\n".join(
-        shown(made, price=1.2)
+        shown(report, price=1.2)
     )
-    assert as_json(made)["cost_of_million_trained_tokens"] is None
+    assert as_json(report)["cost_of_million_trained_tokens"] is None
 
 
 def test_programs_that_ask_for_the_same_change_are_named_together(plan):
@@ -155,9 +166,10 @@ def test_programs_that_ask_for_the_same_change_are_named_together(plan):
 
 def test_what_a_plan_says_is_printed_even_if_its_picture_cannot_be_drawn(plan, tmp_path, capsys):
     planned = PlanResult(report="it fits\n", json=as_json(plan([gradient(), *rollouts()])))
-    with pytest.raises(StorageError, match="nowhere"):
+    with raises(StorageError, value="nowhere"):
         print_plan(
             planned, [], Console(), picture=tmp_path / "nowhere" / "memory.png", as_json=True
         )
     *lines, last = capsys.readouterr().out.splitlines()
-    assert lines[0] == "it fits" and json.loads(last)["fits"]
+    assert lines[0] == "it fits"
+    assert json.loads(last)["fits"]

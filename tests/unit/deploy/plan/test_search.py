@@ -1,6 +1,8 @@
 """Which layouts are worth compiling; nothing is compiled here."""
 
 import dataclasses
+import operator
+from collections.abc import Sequence
 
 import pytest
 
@@ -24,11 +26,11 @@ from tests.unit.deploy.plan.slices import described
 
 
 @pytest.fixture
-def found(tmp_path):
+def search_layouts(tmp_path):
     def run(topology="v5e:2x2", *overrides, hosts=1):
         folder = tmp_path / f"of-{hosts}"
         tree = read_tree(folder / "recipe.yaml" if folder.exists() else recipe(folder))
-        configured = lambda more: build(tree, [*overrides, *more])  # noqa: E731
+        configured = lambda changes: build(tree, [*overrides, *changes])  # noqa: E731
         return candidates(
             configured, load_config(folder / "model"), described(topology, hosts=hosts)
         )
@@ -36,9 +38,10 @@ def found(tmp_path):
     return run
 
 
-def test_every_layout_takes_all_chips_and_divides_the_model(found):
-    made = found()
-    meshes = {tuple(getattr(one.config.learner.mesh, axis) for axis in AXES) for one in made}
+def test_every_layout_takes_all_chips_and_divides_the_model(search_layouts):
+    layouts = search_layouts()
+    shape_of = operator.attrgetter(*AXES)
+    meshes = {shape_of(layout.config.learner.mesh) for layout in layouts}
     # 4 = 4 x 1 = 2 x 2 over fsdp, context and tensor; no experts. Of 4 heads with 2 for keys 4
     # chips take one each.
     assert meshes == {
@@ -49,108 +52,120 @@ def test_every_layout_takes_all_chips_and_divides_the_model(found):
         (2, 1, 1, 2),
         (1, 1, 2, 2),
     }
-    assert {one.config.rollout.jetstream.mesh.tensor for one in made} == {1, 2, 4}
-    assert {one.config.learner.micro_batch_size for one in made} == {1, 2, 4, 8}
+    assert {layout.config.rollout.jetstream.mesh.tensor for layout in layouts} == {1, 2, 4}
+    assert {layout.config.learner.micro_batch_size for layout in layouts} == {1, 2, 4, 8}
 
 
-def test_what_runs_at_once_is_searched_too(found):
-    made = found("v5e:2x2", "rollout.max_in_flight=24")
-    assert {one.config.learner.remat for one in made} == {"none", "dots", "full"}
+def test_what_runs_at_once_is_searched_too(search_layouts):
+    layouts = search_layouts("v5e:2x2", "rollout.max_in_flight=24")
+    assert {layout.config.learner.remat for layout in layouts} == {"none", "dots", "full"}
     # Half of the configured 8, twice and four times, as far as so many are in flight.
-    assert {one.config.rollout.jetstream.max_concurrent_decodes for one in made} == {4, 8, 16, 24}
+    assert {layout.config.rollout.jetstream.max_concurrent_decodes for layout in layouts} == {
+        4,
+        8,
+        16,
+        24,
+    }
 
 
-def test_changes_are_all_that_differs_from_what_is_configured_and_nothing_else(found):
-    made = {one.changes: one for one in found()}
-    assert () in made, "what is configured is among them"
+def test_changes_are_all_that_differs_from_what_is_configured_and_nothing_else(search_layouts):
+    by_changes = {layout.changes: layout for layout in search_layouts()}
+    assert () in by_changes, "what is configured is among them"
     with_context = "learner.mesh.tensor=1 learner.mesh.context=2".split()
     # The configured mesh is fsdp=2 tensor=2: without tensor=1 these would be 8 chips.
     assert any(
         set(with_context) <= set(changes) and "learner.mesh.fsdp=2" not in changes
-        for changes in made
+        for changes in by_changes
     )
 
 
-def test_the_estimated_best_come_first(found):
-    seconds = [one.estimate.seconds for one in found()]
-    assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
+def test_the_estimated_best_come_first(search_layouts):
+    seconds = [layout.estimate.seconds for layout in search_layouts()]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[-1]
 
 
-def test_more_tokens_at_once_and_more_kept_of_them_take_more(found):
+def test_more_tokens_at_once_and_more_kept_of_them_take_more(search_layouts):
     def passes(**wanted):
-        mesh = {"fsdp": 2, "context": 1, "tensor": 2} | {
-            axis: wanted.pop(axis) for axis in AXES if axis in wanted
-        }
-        wanted = {"micro_batch_size": 1, "remat": "dots"} | wanted
-        (size,) = {
-            one.estimate.gradient_bytes
-            for one in found()
-            if all(getattr(one.config.learner.mesh, axis) == n for axis, n in mesh.items())
-            and all(getattr(one.config.learner, key) == value for key, value in wanted.items())
-        }
+        mesh = {"fsdp": 2, "context": 1, "tensor": 2}
+        settings = {"micro_batch_size": 1, "remat": "dots"}
+        for key, value in wanted.items():
+            if key in AXES:
+                mesh[key] = value
+            else:
+                settings[key] = value
+        sizes = set()
+        for layout in search_layouts():
+            learner = layout.config.learner.model_dump()
+            if mesh.items() <= learner["mesh"].items() and settings.items() <= learner.items():
+                sizes.add(layout.estimate.gradient_bytes)
+        (size,) = sizes
         return size
 
     assert passes(remat="full") < passes() < passes(remat="none")
     assert passes(micro_batch_size=2) > passes()
-    assert passes(fsdp=4, tensor=1) > passes() and passes(context=2, tensor=1) < passes(
-        fsdp=4, tensor=1
-    )
+    assert passes(fsdp=4, tensor=1) > passes()
+    assert passes(context=2, tensor=1) < passes(fsdp=4, tensor=1)
 
 
-def test_what_should_not_fit_is_tried_last(found):
-    made = found("v5e:2x2", "rollout.max_in_flight=8", "learner.pack_length=3000000")
-    fits = [one.estimate.total <= 15.75 * GIB for one in made]
-    assert fits == sorted(fits, reverse=True) and set(fits) == {True, False}
+def test_what_should_not_fit_is_tried_last(search_layouts):
+    layouts = search_layouts("v5e:2x2", "rollout.max_in_flight=8", "learner.pack_length=3000000")
+    fits = [layout.estimate.total <= 15.75 * GIB for layout in layouts]
+    assert fits == sorted(fits, reverse=True)
+    assert set(fits) == {True, False}
 
 
-def test_every_host_samples(found):
-    alone, both = (
-        {one.changes: one.estimate.seconds for one in found("v5e:2x4", hosts=n)} for n in (1, 2)
-    )
-    assert all(both[layout] < alone[layout] for layout in both)
+def test_every_host_samples(search_layouts):
+    one_host = seconds_by_changes(search_layouts("v5e:2x4", hosts=1))
+    two_hosts = seconds_by_changes(search_layouts("v5e:2x4", hosts=2))
+    assert all(two_hosts[layout] < one_host[layout] for layout in two_hosts)
 
 
-def test_what_cannot_fit_is_not_compiled_and_if_nothing_fits_it_is_said(found):
+def seconds_by_changes(layouts: Sequence[Candidate]) -> dict[tuple[str, ...], float]:
+    return {layout.changes: layout.estimate.seconds for layout in layouts}
+
+
+def test_what_cannot_fit_is_not_compiled_and_if_nothing_fits_it_is_said(search_layouts):
     with raises(
         ConfigError,
         key="stays on a chip",
         value="15.8 GiB",
         fix=("smaller", "kv_cache_tokens"),
     ):
-        found("v5e:2x2", "rollout.max_in_flight=2000000")
+        search_layouts("v5e:2x2", "rollout.max_in_flight=2000000")
 
 
 def planned(estimate: PlanEstimate, off: float, capacity: float = 10.0) -> PlanResult:
     """Plan as if compiled: a layout takes ``off`` times its estimate, and seconds as estimated."""
     total = estimate.total * off
-    made = {
+    record = {
         "fits": total <= capacity,
         "programs": [{"total": total}],
         "step": {"seconds": estimate.seconds},
     }
-    return PlanResult(report="", json=made)
+    return PlanResult(report="", json=record)
 
 
 @pytest.fixture
-def searched(found):
+def searched(search_layouts):
     """Searches layouts with made-up estimates (bytes, seconds), whose real size is ``off`` times
     that; on some the compiler ``fails``.
     """
 
     def run(estimates, *, off, budget, fails=lambda config: False):
-        every = found("v5e:2x2", "rollout.max_in_flight=8")
-        chosen = [
-            dataclasses.replace(one, estimate=estimate)
-            for one in every
-            if (estimate := estimates(one.config)) is not None
-        ]
+        every = search_layouts("v5e:2x2", "rollout.max_in_flight=8")
+        chosen = []
+        for layout in every:
+            estimate = estimates(layout.config)
+            if estimate is not None:
+                chosen.append(dataclasses.replace(layout, estimate=estimate))
         tried = []
 
-        def plan(one: Candidate) -> PlanResult:
-            tried.append(one.config)
-            if fails(one.config):
+        def plan(layout: Candidate) -> PlanResult:
+            tried.append(layout.config)
+            if fails(layout.config):
                 raise CompilerError("a fault of the compiler")
-            return planned(one.estimate, off)
+            return planned(layout.estimate, off)
 
         return search(chosen, plan, capacity=10, budget=budget), tried
 
@@ -171,23 +186,23 @@ def one_mesh(config):
     return PlanEstimate(resident_bytes=0, gradient_bytes=rows, seconds=10 - rows)
 
 
-def test_where_a_layout_does_not_fit_smaller_ones_of_its_mesh_follow_until_one_does(searched):
-    made, tried = searched(one_mesh, off=4, budget=1)
+def test_after_a_layout_that_does_not_fit_smaller_ones_follow(searched):
+    results, tried = searched(one_mesh, off=4, budget=1)
     # 8 rows take 32 of 10; by that 4 take 16, and 2 take 8. By the estimate alone 4 would be next.
     assert [config.learner.micro_batch_size for config in tried] == [8, 2]
-    assert [one.plan.fits for one in made] == [True, False], "what fits is first"
-    assert "the first, as overrides" in verdict(made)
+    assert [result.plan.fits for result in results] == [True, False], "what fits is first"
+    assert "the first, as overrides" in verdict(results)
 
 
 def test_if_nothing_fits_that_is_said_and_what_takes_least_is_first(searched):
-    made, tried = searched(one_mesh, off=100, budget=2)
+    results, tried = searched(one_mesh, off=100, budget=2)
     assert sorted(config.learner.micro_batch_size for config in tried) == [
         1,
         8,
     ], "fuller ones are not tried"
-    assert [one.plan.memory for one in made] == [100, 800]
-    assert verdict(made).startswith("none of these 2 fits")
-    assert layout_table(made).row_count == 2
+    assert [result.plan.memory for result in results] == [100, 800]
+    assert verdict(results).startswith("none of these 2 fits")
+    assert layout_table(results).row_count == 2
 
 
 def test_meshes_that_the_compiler_fails_on_are_left_out_and_said(searched):
@@ -198,16 +213,16 @@ def test_meshes_that_the_compiler_fails_on_are_left_out_and_said(searched):
             return None
         return PlanEstimate(resident_bytes=0, gradient_bytes=rows, seconds=10 - rows + mesh.tensor)
 
-    made, tried = searched(
+    results, tried = searched(
         two_meshes, off=1, budget=1, fails=lambda config: config.learner.mesh.fsdp == 4
     )
     assert [config.learner.mesh.fsdp for config in tried] == [
         4,
         1,
     ], "no other rows, slots or remat of that mesh"
-    assert [one.plan is not None for one in made] == [True, False]
-    assert [one.as_json()["problem"] for one in made] == [None, "a fault of the compiler"]
-    assert list(layout_table(made).columns[1].cells) == ["8 B", "compiler failed"]
+    assert [result.plan is not None for result in results] == [True, False]
+    assert [result.as_json()["problem"] for result in results] == [None, "a fault of the compiler"]
+    assert list(layout_table(results).columns[1].cells) == ["8 B", "compiler failed"]
     with raises(CompilerError, key="2 layouts", value="a fault"):
         searched(two_meshes, off=1, budget=1, fails=lambda config: True)
 
@@ -218,9 +233,10 @@ def test_the_budget_counts_meshes_that_fit_and_bounds_what_is_tried(searched):
         tensor = config.rollout.jetstream.mesh.tensor
         return PlanEstimate(resident_bytes=tensor, gradient_bytes=rows, seconds=10 - rows)
 
-    made, tried = searched(any_mesh, off=0.1, budget=3)
-    assert len(tried) == 3 and len({one.meshes for one in made}) == 3, (
+    results, tried = searched(any_mesh, off=0.1, budget=3)
+    assert len(tried) == 3 and len({result.meshes for result in results}) == 3, (
         "the best of each mesh is enough"
     )
-    made, tried = searched(any_mesh, off=1000, budget=2)
-    assert len(tried) == 6 and not made[0].plan.fits
+    results, tried = searched(any_mesh, off=1000, budget=2)
+    assert len(tried) == 6
+    assert not results[0].plan.fits

@@ -69,5 +69,6 @@ def test_the_launch_pages_own_command_samples_on_all_chips(tmp_path):
     chosen = choose_engine_mesh(config, model, slice)
     assert (chosen.rollout.jetstream.mesh.data, chosen.rollout.jetstream.mesh.tensor) == (4, 1)
     where = place_devices(chosen, slice.devices)
-    assert where.engine_count == 16 and len(where.engines) == 4
+    assert where.engine_count == 16
+    assert len(where.engines) == 4
     assert {device.id for mesh in where.engines for device in mesh.devices.flat} == set(range(16))

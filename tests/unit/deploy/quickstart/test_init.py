@@ -11,6 +11,7 @@ from jax_agent_rl import config
 from jax_agent_rl.deploy.quickstart.commands import TASK, write_task
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rewards.registry import find_reward, load_rewards
+from tests.messages import raises
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +47,13 @@ def test_no_heldout_question_is_trained_on(task: Path):
         {row["prompt"][-1]["content"] for row in rows(task / f"{name}.jsonl")}
         for name in ("train", "heldout")
     ]
-    assert all(asked) and asked[0] & asked[1] == set()
+    assert all(asked)
+    assert asked[0] & asked[1] == set()
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="empty"):
+    with raises(ConfigError, value="empty"):
         write_task(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
 
@@ -61,8 +63,10 @@ def test_the_calls_that_its_prompts_show_give_the_results_that_they_show(task: P
     result = subprocess.run(
         [sys.executable, "-c", source], cwd=task, capture_output=True, text=True, check=True
     )
-    shown = [m["content"] for m in rows(task / "train.jsonl")[0]["prompt"] if m["role"] == "tool"]
-    assert result.stdout.split() == shown
+    shown_results = [
+        m["content"] for m in rows(task / "train.jsonl")[0]["prompt"] if m["role"] == "tool"
+    ]
+    assert result.stdout.split() == shown_results
 
 
 def test_its_reward_pays_for_right_answers_of_its_rows(task: Path):

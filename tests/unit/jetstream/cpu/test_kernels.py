@@ -46,34 +46,40 @@ def normed(x: np.ndarray, weight: np.ndarray, config: DecoderConfig) -> np.ndarr
 @pytest.mark.parametrize("columns", [1, 2, 3, 8, 9, 16, 31, 32, 48, 65])
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (13, 37), (50, 96), (100, 33)])
 def test_a_product_is_that_of_float64_for_any_shape(rows: int, size: int, columns: int):
-    weight, x = normal(rows, size), normal(size, columns, seed=1)
-    found = cpu_kernels.product(TINY, jnp.asarray(weight), jnp.asarray(x))
-    np.testing.assert_allclose(found, weight.astype(np.float64) @ x, atol=1e-5 * size**0.5)
+    weight = normal(rows, size)
+    x = normal(size, columns, seed=1)
+    product = cpu_kernels.product(TINY, jnp.asarray(weight), jnp.asarray(x))
+    np.testing.assert_allclose(product, weight.astype(np.float64) @ x, atol=1e-5 * size**0.5)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 9, 33])
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (50, 96), (100, 33)])
 def test_each_column_is_multiplied_with_the_matrix_of_its_group(rows: int, size: int, columns: int):
-    weight, x = normal(4, 2, rows, size), normal(size, columns, seed=1)
+    weight = normal(4, 2, rows, size)
+    x = normal(size, columns, seed=1)
     group = (
         np.random.default_rng(2).integers(0, 4, columns).astype(np.int32)
     )  # 0: none, and nobody has the fourth
     weight[3] = np.nan
-    found = cpu_kernels.grouped_product(jnp.asarray(weight), jnp.asarray(x), jnp.asarray(group))
+    product = cpu_kernels.grouped_product(jnp.asarray(weight), jnp.asarray(x), jnp.asarray(group))
     wanted = np.zeros((2, rows, columns))
-    for column, own in enumerate(group):
-        wanted[..., column] = weight[own - 1].astype(np.float64) @ x[:, column] if own else 0
-    np.testing.assert_allclose(found, wanted, atol=1e-5 * size**0.5)
+    for column, group_index in enumerate(group):
+        wanted[..., column] = (
+            weight[group_index - 1].astype(np.float64) @ x[:, column] if group_index else 0
+        )
+    np.testing.assert_allclose(product, wanted, atol=1e-5 * size**0.5)
 
 
 @pytest.mark.parametrize("columns", [1, 5, 24])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_a_norm_is_applied_to_what_is_multiplied(offset: float, columns: int):
     config = dataclasses.replace(TINY, norm_offset=offset)
-    weight, x, norm = normal(2, 13, 41), normal(41, columns, seed=1), normal(41, seed=2)
-    found = cpu_kernels.product(config, jnp.asarray(weight), jnp.asarray(x), jnp.asarray(norm))
+    weight = normal(2, 13, 41)
+    x = normal(41, columns, seed=1)
+    norm = normal(41, seed=2)
+    product = cpu_kernels.product(config, jnp.asarray(weight), jnp.asarray(x), jnp.asarray(norm))
     np.testing.assert_allclose(
-        found, weight.astype(np.float64) @ normed(x, norm, config), atol=5e-5
+        product, weight.astype(np.float64) @ normed(x, norm, config), atol=5e-5
     )
 
 
@@ -82,7 +88,8 @@ def gated(activation: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return gate / (1 + np.exp(-gate)) * up
     if activation == "gelu_tanh":
         return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
-    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    gate = np.minimum(gate, 7)
+    up = np.clip(up, -7, 7)
     return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
 
 
@@ -90,13 +97,15 @@ def gated(activation: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("columns", [1, 5, 24])
 def test_a_gated_product_applies_the_models_activation(activation: str, columns: int):
     config = dataclasses.replace(TINY, activation=activation)
-    weight, x, norm = 3 * normal(2, 29, 35), normal(35, columns, seed=1), normal(35, seed=2)
-    found = cpu_kernels.gated_product(
+    weight = 3 * normal(2, 29, 35)
+    x = normal(35, columns, seed=1)
+    norm = normal(35, seed=2)
+    product = cpu_kernels.gated_product(
         config, jnp.asarray(weight), jnp.asarray(x), jnp.asarray(norm)
     )
     gate, up = weight.astype(np.float64) @ normed(x, norm, config)
     wanted = gated(activation, gate, up)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(product, wanted, rtol=1e-4, atol=1e-4)
 
 
 def attended(
@@ -125,11 +134,14 @@ def attended(
 
 def rotated(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
     """Rotate [.., h] by the angles of [r/2]."""
-    heads, pairs = heads.astype(np.float64).copy(), len(cos)
+    heads = heads.astype(np.float64).copy()
+    pairs = len(cos)
     first = slice(0, 2 * pairs, 2) if interleaved else slice(0, pairs)
     second = slice(1, 2 * pairs, 2) if interleaved else slice(pairs, 2 * pairs)
-    x, y = heads[..., first].copy(), heads[..., second].copy()
-    heads[..., first], heads[..., second] = x * cos - y * sin, y * cos + x * sin
+    x = heads[..., first].copy()
+    y = heads[..., second].copy()
+    heads[..., first] = x * cos - y * sin
+    heads[..., second] = y * cos + x * sin
     return heads
 
 
@@ -155,9 +167,12 @@ def test_attention_reads_what_each_slot_sees_in_its_own_pages(
     )  # fmt: skip
     positions = np.array([0, 31, 32, 77, 95], np.int32)
     pages = 1 + np.random.default_rng(5).permutation(15).astype(np.int32).reshape(5, 3)
-    qkv, angles = normal(kv_heads, group + 2, size, 5), normal(pairs, 5, seed=1)
-    cos, sin = np.cos(angles), np.sin(angles)
-    keys, values = normal(5, kv_heads, 96, size, seed=2), normal(5, kv_heads, 96, size, seed=3)
+    qkv = normal(kv_heads, group + 2, size, 5)
+    angles = normal(pairs, 5, seed=1)
+    cos = np.cos(angles)
+    sin = np.sin(angles)
+    keys = normal(5, kv_heads, 96, size, seed=2)
+    values = normal(5, kv_heads, 96, size, seed=3)
     own_sinks = None if sinks is None else sinks * normal(kv_heads, group, seed=4)
     unseen = np.arange(96) >= positions[:, None]
     if window:
@@ -169,25 +184,27 @@ def test_attention_reads_what_each_slot_sees_in_its_own_pages(
     for to, rows in zip(paged, hidden, strict=True):
         to[pages] = rows.reshape(5, kv_heads, 3, 32, size).swapaxes(1, 2)
     cached = LayerKV(jnp.asarray(paged[0].swapaxes(2, 3)), jnp.asarray(paged[1]))
-    mixed, after = jax.jit(
+    mixed, updated = jax.jit(
         cpu_kernels.decode_attention, static_argnums=0, static_argnames="windowed"
     )(config, qkv, cached, positions, pages, (cos, sin), own_sinks, windowed=window is not None)
     for slot, position in enumerate(positions):
-        one = qkv[..., slot].astype(np.float64)
-        one[:, :-1] = rotated(one[:, :-1], cos[:, slot], sin[:, slot], interleaved)
-        wanted = attended(config, one, position, keys[slot], values[slot], own_sinks)
+        slot_qkv = qkv[..., slot].astype(np.float64)
+        slot_qkv[:, :-1] = rotated(slot_qkv[:, :-1], cos[:, slot], sin[:, slot], interleaved)
+        wanted = attended(config, slot_qkv, position, keys[slot], values[slot], own_sinks)
         np.testing.assert_allclose(mixed[..., slot], wanted, atol=2e-5)
         page = pages[slot, position // 32]
-        np.testing.assert_allclose(after.keys[page, :, :, position % 32], one[:, -2], atol=1e-6)
-        np.testing.assert_array_equal(after.values[page, :, position % 32], qkv[:, -1, :, slot])
-    kept = np.ones((16, 32), bool)
-    kept[pages[np.arange(5), positions // 32], positions % 32] = False
-    for found, before in (
-        (after.keys.swapaxes(2, 3), cached.keys.swapaxes(2, 3)),
-        (after.values, cached.values),
+        np.testing.assert_allclose(
+            updated.keys[page, :, :, position % 32], slot_qkv[:, -2], atol=1e-6
+        )
+        np.testing.assert_array_equal(updated.values[page, :, position % 32], qkv[:, -1, :, slot])
+    unchanged = np.ones((16, 32), bool)
+    unchanged[pages[np.arange(5), positions // 32], positions % 32] = False
+    for new_values, old_values in (
+        (updated.keys.swapaxes(2, 3), cached.keys.swapaxes(2, 3)),
+        (updated.values, cached.values),
     ):
         np.testing.assert_array_equal(
-            *(np.asarray(x).swapaxes(1, 2)[kept] for x in (found, before))
+            *(np.asarray(x).swapaxes(1, 2)[unchanged] for x in (new_values, old_values))
         )
 
 
@@ -202,40 +219,43 @@ def test_several_tokens_of_a_context_attend_as_one_after_the_other(
     config = dataclasses.replace(
         TINY, num_kv_heads=3, num_heads=9, head_dim=20, sliding_window=window
     )
-    starts, counts = np.array([3, 60, 31, 0]), np.array([1, 7, 4, 1])
+    starts = np.array([3, 60, 31, 0])
+    counts = np.array([1, 7, 4, 1])
     slot = np.repeat(np.arange(4), counts)
     positions = np.concatenate(
         [s + np.arange(n) for s, n in zip(starts, counts, strict=True)]
     ).astype(np.int32)
-    own = np.concatenate(
+    page_table = np.concatenate(
         [
             1 + np.random.default_rng(5).permutation(9).astype(np.int32).reshape(3, 3),
             np.zeros((1, 3), int),
         ]
     )
-    qkv, angles = normal(3, 5, 20, len(slot)), normal(10, len(slot), seed=1)
-    keys, values = normal(10, 3, 32, 20, seed=2), normal(10, 3, 32, 20, seed=3)
+    qkv = normal(3, 5, 20, len(slot))
+    angles = normal(10, len(slot), seed=1)
+    keys = normal(10, 3, 32, 20, seed=2)
+    values = normal(10, 3, 32, 20, seed=3)
     for context, start in enumerate(starts[:3]):
         for position in range(start, 96):
             for x in (keys, values):
-                x[own[context, position // 32], :, position % 32] = np.nan
+                x[page_table[context, position // 32], :, position % 32] = np.nan
     cached = LayerKV(jnp.asarray(keys.swapaxes(2, 3)), jnp.asarray(values))
     own_sinks = None if sinks is None else sinks * normal(3, 3, seed=4)
     attend = jax.jit(cpu_kernels.decode_attention, static_argnums=0, static_argnames="windowed")
 
     def run(cached: LayerKV, columns: list[int]) -> tuple[jax.Array, LayerKV]:
-        table = np.cos(angles[:, columns]), np.sin(angles[:, columns])
-        pages = own[slot[columns]].astype(np.int32)
-        inputs = (qkv[..., columns], cached, positions[columns], pages, table, own_sinks)
+        cos_and_sin = np.cos(angles[:, columns]), np.sin(angles[:, columns])
+        pages = page_table[slot[columns]].astype(np.int32)
+        inputs = (qkv[..., columns], cached, positions[columns], pages, cos_and_sin, own_sinks)
         return attend(config, *inputs, windowed=window is not None)
 
-    mixed, after = run(cached, list(range(len(slot))))
+    mixed, updated = run(cached, list(range(len(slot))))
     for column in range(len(slot)):
-        one, cached = run(cached, [column])
-        np.testing.assert_allclose(mixed[..., column], one[..., 0], atol=1e-5)
-    used = np.unique(own[:3])
-    for found, wanted in ((after.keys, cached.keys), (after.values, cached.values)):
-        np.testing.assert_array_equal(np.asarray(found)[used], np.asarray(wanted)[used])
+        one_mixed, cached = run(cached, [column])
+        np.testing.assert_allclose(mixed[..., column], one_mixed[..., 0], atol=1e-5)
+    used = np.unique(page_table[:3])
+    for together, one_by_one in ((updated.keys, cached.keys), (updated.values, cached.values)):
+        np.testing.assert_array_equal(np.asarray(together)[used], np.asarray(one_by_one)[used])
 
 
 VARIANTS = {
@@ -247,7 +267,8 @@ VARIANTS = {
 
 def sampled(engine: JaxEngine, config: DecoderConfig) -> tuple[np.ndarray, np.ndarray]:
     """Decode three contexts of different lengths after a prefill, over a page's end."""
-    params, cache = engine.load_params(tiny_params(config=config)), engine.init_cache()
+    params = engine.load_params(tiny_params(config=config))
+    cache = engine.init_cache()
     slots = make_decode_batch(3, SHAPES.context_pages)
     slots.pages[:] = 1 + np.arange(9).reshape(3, 3)
     prompts = [
@@ -259,13 +280,13 @@ def sampled(engine: JaxEngine, config: DecoderConfig) -> tuple[np.ndarray, np.nd
         cache = engine.extend(
             params, cache, [Extension(pages, begin, ids[begin:end]) for pages, ids in parts]
         )
-    slots.tokens[:], slots.positions[:] = (
-        [ids[-1] for ids in prompts],
-        [len(ids) - 1 for ids in prompts],
-    )
-    slots.remaining[:], slots.temperature[:], slots.seed[:] = 8, 1, np.arange(3)
-    _, found = engine.decode(params, cache, slots, 8, 4)
-    return found.ids, found.log_probs
+    slots.tokens[:] = [ids[-1] for ids in prompts]
+    slots.positions[:] = [len(ids) - 1 for ids in prompts]
+    slots.remaining[:] = 8
+    slots.temperature[:] = 1
+    slots.seed[:] = np.arange(3)
+    _, decoded = engine.decode(params, cache, slots, 8, 4)
+    return decoded.ids, decoded.log_probs
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
@@ -279,9 +300,9 @@ def test_the_engine_samples_the_same_ids_with_and_without_kernels(
     ids, log_probs = sampled(plain, config)
     assert plain.context.kernels is Kernels.NONE
     monkeypatch.undo()
-    found_ids, found = sampled(native, config)
-    np.testing.assert_array_equal(found_ids, ids)
-    np.testing.assert_allclose(found, log_probs, atol=1e-4)
+    native_ids, native_log_probs = sampled(native, config)
+    np.testing.assert_array_equal(native_ids, ids)
+    np.testing.assert_allclose(native_log_probs, log_probs, atol=1e-4)
 
 
 def test_only_an_engine_of_whole_float32_on_one_cpu_uses_them():
@@ -295,9 +316,9 @@ def test_only_an_engine_of_whole_float32_on_one_cpu_uses_them():
 def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A process that has built nothing yet, with an empty cache."""
     monkeypatch.setenv("JAX_AGENT_RL_CACHE", str(tmp_path))
-    cpu_kernels._registered.cache_clear()
+    cpu_kernels.register_kernels.cache_clear()
     yield monkeypatch
-    cpu_kernels._registered.cache_clear()
+    cpu_kernels.register_kernels.cache_clear()
 
 
 def test_without_a_compiler_xla_decodes_and_the_log_says_so(unbuilt, tmp_path: Path, caplog):
@@ -306,14 +327,16 @@ def test_without_a_compiler_xla_decodes_and_the_log_says_so(unbuilt, tmp_path: P
         assert JaxEngine(TINY, SHAPES).context.kernels is Kernels.NONE
         assert JaxEngine(TINY, SHAPES).context.kernels is Kernels.NONE
     (line,) = [r.getMessage() for r in caplog.records if r.name == cpu_kernels.__name__]
-    assert "no C++ compiler" in line and "install one" in line
+    assert "no C++ compiler" in line
+    assert "install one" in line
 
 
 def test_a_compiler_that_fails_is_named_and_leaves_nothing_behind(unbuilt, tmp_path: Path, caplog):
     unbuilt.setattr(cpu_kernels, "FLAGS", ("--no-such-flag",))
     with caplog.at_level(logging.WARNING):
         assert cpu_kernels.kernels_digest() is None
-    assert "could not build the decode kernels" in caplog.text and "no-such-flag" in caplog.text
+    assert "could not build the decode kernels" in caplog.text
+    assert "no-such-flag" in caplog.text
     assert list((tmp_path / "kernels").iterdir()) == []
 
 
@@ -323,7 +346,7 @@ def test_a_second_process_finds_the_library_built(unbuilt, tmp_path: Path):
     )  # this process has registered another copy
     digest = cpu_kernels.kernels_digest()
     (file,) = (tmp_path / "kernels").iterdir()
-    made = file.stat().st_mtime_ns
-    cpu_kernels._registered.cache_clear()
+    built_at = file.stat().st_mtime_ns
+    cpu_kernels.register_kernels.cache_clear()
     assert cpu_kernels.kernels_digest() == digest
-    assert file.stat().st_mtime_ns == made
+    assert file.stat().st_mtime_ns == built_at

@@ -8,6 +8,7 @@ import pytest
 
 from jax_agent_rl.deploy.launch.tpu import job
 from jax_agent_rl.errors import LaunchError
+from tests.messages import raises
 
 
 @pytest.fixture
@@ -51,5 +52,5 @@ def test_outside_a_checkout_nothing_tells_what_to_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(LaunchError, match="no git checkout"):
+    with raises(LaunchError, value="no git checkout"):
         job.pack(tmp_path, tmp_path / "x.tar.gz", extra={})

@@ -46,7 +46,8 @@ from tests.messages import raises
     ],
 )
 def test_an_error_of_gclouds_has_its_fix(message: str, fix: str):
-    assert fix in advise(message) and bool(advise(message)) == bool(fix)
+    assert fix in advise(message)
+    assert bool(advise(message)) == bool(fix)
 
 
 class Wire(Gcloud):
@@ -71,18 +72,18 @@ class Wire(Gcloud):
 
 def followed(folder: Path, *connections: list[str]) -> tuple[int, list[str], str]:
     """Exit status, what was shown of the run, and its log."""
-    shown: list[str] = []
+    printed: list[str] = []
     launch = SliceLaunch(
         cloud=Wire(*connections),
         task=job_of("v5e:2x2"),
         poll=1e-6,
         logs=folder,
-        print_line=shown.append,
+        print_line=printed.append,
     )
     status = launch.follow()
     return (
         status,
-        [line for line in shown if line.startswith("[host-0] ")],
+        [line for line in printed if line.startswith("[host-0] ")],
         (folder / "host-0.log").read_text(),
     )
 
@@ -94,9 +95,11 @@ def test_however_often_a_connection_breaks_every_line_is_shown_once(
 ):
     lines = [f"{number}:line {number}" for number in range(1, 10)]
     connections = [lines[:length] for length in cuts]  # each begins with the first line
-    status, shown, log = followed(tmp_path_factory.mktemp("logs"), *connections, [*lines, "end|3"])
+    status, printed, log = followed(
+        tmp_path_factory.mktemp("logs"), *connections, [*lines, "end|3"]
+    )
     expected = [f"line {number}" for number in range(1, 10)]
-    assert (status, shown, log.splitlines()) == (
+    assert (status, printed, log.splitlines()) == (
         3,
         [f"[host-0] {text}" for text in expected],
         expected,
@@ -110,10 +113,11 @@ def test_the_lines_of_a_run_that_is_found_again_are_in_its_file_once(tmp_path: P
 
 
 def test_only_the_runs_own_last_line_says_that_it_has_ended(tmp_path: Path):
-    status, shown, log = followed(
+    status, printed, log = followed(
         tmp_path, ["ERROR: (gcloud) no network", "1:end|0"], ["1:end|0", "end|3"]
     )
-    assert (status, log) == (3, "end|0\n") and shown == [
+    assert (status, log) == (3, "end|0\n")
+    assert printed == [
         "[host-0] ERROR: (gcloud) no network",
         "[host-0] end|0",
     ]
@@ -121,7 +125,7 @@ def test_only_the_runs_own_last_line_says_that_it_has_ended(tmp_path: Path):
 
 def test_what_could_not_be_kept_is_refused():
     for task in (job_of("v5e:4x4", bucket=None), job_of("v5e:2x2", bucket=None, spot=True)):
-        with pytest.raises(LaunchError, match="--bucket is missing: "):
+        with raises(LaunchError, key="--bucket", value="missing"):
             job.require_keepable(task)
     for bucket in ("/mnt", "s3://b", "gs://", "gs:///b", ""):
         with raises(LaunchError, fix="gs://NAME"):

@@ -65,11 +65,11 @@ def parsed(folder: Path, *texts: str) -> list[dict]:
         "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
     }
     command = [str(SKY), "-c", PARSE, *map(str, files)]
-    done = subprocess.run(
+    result = subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()[-len(texts) :]]
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()[-len(texts) :]]
 
 
 def test_a_managed_job_is_what_it_was():
@@ -106,14 +106,12 @@ def test_skypilot_takes_the_task(config: Path, tmp_path: Path):
         ["GCP", "us-west4", "us-west4-a", *slice, recovery],
     ]
     assert (task["name"], task["nodes"]) == ("my-run", 1)
-    assert task["envs"] == {"NO": "a: 'b'"} and task["secrets"] == ["KEY"]
-    assert task["files"] == {"/config/run.yaml": str(config)} and task["buckets"] == {
-        "/bucket": ["gs://b", "MOUNT"]
-    }
-    assert (
-        task["setup"].splitlines()[1] == "./launch/tpu_environment.sh"
-        and "bash -c 'echo '" in task["setup"]
-    )
+    assert task["envs"] == {"NO": "a: 'b'"}
+    assert task["secrets"] == ["KEY"]
+    assert task["files"] == {"/config/run.yaml": str(config)}
+    assert task["buckets"] == {"/bucket": ["gs://b", "MOUNT"]}
+    assert task["setup"].splitlines()[1] == "./launch/tpu_environment.sh"
+    assert "bash -c 'echo '" in task["setup"]
     assert (
         "exec jax-agent-rl train /config/run.yaml seed=1 run_dir=/bucket/team/my-run/run"
         in task["run"]
@@ -121,15 +119,14 @@ def test_skypilot_takes_the_task(config: Path, tmp_path: Path):
 
 
 def test_skypilot_takes_every_slice(tmp_path: Path):
-    jobs = [
-        job_of(f"{generation}:{shape}", config=None)
-        for generation, shapes in SHAPES.items()
-        for shape in shapes
-    ]
+    jobs = []
+    for generation, shapes in SHAPES.items():
+        jobs += [job_of(f"{generation}:{shape}", config=None) for shape in shapes]
     for job, task in zip(jobs, parsed(tmp_path, *map(rendered, jobs)), strict=True):
-        (found,) = task["slices"]
-        assert found[3] == {f"tpu-{job.topology.accelerator_type}": 1}
-        assert found[4]["runtime_version"] == job.runtime and found[5] is False
+        (candidate,) = task["slices"]
+        assert candidate[3] == {f"tpu-{job.topology.accelerator_type}": 1}
+        assert candidate[4]["runtime_version"] == job.runtime
+        assert candidate[5] is False
 
 
 RECORD = f"""#!{sys.executable}
@@ -146,17 +143,21 @@ def executed(commands: str, folder: Path, **variables: str) -> list[str]:
     program.write_text(RECORD)
     program.chmod(0o755)
     log = folder / "log"
-    own = {"PATH": os.environ["PATH"], "JAX_AGENT_RL_VENV": str(folder / "venv"), "LOG": str(log)}
-    subprocess.run(["bash", "-c", commands], env=own | variables, check=True, timeout=300)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "JAX_AGENT_RL_VENV": str(folder / "venv"),
+        "LOG": str(log),
+    }
+    subprocess.run(["bash", "-c", commands], env=environment | variables, check=True, timeout=300)
     return json.loads(log.read_text().splitlines()[-1])
 
 
 def test_every_host_runs_the_same_command_and_they_meet_at_the_first(config: Path, tmp_path: Path):
     task = yaml.safe_load(rendered(job_of(config=config, overrides=("a.b=c d",))))
-    others = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
+    two_nodes = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
     for rank in ("0", "1"):
         platforms, _, *arguments = executed(
-            task["run"], tmp_path, **others, SKYPILOT_NODE_RANK=rank
+            task["run"], tmp_path, **two_nodes, SKYPILOT_NODE_RANK=rank
         )
         assert platforms == "tpu,cpu"
         assert arguments == [
@@ -169,11 +170,14 @@ def test_every_host_runs_the_same_command_and_they_meet_at_the_first(config: Pat
 
 def test_a_single_host_meets_nobody(tmp_path: Path):
     task = yaml.safe_load(rendered(job_of("v5e:2x4", config=None)))
-    one = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.5", "SKYPILOT_NODE_RANK": "0"}
-    arguments = executed(task["run"], tmp_path, **one)[2:]
-    assert arguments[:2] == ["train", "configs/quickstart.yaml"] and not any(
-        "multihost" in word for word in arguments
-    )
+    one_node = {
+        "SKYPILOT_NUM_NODES": "1",
+        "SKYPILOT_NODE_IPS": "10.0.0.5",
+        "SKYPILOT_NODE_RANK": "0",
+    }
+    arguments = executed(task["run"], tmp_path, **one_node)[2:]
+    assert arguments[:2] == ["train", "configs/quickstart.yaml"]
+    assert not any("multihost" in word for word in arguments)
 
 
 def test_setup_prepares_with_the_environments_programs(config: Path, tmp_path: Path):

@@ -24,8 +24,8 @@ from tests.messages import raises
 def test_a_name_gives_gclouds_type_and_the_hosts(
     name: str, accelerator_type: str, hosts: int, chips_per_host: int
 ):
-    found = parse_topology(name)
-    assert (found.accelerator_type, found.hosts, found.chips // found.hosts) == (
+    topology = parse_topology(name)
+    assert (topology.accelerator_type, topology.hosts, topology.chips // topology.hosts) == (
         accelerator_type,
         hosts,
         chips_per_host,
@@ -56,5 +56,6 @@ def test_what_is_no_slice_is_refused_with_what_there_is(name: str, named: dict):
 
 def test_every_generation_has_a_slice_of_four_chips_on_one_host():
     for generation, shapes in SHAPES.items():
-        found = parse_topology(f"{generation}:{shapes[-1]}").one_host
-        assert (found.chips, found.hosts) == (4, 1) and parse_topology(str(found)) == found
+        topology = parse_topology(f"{generation}:{shapes[-1]}").one_host
+        assert (topology.chips, topology.hosts) == (4, 1)
+        assert parse_topology(str(topology)) == topology

@@ -123,7 +123,8 @@ def test_a_name_that_is_a_word_of_yaml_stays_a_name(config: Path):
         jobset["metadata"]["name"],
         config_volume["configMap"]["name"],
     ]
-    assert names == ["no"] * 3 and bucket["csi"]["volumeAttributes"]["bucketName"] == "123"
+    assert names == ["no"] * 3
+    assert bucket["csi"]["volumeAttributes"]["bucketName"] == "123"
 
 
 def test_a_jobset_starts_sampling_pods_first_and_ends_with_the_others(config: Path):
@@ -141,10 +142,8 @@ def test_a_jobset_starts_sampling_pods_first_and_ends_with_the_others(config: Pa
     )
     assert serving["resources"]["limits"] == {"google.com/tpu": 8}
     (port,) = (each["containerPort"] for each in serving["ports"])
-    assert (
-        serving["readinessProbe"]["tcpSocket"]["port"] == port
-        and f"--port={port} " in serving["command"][2]
-    )
+    assert serving["readinessProbe"]["tcpSocket"]["port"] == port
+    assert f"--port={port} " in serving["command"][2]
     name = jobset["metadata"]["name"]
     service = f"{jobset['metadata']['name']}:{port}"
     urls = ",".join(f"http://{name}-{rollout['name']}-{i}-0.{service}" for i in range(2))
@@ -194,7 +193,8 @@ def test_a_slurm_job_sets_variables_and_asks_for_those_that_sbatch_brings(
     job = job_of(config=config, variables={"GIVEN": "a 'b'", "BROUGHT": None})
     programs = {"srun": '#!/usr/bin/env bash\necho "$GIVEN $BROUGHT"\n'}
     result = submitted(tmp_path / "without", rendered("slurm", job), **programs)
-    assert result.returncode == 1 and "BROUGHT: export it before sbatch" in result.stderr
+    assert result.returncode == 1
+    assert "BROUGHT: export it before sbatch" in result.stderr
     monkeypatch.setenv("BROUGHT", "c")
     result = submitted(tmp_path / "with", rendered("slurm", job), **programs)
     assert (result.returncode, result.stdout) == (0, "a 'b' c\n"), result.stderr
@@ -224,13 +224,14 @@ def test_a_slurm_job_gives_its_last_nodes_to_servers_and_ends_with_training(tmp_
     text = rendered("slurm", job, rollout_hosts=1, port=port)
     golden("slurm_rollout.sh", text.replace(str(port), "PORT"))
     scontrol = "#!/bin/bash\nprintf '%s\\n' host-a host-b 127.0.0.1\n"
-    done = submitted(tmp_path, text, srun=SRUN, jax_agent_rl=PROGRAM, scontrol=scontrol)
-    assert done.returncode == 0, done.stderr
+    result = submitted(tmp_path, text, srun=SRUN, jax_agent_rl=PROGRAM, scontrol=scontrol)
+    assert result.returncode == 0, result.stderr
     lines = (tmp_path / "log").read_text().splitlines()
     assert "--nodes=1 --ntasks=1 --relative=2 jax-agent-rl rollout-server" in lines[0]
     assert "--nodes=2 --ntasks=2 --relative=0 jax-agent-rl train" in lines[1]
     token, _, arguments = lines[2].partition(" ")
-    assert len(token) == 64 and "'train', 'my.yaml'" in arguments
+    assert len(token) == 64
+    assert "'train', 'my.yaml'" in arguments
     assert f"'rollout.urls=[http://127.0.0.1:{port}]'" in arguments
 
 
@@ -255,18 +256,18 @@ def test_a_slurm_job_whose_time_is_over_saves_and_goes_into_the_queue_again(
     text = rendered("slurm", job_of(config=Path("my.yaml"), bucket=None))
     assert "#SBATCH --signal=B:USR1@" in text
     scontrol = '#!/bin/bash\necho "scontrol $*" >> "$LOG"\n'
-    done = submitted(tmp_path, text, srun=SRUN, jax_agent_rl=TIMED, scontrol=scontrol)
-    assert done.returncode == status, done.stderr
+    result = submitted(tmp_path, text, srun=SRUN, jax_agent_rl=TIMED, scontrol=scontrol)
+    assert result.returncode == status, result.stderr
     assert (tmp_path / "log").read_text().splitlines()[1:] == ["saved", *requeued]
 
 
 def test_a_slurm_job_ends_when_its_servers_do_before_they_listen(tmp_path: Path):
     job = job_of(config=Path("my.yaml"), bucket="gs://b")
     text = rendered("slurm", job, rollout_hosts=1, port=free_port())
-    done = submitted(
+    result = submitted(
         tmp_path, text, srun="#!/bin/bash\nexit 7\n", scontrol="#!/bin/bash\necho 127.0.0.1\n"
     )
-    assert done.returncode != 0
+    assert result.returncode != 0
 
 
 def test_new_weights_go_through_a_bucket(config: Path):
@@ -284,7 +285,7 @@ def test_a_slurm_job_has_a_task_per_host_and_goes_on_after_a_requeue(config: Pat
 
 
 def test_pods_need_an_image_and_a_bucket(config: Path):
-    with pytest.raises(LaunchError, match="--image is missing"):
+    with raises(LaunchError, key="--image", value="missing"):
         rendered("gke", job_of(config=config), image=None)
     with raises(LaunchError, key="--bucket", fix="gs://NAME"):
         rendered("gke", job_of(config=config, bucket=None))

@@ -48,7 +48,8 @@ class Host:
         """Follows until the command says something."""
         command = [str(ROOT / "launch" / "tpu_host.sh"), "follow", str(self.folder)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
-            assert process.stdout is not None and any(text in line for line in process.stdout)
+            assert process.stdout is not None
+            assert any(text in line for line in process.stdout)
             os.killpg(process.pid, 9)
 
     def ids(self) -> list[int]:
@@ -69,8 +70,9 @@ def test_lines_are_numbered_and_the_exit_status_is_the_commands(host: Host):
 
 def test_a_second_start_starts_nothing_while_the_first_runs(host: Host):
     host.start(WAITS)
-    before = host.ids()
-    assert "under way here already" in host.start("print('another')") and host.ids()[0] == before[0]
+    first_ids = host.ids()
+    assert "under way here already" in host.start("print('another')")
+    assert host.ids()[0] == first_ids[0]
     assert host.call("running").returncode == 0
     host.wait_for_line(b"up")
     assert host.call("signal", "INT").returncode == 0
@@ -83,7 +85,8 @@ def test_a_run_that_was_killed_with_its_supervisor_is_lost(host: Host):
     host.wait_for_line(b"up")
     for pid in host.ids():
         os.killpg(pid, 9)
-    assert host.follow()[0] == KILLED and host.call("signal", "INT").returncode == NO_RUN
+    assert host.follow()[0] == KILLED
+    assert host.call("signal", "INT").returncode == NO_RUN
 
 
 def test_a_killed_run_makes_room_for_the_next_at_once(host: Host):
@@ -104,7 +107,8 @@ def test_bytes_that_are_no_text_are_shown(host: Host):
 def test_a_command_that_is_not_there_is_named(host: Host):
     host.call("start", "/no/such")
     status, lines = host.follow()
-    assert status == 127 and lines[0].endswith("/no/such: No such file or directory")
+    assert status == 127
+    assert lines[0].endswith("/no/such: No such file or directory")
 
 
 def test_a_bucket_that_cannot_be_reached_is_said_and_does_not_end_the_run(
@@ -133,7 +137,8 @@ def test_the_token_of_a_run_stays_on_its_host(host: Host, tmp_path: Path):
     host.start("print('trained')")
     assert host.follow()[0] == 0
     uploads = [line for line in calls.read_text().splitlines() if " rsync " in line]
-    assert uploads and all(r"--exclude=^engines\.json$" in line for line in uploads)
+    assert uploads
+    assert all(r"--exclude=^engines\.json$" in line for line in uploads)
 
 
 def test_without_a_run_there_is_nothing_to_follow(host: Host):

@@ -33,19 +33,17 @@ def set_up(checkout: Path, home: Path, *, prepare: str) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
 
 
-def test_a_file_that_was_renamed_here_is_gone_there_and_what_was_prepared_stays(
-    checkout: Path, tmp_path: Path
-):
+def test_a_renamed_file_is_gone_there_and_what_was_prepared_stays(checkout: Path, tmp_path: Path):
     for name in ("kept.py", "old name.py", "alt é.py"):
         (checkout / name).write_text("1")
     prepare = "mkdir -p data .venv-tpu && touch data/rows.jsonl .venv-tpu/python"
-    made = {"data/rows.jsonl", ".venv-tpu/python", job.CONFIG}
+    prepared = {"data/rows.jsonl", ".venv-tpu/python", job.CONFIG}
     assert set_up(checkout, tmp_path / "home", prepare=prepare) == {
         "kept.py",
         "old name.py",
         "alt é.py",
-        *made,
+        *prepared,
     }
     (checkout / "old name.py").rename(checkout / "new.py")
     (checkout / "alt é.py").unlink()
-    assert set_up(checkout, tmp_path / "home", prepare="true") == {"kept.py", "new.py", *made}
+    assert set_up(checkout, tmp_path / "home", prepare="true") == {"kept.py", "new.py", *prepared}
