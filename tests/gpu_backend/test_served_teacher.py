@@ -106,9 +106,9 @@ async def test_its_scores_are_those_of_the_same_teacher_elsewhere(
     np.testing.assert_array_equal(scores.top_ids, np.argsort(-logs)[:, :6])
     np.testing.assert_allclose(scores.top_log_probs, -np.sort(-logs)[:, :6], atol=1e-4)
     losses: dict[str, list[float]] = {"here": [], "there": []}
-    for name, of_steps in losses.items():
+    for name, step_losses in losses.items():
         for record in read_records(tmp_path / name / "metrics.jsonl"):
             if record["kind"] == "step":
-                of_steps.append(record["kl_loss"])
+                step_losses.append(record["kl_loss"])
     assert losses["here"][0] > 0.001
     assert losses["there"] == pytest.approx(losses["here"], rel=1e-3)

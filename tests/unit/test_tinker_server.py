@@ -247,8 +247,8 @@ def test_a_client_learns_samples_and_goes_on_from_what_it_saved(service, service
     its = logprobs_of(again.forward(batch, "cross_entropy").result())
     assert all(map(np.array_equal, mine, its))
     assert [
-        trained.tinker_path
-        for trained in (
+        checkpoint.tinker_path
+        for checkpoint in (
             tinker.RestClient(base_url=service_url, api_key="tml-test")
             .list_checkpoints(path.split("/")[2])
             .result()

@@ -231,12 +231,14 @@ async def test_calls_made_while_an_engine_starts_are_told_when_it_cannot():
 
 
 async def test_a_cancelled_request_stays_cancelled_when_its_engine_is_dead():
+    earlier_threads = set(threading.enumerate())
     async with running() as (backend, engine):
         task = await started(backend.generate(request("r", max_tokens=40)))
         await engine.gate.reached()
         engine.broken = RuntimeError("out of memory")
         engine.gate.open()
-        (thread,) = (each for each in threading.enumerate() if each.name == THREAD_NAME)
+        started_threads = set(threading.enumerate()) - earlier_threads
+        (thread,) = (each for each in started_threads if each.name == THREAD_NAME)
         thread.join(30)  # blocks the loop, so that this side has not heard of its end
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -194,9 +194,9 @@ async def test_what_the_engine_cannot_do_is_not_declared_and_refused():
         lambda m, s: external_engine(LaterApiEngine(m, s), greedy=None, max_new_tokens=20)
     ) as backend:
         capabilities = backend.capabilities
-        assert not (capabilities.seeds)
-        assert not (capabilities.prefix_reuse)
-        assert not (capabilities.any_sampling)
+        assert not capabilities.seeds
+        assert not capabilities.prefix_reuse
+        assert not capabilities.any_sampling
         prompt = prompt_of(6, 5)
         for named, bad in (
             ({"key": "temperature", "value": 0.7}, {"temperature": 0.7}),
@@ -249,7 +249,7 @@ async def test_sleep_gives_the_memory_back_and_waking_changes_nothing():
 @pytest.mark.parametrize(
     ("where", "named"),
     [
-        ("tests.later_api", {"value": "no function"}),
+        ("tests.later_api", {"value": "names no function"}),
         ("tests.later_api:nothing", {"value": "no function 'nothing'"}),
         ("no_such_module:f", {"value": "no such module"}),
     ],

@@ -347,6 +347,7 @@ async def test_a_wrong_weight_update_is_refused_and_the_old_weights_serve(
 
 
 async def test_closing_fails_what_is_running_and_leaves_no_thread(params):
+    earlier_threads = set(threading.enumerate())
     async with running(params) as backend:
         await backend.pause(PauseMode.KEEP)
         task = asyncio.create_task(backend.generate(request("r", prompt_of(1, 5))))
@@ -356,7 +357,8 @@ async def test_closing_fails_what_is_running_and_leaves_no_thread(params):
             await task
         with pytest.raises(BackendClosedError):
             await backend.generate(request("s", prompt_of(1, 5)))
-        assert THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+        started_threads = set(threading.enumerate()) - earlier_threads
+        assert THREAD_NAME not in {thread.name for thread in started_threads}
         assert not (await backend.health()).ok
 
 

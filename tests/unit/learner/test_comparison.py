@@ -185,17 +185,17 @@ def test_the_parameters_before_the_last_update_come_back(settings):
     learner = make_learner(**settings)
     assert learner.previous_params() is None
     learner.update(random_groups(1))
-    initial_params = jax.device_get(learner.params)
+    previous_params = jax.device_get(learner.params)
     learner.update(random_groups(2))
     moved = max(
         float(abs(a - b).max())
-        for a, b in zip(*map(jax.tree.leaves, (initial_params, learner.params)), strict=True)
+        for a, b in zip(*map(jax.tree.leaves, (previous_params, learner.params)), strict=True)
     )
     back = learner.previous_params()
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0),
         back,
-        initial_params,
+        previous_params,
     )
 
 
@@ -205,11 +205,11 @@ def test_a_step_without_an_update_does_not_change_what_comes_back():
     """
     learner = make_learner(lr_warmup_steps=50)
     learner.update(random_groups(1))
-    initial_params = jax.device_get(learner.params)
+    previous_params = jax.device_get(learner.params)
     learner.update(random_groups(2))
     moved = max(
         float(abs(a - b).max())
-        for a, b in zip(*map(jax.tree.leaves, (initial_params, learner.params)), strict=True)
+        for a, b in zip(*map(jax.tree.leaves, (previous_params, learner.params)), strict=True)
     )
     masked = random_groups(3)
     learner.update(masked, masked={t.trajectory_id for t in trajectories_of(masked)})
@@ -217,7 +217,7 @@ def test_a_step_without_an_update_does_not_change_what_comes_back():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0),
         back,
-        initial_params,
+        previous_params,
     )
 
 

@@ -76,7 +76,7 @@ def test_a_checkpoint_with_a_critic_does_not_fit_a_learner_without(tmp_path: Pat
     plain = Learner(
         TINY, tiny_params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0
     )
-    with raises(CheckpointError, key="critic", value="missing here"):
+    with raises(CheckpointError, key="critic.", value="missing here"):
         checkpointer.restore(plain.state)
     checkpointer.close()
 

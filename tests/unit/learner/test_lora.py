@@ -100,11 +100,11 @@ def test_only_adapters_change_and_have_optimizer_state(quantize: str):
     targets = ("q_proj", "v_proj", "up_proj")  # of 32 inputs each: whole tiles
     learner = make_learner({"quantize": quantize, "targets": targets})
     base = leaves_of(learner.policy.frozen)
-    dense = np.asarray(learner.params["layers"]["q"])
+    previous_q = np.asarray(learner.params["layers"]["q"])
     for _ in range(2):
         assert not learner.update(random_groups(0)).skipped
     assert leaves_of(learner.policy.frozen) == base
-    assert not np.array_equal(np.asarray(learner.params["layers"]["q"]), dense)
+    assert not np.array_equal(np.asarray(learner.params["layers"]["q"]), previous_q)
     np.testing.assert_array_equal(learner.params["layers"]["down"], tiny_params()["layers"]["down"])
     shapes = {x.shape for x in jax.tree.leaves(learner.state)}
     assert shapes == {(), (3, 3, 32), (3, 32, 3), (3, 16, 3), (3, 48, 3)}

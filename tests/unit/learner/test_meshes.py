@@ -178,8 +178,8 @@ def test_a_mesh_splits_work_and_memory():
     }
     lines = [json.loads(line) for line in run_on_devices(WORK, json.dumps(meshes), flags="")]
     expected = []
-    for name, of_name in meshes.items():
-        expected += [[name, mesh] for mesh in of_name]
+    for name, model_meshes in meshes.items():
+        expected += [[name, mesh] for mesh in model_meshes]
     assert [line[:2] for line in lines] == expected
     for model, mesh, flops, memory in lines:
         assert flops < 0.2 and memory < 0.25, (model, mesh, flops, memory)

@@ -142,10 +142,10 @@ def test_adapters_count_their_own_steps_and_name_themselves():
     result = learner.update(groups)
     assert not result.skipped and result.unapplied == ids(groups[1:])
     assert (result.metrics["updates"], result.metrics["nonfinite_updates"]) == (2, 1)
-    initial = bits(learner.state)
+    previous_state = bits(learner.state)
     with pytest.raises(NonFiniteError, match="'solver'"):
         learner.update(groups)
-    assert bits(learner.state) == initial, "neither adapter changed in the step that failed"
+    assert bits(learner.state) == previous_state, "neither adapter changed in the step that failed"
 
 
 # --- a step of which a part was applied -----------------------------------------------------------

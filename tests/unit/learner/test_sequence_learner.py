@@ -342,10 +342,12 @@ def test_an_update_forgets_the_gradient_and_skips_one_not_finite():
     learner.forward_backward(data)
     learner.optim_step(AdamParams(learning_rate=1e-2))
     assert learner.optim_step(AdamParams()).norm == 0
-    initial = jax.device_get(learner.trained)
+    previous_params = jax.device_get(learner.trained)
     learner.forward_backward([replace(data[0], weight=np.full(data[0].num_scored, np.inf))])
     assert not learner.optim_step(AdamParams(learning_rate=1.0)).finite
-    assert jax.tree.all(jax.tree.map(np.array_equal, initial, jax.device_get(learner.trained)))
+    assert jax.tree.all(
+        jax.tree.map(np.array_equal, previous_params, jax.device_get(learner.trained))
+    )
     assert learner.optim_step(AdamParams()).finite
 
 

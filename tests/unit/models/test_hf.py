@@ -122,7 +122,7 @@ def test_weights_that_were_cut_off_or_are_not_there_are_named(folder: Path):
     with raises(ModelError, key="model.safetensors"):
         load_hf(folder)
     file.unlink()
-    with raises(ModelError, value="model.safetensors"):
+    with raises(ModelError, value="holds no model.safetensors"):
         load_hf(folder)
 
 

@@ -82,9 +82,9 @@ def test_every_parameter_of_a_family_is_known_with_its_axes(config: DecoderConfi
         assert parameter.is_matrix != bool(NO_MATRIX.search(path[-1].key)), path
 
 
-@pytest.mark.parametrize("logical_axes", [PARAMETERS, VISION_PARAMETERS], ids=["decoder", "tower"])
-def test_a_matrix_has_two_axes_behind_those_that_stack(logical_axes: dict):
-    for name, parameter in logical_axes.items():
+@pytest.mark.parametrize("parameters", [PARAMETERS, VISION_PARAMETERS], ids=["decoder", "tower"])
+def test_a_matrix_has_two_axes_behind_those_that_stack(parameters: dict):
+    for name, parameter in parameters.items():
         stacks = [axis for axis in parameter.axes if axis in STACKS]
         assert list(parameter.axes[: len(stacks)]) == stacks, "stacks come first"
         if parameter.is_matrix:

@@ -48,11 +48,11 @@ def test_what_is_read_is_what_was_written_and_a_removed_version_is_gone(tmp_path
 def test_a_version_is_not_there_before_all_parts_are(tmp_path: Path):
     folder = stored.version_folder(str(tmp_path), 1)
     stored.write_part(folder, tiny_params(), part=0)
-    with raises(WeightUpdateError, value="manifest.json"):
+    with raises(WeightUpdateError, value="no manifest.json"):
         read(folder, None)
     with raises(OSError, key="process 1"):
         stored.publish(folder, parts=2)
-    with raises(WeightUpdateError, value="manifest.json"):
+    with raises(WeightUpdateError, value="no manifest.json"):
         read(folder, None)
 
 

@@ -40,37 +40,33 @@ def drawn(seed: int, *shape: int) -> jax.Array:
 
 
 @jax.jit
-def interpreted(q, k, v, vision_processor, d_out):
+def interpreted(q, k, v, mask, d_out):
     """Output and gradients, by the kernels."""
     with pltpu.force_tpu_interpret_mode(
         True
     ):  # as XLA's operations; the default's callbacks take seconds
-        out, normalizer = tree_kernel.forward(q, k, v, vision_processor, block=128)
-        return out, *tree_kernel.backward(
-            q, k, v, vision_processor, out, normalizer, d_out, block=128
-        )
+        out, normalizer = tree_kernel.forward(q, k, v, mask, block=128)
+        return out, *tree_kernel.backward(q, k, v, mask, out, normalizer, d_out, block=128)
 
 
 @jax.jit
-def expected(q, k, v, vision_processor, d_out):
+def expected(q, k, v, mask, d_out):
     """Output and gradients, as they are on this machine."""
-    out, gradients = jax.vjp(lambda q, k, v: tree_attention(q, k, v, vision_processor), q, k, v)
+    out, gradients = jax.vjp(lambda q, k, v: tree_attention(q, k, v, mask), q, k, v)
     return out, *gradients(d_out)
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 200)), min_size=1, max_size=5)
 
 
-def assert_equal_to_blocks(
-    vision_processor: TreeMask, *, group: int, asking: slice = slice(None)
-) -> None:
+def assert_equal_to_blocks(mask: TreeMask, *, group: int, asking: slice = slice(None)) -> None:
     q = drawn(0, 1, 2 * group, COUNT, 8)[:, :, asking]
     d_out = drawn(1, 1, 2 * group, COUNT, 8)[:, :, asking]
     k = drawn(2, 1, 2, COUNT, 8)
     v = drawn(3, 1, 2, COUNT, 8)
     for got, wanted in zip(
-        interpreted(q, k, v, vision_processor, d_out),
-        expected(q, k, v, vision_processor, d_out),
+        interpreted(q, k, v, mask, d_out),
+        expected(q, k, v, mask, d_out),
         strict=True,
     ):
         np.testing.assert_allclose(got, wanted, atol=2e-5)
@@ -91,8 +87,8 @@ def test_a_window_counts_steps_of_the_tree(runs, window):
 @settings(max_examples=examples(20))
 @given(runs=RUNS, window=st.integers(1, 200), shard=st.integers(0, 2))
 def test_a_shard_asks_from_where_it_stands_in_the_row(runs, window, shard):
-    vision_processor = TreeMask(*forest(runs), jnp.int32(window), jnp.int32(shard * 100))
-    assert_equal_to_blocks(vision_processor, group=2, asking=slice(shard * 100, shard * 100 + 100))
+    mask = TreeMask(*forest(runs), jnp.int32(window), jnp.int32(shard * 100))
+    assert_equal_to_blocks(mask, group=2, asking=slice(shard * 100, shard * 100 + 100))
 
 
 def test_blocks_between_which_nothing_is_seen_are_left_out():

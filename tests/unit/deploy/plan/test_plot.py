@@ -21,7 +21,7 @@ def test_a_picture_may_be_drawn_to_a_new_file(name, tmp_path):
         ("x.xyz", {"value": "'xyz'", "fix": ".png"}),
         ("x", {"value": "''", "fix": ".png"}),
         ("nowhere/x.png", {"value": "nowhere", "fix": "make it"}),
-        ("folder.png", {"value": "folder.png"}),
+        ("folder.png", {"key": "folder.png", "value": "cannot be written"}),
     ],
 )
 def test_one_that_cannot_be_drawn_is_refused_before_anything_is_looked_at(name, named, tmp_path):

