@@ -201,7 +201,8 @@ class MarkerResponder(Responder):
         problem = refuse_unseen(
             observation.media,
             modalities,
-            source="the tool server",
+            source="the tool",
+            logged_as="the tool server",
             reason=(
                 "that takes a model, chat template and engine for it, server_tool_agent and"
                 " agent.enable_mtrl=true without agent.mtrl_sep"

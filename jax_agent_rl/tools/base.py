@@ -244,6 +244,7 @@ def refuse_unseen(
     modalities: Collection[str],
     *,
     source: str,
+    logged_as: str,
     reason: str,
     failures: FailureLog,
 ) -> str | None:
@@ -252,7 +253,8 @@ def refuse_unseen(
     Args:
         media: images and videos by kind.
         modalities: the kinds that can be shown.
-        source: what returned the media.
+        source: what returned the media, as the model reads it.
+        logged_as: the same, as the user reads it.
         reason: why other kinds cannot be shown.
 
     Returns:
@@ -262,9 +264,9 @@ def refuse_unseen(
     if not unseen:
         return None
     kinds = " and ".join(unseen)
-    problem = f"{source} returned {kinds}"
+    problem = f"{logged_as} returned {kinds}"
     failures.report(problem, f"{problem}, which cannot be shown: {reason}")
-    return f"{problem} data, which cannot be shown here"
+    return f"{source} returned {kinds} data, which cannot be shown here"
 
 
 Side = Literal["left", "middle", "right"]

@@ -199,6 +199,7 @@ class ToolSession:
             response.media,
             self._modalities,
             source=name,
+            logged_as=f"tool {name!r}",
             reason="this model, its chat template or its engine cannot take it",
             failures=self._failures,
         )

@@ -51,8 +51,9 @@ async def test_images_are_an_error_the_model_reads_where_no_template_writes_them
         trajectory = await it.run()
     (call,) = trajectory.tool_calls
     assert call.error == "raised"
-    assert "image data, which cannot be shown here" in call.observation
+    assert "the tool returned image data, which cannot be shown here" in call.observation
     assert not it.backend.requests[1].multi_modal
+    assert "the tool server returned image, which cannot be shown" in caplog.text
     assert "agent.enable_mtrl=true" in caplog.text
 
 

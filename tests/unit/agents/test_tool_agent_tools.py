@@ -205,6 +205,7 @@ async def test_a_model_that_cannot_see_reads_an_error_instead(kinds, shows, capl
     assert call.observation == "Error: camera returned image data, which cannot be shown here"
     assert backend.requests[1].multi_modal == {}
     assert trajectory.multi_modal == {}
+    assert "tool 'camera' returned image, which cannot be shown" in caplog.text
     assert "cannot take" in caplog.text
 
 
