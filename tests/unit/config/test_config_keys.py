@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import itertools
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,31 +89,46 @@ from tests.trajectories import random_groups, trajectory
 
 PROGRAM = str(Path(jax_agent_rl.__file__).parent)
 CONFIG = f"{PROGRAM}/config"
+IDENTITY = f"{PROGRAM}/runtime/identity.py"
+"""Reads every key of ``BY_CONTENT``, to compare runs."""
 CALL = '<call>calculator {"expression": "1 + 2"}</call>'
 KEYS = {path: (section, name) for path, section, name in keys(Config)}
 
 READ_ELSEWHERE = {
     # Ray has to be started
-    "runtime/placement.py": [
-        "rollout.num_engines", "rollout.gpus_per_engine", "rollout.ray_address",
-    ],
+    "runtime/placement.py": {
+        "rollout.num_engines": "rollout.num_engines",
+        "rollout.gpus_per_engine": "rollout.gpus_per_engine",
+        "rollout.ray_address": "rollout.ray_address",
+    },
     # a program has to run in a container or a sandbox
-    "agents/command/agent.py": ["agent.command.verifier_timeout"],
-    "agents/command/containers.py": ["agent.command.image"],
+    "agents/command/agent.py": {
+        "agent.command.verifier_timeout": "self._settings.verifier_timeout",
+    },
+    "agents/command/containers.py": {"agent.command.image": "self.settings.image"},
+    # the weights of a critic have to be loaded
+    "runtime/build.py": {"critic.path": "config.critic.path"},
     # an engine, a learner's update or a vision model has to be compiled
-    "runtime/scoring.py": ["reward.judge.max_model_len"],
-    "learner/learner.py": [
-        "algorithm.kl.target", "algorithm.kl.horizon", "learner.max_nonfinite_steps",
-    ],
-    "learner/image_packing.py": ["learner.row_patches"],
-    "trainer/agreement.py": ["trainer.on_disagreement"],
-    "agreement/report.py": ["trainer.agreement_tolerance"],
+    "runtime/scoring.py": {"reward.judge.max_model_len": "config.max_model_len"},
+    "learner/learner.py": {
+        "algorithm.kl.target": "kl.target",
+        "algorithm.kl.horizon": "kl.horizon",
+        "learner.max_nonfinite_steps": "self._config.max_nonfinite_steps",
+    },
+    "learner/image_packing.py": {"learner.row_patches": "config.row_patches"},
+    "trainer/agreement.py": {
+        "trainer.on_disagreement": "self._runtime.config.trainer.on_disagreement",
+    },
+    "agreement/report.py": {"trainer.agreement_tolerance": "config.trainer.agreement_tolerance"},
     # MLflow takes seconds to import
-    "observe/sinks/traces.py": ["trace.project", "trace.mlflow_tracking_uri"],
+    "observe/sinks/traces.py": {
+        "trace.project": "config.project",
+        "trace.mlflow_tracking_uri": "config.mlflow_tracking_uri",
+    },
     # another name of rollout.group_size, read when a configuration is made
-    "config/run.py": ["agent.n"],
-}  # fmt: skip
-"""Keys that no action below reads, by the file that does, with the reason."""
+    "config/run.py": {"agent.n": "agent.get('n')"},
+}
+"""Keys that no action below reads, by the file that does, with its expression and the reason."""
 
 
 @contextmanager
@@ -127,7 +142,7 @@ def recorded_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[type, 
         return object.__getattribute__(section, name)
 
     def is_use(frame: FrameType) -> bool:
-        """Return whether a key is read by the program, not by a check of the configuration.
+        """Return whether a key is read by the program, not to check or to compare it.
 
         A property of a section reads on behalf of whoever asks for it.
         """
@@ -136,7 +151,8 @@ def recorded_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[type, 
             if is_check and frame.f_code is not default_agent.__code__:
                 return False
             frame = frame.f_back
-        return frame.f_code.co_filename.startswith(PROGRAM)
+        file = frame.f_code.co_filename
+        return file.startswith(PROGRAM) and file != IDENTITY
 
     def dump(section: Section, **options: Any) -> dict[str, Any]:
         if options.get("mode") != "json":  # such a tree is saved, not used
@@ -268,10 +284,10 @@ def learn() -> None:
         total_steps=10,
     )
     learner.packer.mini_batches(groups)
-    params = {"embed": jnp.ones(2)}
+    optimized_params = {"embed": jnp.ones(2)}
     for section in (config, critic):
         optimizer = make_optimizer(section, 0.1)
-        optimizer.update(params, optimizer.init(params), params)
+        optimizer.update(optimized_params, optimizer.init(optimized_params), optimized_params)
 
     trajectories = [t for group in groups for t in group.trajectories]
     old = [np.zeros(t.num_sampled) for t in trajectories]
@@ -329,8 +345,12 @@ async def test_every_key_is_read_by_these_actions_or_by_a_named_file(
         await do_everything(tmp_path, monkeypatch)
     unread = [path for path, key in KEYS.items() if key not in reads]
     assert sorted(unread) == sorted(itertools.chain.from_iterable(READ_ELSEWHERE.values()))
-    for file, paths in READ_ELSEWHERE.items():
-        source = Path(PROGRAM, file).read_text()
-        for path in paths:
-            name = path.rpartition(".")[2]
-            assert re.search(rf"""(\.|\("){name}\b""", source), f"{file} does not read {path}"
+    for file, reads_of_file in READ_ELSEWHERE.items():
+        tree = ast.parse(Path(PROGRAM, file).read_text())
+        expressions = {
+            ast.unparse(node)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute | ast.Call)
+        }
+        for path, expression in reads_of_file.items():
+            assert expression in expressions, f"{file} does not read {path}"
