@@ -109,8 +109,10 @@ def test_the_average_that_a_run_evaluated_is_what_eval_and_export_give(tmp_path:
         folders.append(tmp_path / f"exported-{len(folders)}")
         call("export", run, folders[-1], *options)
     steps = zip(*(jax.tree.leaves(load_hf(folder)[1]) for folder in folders), strict=True)
-    for base_score, first, second, average in steps:
-        wanted = 0.81 * np.float64(base_score) + 0.09 * np.float64(first) + 0.1 * np.float64(second)
+    for base_weights, first, second, average in steps:
+        wanted = (
+            0.81 * np.float64(base_weights) + 0.09 * np.float64(first) + 0.1 * np.float64(second)
+        )
         np.testing.assert_allclose(average, wanted, atol=1e-6)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["max_logprob_gap"] < 1e-4

@@ -153,10 +153,10 @@ def test_a_program_trains_alike_with_ray_actors_and_with_a_local_engine(tmp_path
     recipe = tiny_recipe(
         tmp_path / "recipe", agent=agent | {"max_prompt_length": 32, "max_response_length": 30}
     )
-    with_actors = run(recipe, tmp_path / "beside", "trainer.steps=2")[1]
+    with_local_engine = run(recipe, tmp_path / "beside", "trainer.steps=2")[1]
     trained = run(recipe, tmp_path / "actors", "trainer.steps=2", "rollout.placement=separate")[1]
     keys = ("trajectory_id", "step", "response_ids", "response_mask", "policy_versions", "reward")
-    assert columns(trained, *keys) == columns(with_actors, *keys)
+    assert columns(trained, *keys) == columns(with_local_engine, *keys)
     assert {len(r["turns"]) for r in trained} == {2}
     assert (
         json.loads((tmp_path / "actors" / "run" / "summary.json").read_text())["token_drift"] == 0
@@ -330,8 +330,11 @@ async def test_learner_and_engines_see_different_gpus(monkeypatch: pytest.Monkey
     import ray
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    async with reserve(2, gpus_per_engine=1, learner_gpus=1) as gpus:
-        ids = [await ray.remote(ray.get_gpu_ids).options(**place).remote() for place in gpus]
+    async with reserve(2, gpus_per_engine=1, learner_gpus=1) as actor_options:
+        ids = [
+            await ray.remote(ray.get_gpu_ids).options(**options).remote()
+            for options in actor_options
+        ]
         seen = [os.environ["CUDA_VISIBLE_DEVICES"], *(str(gpu) for (gpu,) in ids)]
     assert sorted(seen) == ["0", "1", "2"]
 

@@ -370,7 +370,7 @@ def test_every_control_has_a_name_of_its_own(page):
     session = page.tab.context.new_cdp_session(page.tab)
 
     def names() -> list[str]:
-        controls_named = []
+        labels = []
         for node in session.send("Accessibility.getFullAXTree")["nodes"]:
             role = node.get("role", {}).get("value")
             focusable = any(
@@ -378,8 +378,8 @@ def test_every_control_has_a_name_of_its_own(page):
                 for each in node.get("properties", ())
             )
             if focusable and role != "RootWebArea" and not node["ignored"]:
-                controls_named.append(f"{role} {node.get('name', {}).get('value', '')}".strip())
-        return controls_named
+                labels.append(f"{role} {node.get('name', {}).get('value', '')}".strip())
+        return labels
 
     controls = set()
     for keys in ("1", "2", "3", "t", "?"):

@@ -63,7 +63,10 @@ def kernels_digest() -> str | None:
 
 @functools.cache
 def register_kernels() -> str | None:
-    """Do what :func:`kernels_digest` says; threads call that one."""
+    """Build and register the kernels, and return their digest.
+
+    Takes no lock: call :func:`kernels_digest`.
+    """
     slower = "decoding takes XLA's own products, which are two to three times slower"
     compiler = _find_compiler()
     if compiler is None:

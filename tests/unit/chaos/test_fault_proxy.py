@@ -26,10 +26,10 @@ class First(Random):
 
     def __init__(self, before_server: bool):
         super().__init__(0)
-        self.before = before_server
+        self.before_server = before_server
 
     def random(self):
-        return 0.0 if self.before else 0.99
+        return 0.0 if self.before_server else 0.99
 
 
 @asynccontextmanager

@@ -407,8 +407,8 @@ def test_every_tool_result_has_a_call_id_of_its_own():
     codec = codec_of("mistral")
     results = [{"role": "tool", "content": "same", "name": "f"}] * 3
     first = call_ids(codec, "one", results)
-    two_ids = call_ids(codec, "two", results)
-    assert len({*first, *two_ids}) == 6
+    second_ids = call_ids(codec, "two", results)
+    assert len({*first, *second_ids}) == 6
     assert call_ids(codec, "one", results) == first, "the same turn is appended to in the same way"
 
 

@@ -57,7 +57,7 @@ def codec_of(name: str) -> ChatCodec:
 def walk(
     codec: ChatCodec, grammar: str, rng: random.Random, prefix: Sequence[int] = ()
 ) -> list[int]:
-    """Take allowed ids at random after ``begun`` until the turn ends; reasoning, if it begins with
+    """Take allowed ids at random after ``prefix`` until the turn ends; reasoning, if it begins with
     any, ends soon.
     """
     size = len(codec.tokenizer)

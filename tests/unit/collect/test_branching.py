@@ -160,11 +160,11 @@ async def test_every_trajectory_has_a_seed_of_its_own_and_the_run_can_be_repeate
         seeds = [request.sampling.seed for request in stage.requests]
         assert len(set(seeds)) == len(seeds)
     first, again = (sorted(g, key=lambda group: group.group_id) for g in groups)
-    for first_trajectory, second_trajectory in zip(first, again, strict=True):
-        assert [_ids(t) for t in first_trajectory.trajectories] == [
-            _ids(t) for t in second_trajectory.trajectories
+    for first_group, second_group in zip(first, again, strict=True):
+        assert [_ids(t) for t in first_group.trajectories] == [
+            _ids(t) for t in second_group.trajectories
         ]
-        responses = [t.response_ids for t in first_trajectory.trajectories]
+        responses = [t.response_ids for t in first_group.trajectories]
         assert len(set(responses)) == len(responses), "nothing is there twice"
 
 

@@ -66,12 +66,16 @@ def test_what_fits_together_is_taken(rollout: dict, mode: str):
         (
             {"backend": "remote", "urls": ["http://h:1"], "sleep_during_update": True},
             "sync",
-            {"value": "the learner's"},
+            {"key": "rollout.sleep_during_update", "fix": "remove it"},
         ),
         (
             {"backend": "remote", "urls": ["http://h:1"], **SEPARATE},
             "sync",
-            {"value": "remote"},
+            {
+                "key": "rollout.backend",
+                "value": "remote",
+                "fix": "remove rollout.placement",
+            },
         ),
         (
             {**SEPARATE, "deterministic": True},

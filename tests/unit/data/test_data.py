@@ -127,7 +127,7 @@ def test_rows_that_name_what_there_is_are_taken(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("none.jsonl", {"value": "none.jsonl"}),
+        ("none.jsonl", {"value": ("none.jsonl", "does not exist")}),
         ("a.csv", {"value": "a.csv", "fix": ".jsonl or .parquet"}),
     ],
 )

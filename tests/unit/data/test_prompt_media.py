@@ -145,12 +145,12 @@ def test_parts_without_a_source_show_the_columns_too(tmp_path: Path):
 
 def test_a_video_is_a_list_of_frames_in_each_form(tmp_path: Path):
     frames = [{"type": "image", "image": "red.png"}, url(BLUE)]
-    (from_data_urls,) = load_rows(written(tmp_path, row("<video>", videos=[frames])))
-    assert shown(from_data_urls["prompt"][0]) == [[RED, BLUE]]
-    (from_descriptions,) = load_rows(
+    (from_list,) = load_rows(written(tmp_path, row("<video>", videos=[frames])))
+    assert shown(from_list["prompt"][0]) == [[RED, BLUE]]
+    (from_part,) = load_rows(
         written(tmp_path, row("<video>", videos=[{"type": "video", "video": frames}]))
     )
-    assert shown(from_descriptions["prompt"][0]) == [[RED, BLUE]]
+    assert shown(from_part["prompt"][0]) == [[RED, BLUE]]
 
 
 def test_placeholders_of_a_kind_without_a_column_are_text(tmp_path: Path):
@@ -260,7 +260,7 @@ def test_a_damaged_video_file_is_one_error(tmp_path: Path):
     pytest.importorskip("av")
     (tmp_path / "clip.mp4").write_bytes(b"no video")
     (only,) = load_rows(written(tmp_path, row("<video>", videos=["clip.mp4"])))
-    with raises(ValueError, value="video"):
+    with raises(ValueError, value="video cannot be"):
         read_media(only["prompt"])
 
 

@@ -427,7 +427,7 @@ def or_null(values: st.SearchStrategy[Any], **named: Any) -> st.SearchStrategy[A
 @st.composite
 def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
     """Rows for every consumer, and their schema."""
-    nullable, given_kind = draw(objects())
+    mappings, given_kind = draw(objects())
     call, call_kind = draw(objects())
     free, free_kind = draw(kinds())
     truth, truth_kind = draw(kinds())
@@ -456,8 +456,8 @@ def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
     kwargs = st.none() | st.fixed_dictionaries(
         {},
         optional={
-            "create_kwargs": or_null(nullable),
-            "execute_kwargs": or_null(nullable),
+            "create_kwargs": or_null(mappings),
+            "execute_kwargs": or_null(mappings),
             "release_kwargs": st.none(),
         },
     )
@@ -488,8 +488,8 @@ def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
             ),
             "extra_info": st.fixed_dictionaries(
                 {
-                    "environment_kwargs": nullable.map(lambda value: {"name": "twins", **value}),
-                    "interaction_kwargs": nullable.map(lambda value: {"name": "keeper", **value}),
+                    "environment_kwargs": mappings.map(lambda value: {"name": "twins", **value}),
+                    "interaction_kwargs": mappings.map(lambda value: {"name": "keeper", **value}),
                 },
                 optional={
                     "tool_selection": st.sampled_from([None, ["keep"]]),

@@ -101,7 +101,7 @@ def set_key(path: str, value: Any) -> Callable[[Tree, Path], None]:
 
 
 CHANGED = {
-    "another model of the same shape": (other_model("model"), "model.path", "other weights"),
+    "another model of the same shape": (other_model("model"), "model.path", "other weights (is"),
     "another tokenizer": (
         replace_file("model/tokenizer.json", "x"),
         "model.path",
@@ -111,14 +111,14 @@ CHANGED = {
     "another alpha": (
         set_key("learner.lora.alpha", 16.0),
         "learner.lora.alpha",
-        (8.0, 16.0),
+        "was 8.0, is 16.0",
     ),
-    "no adapters": (set_key("learner.lora", None), "learner.lora", "null"),
-    "another seed": (set_key("seed", 7), "seed", (0, 7)),
+    "no adapters": (set_key("learner.lora", None), "learner.lora", "is null"),
+    "another seed": (set_key("seed", 7), "seed", "was 0, is 7"),
     "another objective": (
         set_key("algorithm.entropy_coeff", 0.5),
         "algorithm.entropy_coeff",
-        (0.0, 0.5),
+        "was 0.0, is 0.5",
     ),
     "another reward": (replace_file("reward.py", "x = 2\n"), "reward.path", "another content"),
     "other agents": (replace_file("agents.py", "x = 2\n"), "agent.module", "another content"),

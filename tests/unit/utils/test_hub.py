@@ -180,7 +180,11 @@ def test_what_the_hub_refuses_is_said_with_the_fix(hub, tmp_path, name, says):
 
 def test_without_the_hub_a_folder_is_asked_for(hub, tmp_path):
     process = load(hub, tmp_path / "cache", "some/model", HF_HUB_OFFLINE="1")
-    assert_message(process.stderr, value="'some/model'", fix="set model.path to a folder")
+    assert_message(
+        process.stderr,
+        value="'some/model' could not be downloaded from the Hub",
+        fix="set model.path to a folder",
+    )
     assert "Traceback" not in process.stderr
 
 
@@ -377,4 +381,4 @@ def test_the_example_downloads_gsm8k_and_says_when_it_could_not(tmp_path):
     assert truths("a") == [["0", "1", "2"], ["3", "4"]]
     assert "INSTEAD" not in online.stderr
     assert list(map(len, truths("b"))) == [16, 8]
-    assert_message(offline.stderr, value="sample.jsonl INSTEAD")
+    assert_message(offline.stderr, value="writing the problems of sample.jsonl INSTEAD")
