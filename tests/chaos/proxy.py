@@ -123,8 +123,9 @@ class FaultProxy:
         finally:
             answer.cancel()
             disconnect.cancel()
-            await asyncio.gather(answer, disconnect, return_exceptions=True)
+            # Not after a wait, which could be cancelled: the server waits for open connections.
             writer.close()
+            await asyncio.gather(answer, disconnect, return_exceptions=True)
 
     async def _answer(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
         fault = None

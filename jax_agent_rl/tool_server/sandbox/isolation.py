@@ -29,7 +29,6 @@ import platform
 import secrets
 import shutil
 import subprocess
-import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -167,7 +166,8 @@ _BASE = Path("/opt/python")
 _VENV = Path("/opt/environment")
 _VENV_FOLDERS = ("lib", "lib64", "include", "share")
 _VENV_KEYS = ("include-system-site-packages", "version")  # of pyvenv.cfg
-_PRINT_PREFIXES = "import sys; print(sys.prefix); print(sys.base_prefix)"
+# An environment may hold a copy of the interpreter, which finds its libraries elsewhere.
+_PRINT_PLACES = "import sys; print(sys.prefix, sys.base_prefix, sys._base_executable, sep='\\n')"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,16 +189,12 @@ class Installation:
 
 def install(python: Path) -> Installation:
     """Return how to show an interpreter of this machine in bubblewrap."""
-    if python == Path(sys.executable):
-        prefix = Path(sys.prefix)
-        base_prefix = Path(sys.base_prefix)
-    else:
-        command = [python, "-I", "-c", _PRINT_PREFIXES]
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        prefix, base_prefix = [Path(line) for line in result.stdout.splitlines()]
+    command = [python, "-I", "-c", _PRINT_PLACES]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    prefix, base_prefix, base_executable = [Path(line) for line in result.stdout.splitlines()]
 
     # The interpreter: /usr is visible as it is, any other installation below /opt.
-    real_python = python.resolve()
+    real_python = base_executable.resolve()
     base = real_python.parent.parent
     options: list[str] = []
     if base.is_relative_to("/usr"):

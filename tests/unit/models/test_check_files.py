@@ -45,7 +45,7 @@ def test_a_tensor_too_many_is_named(model):
     change(
         model, lambda tensors: tensors.update({"extra.weight": tensors["model.norm.weight"].copy()})
     )
-    with raises(ModelError, key="1 tensors", value="extra.weight"):
+    with raises(ModelError, key="1 tensor", value="extra.weight"):
         check_files(model)
 
 
