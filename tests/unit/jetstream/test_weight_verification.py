@@ -102,9 +102,7 @@ async def served(backend) -> list[int]:
 
 
 @pytest.mark.parametrize("path", ["files", "tensorstore", "object_store"])
-async def test_wrong_weights_with_right_digests_are_refused(
-    tmp_path: Path, path: str
-):
+async def test_wrong_weights_with_right_digests_are_refused(tmp_path: Path, path: str):
     engine = JetStreamBackend(TINY, tiny_params(SERVED), TWO_SLOTS)
     make: Callable[[Params, int], WeightUpdate] = getattr(Paths(tmp_path), path)
     async with behind_server(engine, weight_dir=str(tmp_path)) as (_, remote):
