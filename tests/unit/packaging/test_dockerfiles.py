@@ -67,10 +67,14 @@ def test_its_python_gets_the_pinned_versions(file: Path, tmp_path: Path):
     python = tmp_path / f"python{version}"  # answers what the scripts ask of it
     python.write_text(f'#!/bin/sh\ncase "$2" in *print*) echo {version} ;; esac\n')
     python.chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JAX_AGENT_RL_VENV": str(tmp_path / "venv")}
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "JAX_AGENT_RL_VENV": str(tmp_path / "venv"),
+    }
+    environment.pop("PYTHON", None)  # it would be taken instead of the image's
     result = subprocess.run(
         [ROOT / script, "--dry-run", *arguments],
-        env=os.environ | path,
+        env=environment,
         capture_output=True,
         text=True,
         check=True,
