@@ -53,7 +53,7 @@ ALLOWED = {
     "runtime/transports.py FileTransport.write rename": (
         "a temporary folder in memory, of weights for engines"
     ),
-    "runtime/transports.py FileTransport._write_delta unlink": "likewise",
+    "runtime/transports.py FileTransport.write unlink": "its delta is written, and offered instead",
     "runtime/transports.py FileTransport._remove_files unlink": "likewise",
     "tinker_server/retention.py Retention._remove_unknown_files unlink": (
         "no client was ever told of them"

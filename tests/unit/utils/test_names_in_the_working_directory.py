@@ -102,7 +102,6 @@ def test_every_python_that_this_package_starts_is_started_so():
         "deploy/launch/ray_process.py",  # likewise
         "deploy/quickstart/commands.py",  # as the user of the folder does
         "tool_server/sandbox/sandbox.py",  # the interpreter of programs, in a sandbox
-        "tool_server/sandbox/isolation.py",
         "utils/startup.py",
     }
 
