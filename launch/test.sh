@@ -15,6 +15,7 @@ LINTED=(jax_agent_rl gpu_backend tests benchmarks examples)
 
 PARTS=main
 SELECTED="not vllm and not slow"
+VLLM_SELECTED="vllm and not nightly"
 TYPED=(jax_agent_rl gpu_backend) # empty: what pyproject.toml includes, benchmarks and tests too
 while true; do
   case "${1:-}" in
@@ -22,7 +23,7 @@ while true; do
     --all | --nightly)
       PARTS="main vllm"
       SELECTED="not vllm and not nightly"
-      if [ "$1" = --nightly ]; then SELECTED="not vllm"; fi
+      if [ "$1" = --nightly ]; then SELECTED="not vllm" VLLM_SELECTED=vllm; fi
       export TEST_EXAMPLES="${1#--}" # read by tests/examples.py
       TYPED=()
       ;;
@@ -37,7 +38,12 @@ WORKERS=4
 if [ "$PARTS" = "main vllm" ]; then WORKERS=3; fi
 SIDE_BY_SIDE=(-n "$WORKERS" --no-loadscope-reorder)
 VLLM_SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
-if [ $# -gt 0 ]; then SELECTED="not vllm" SIDE_BY_SIDE=() VLLM_SIDE_BY_SIDE=(); fi
+if [ $# -gt 0 ]; then
+  SELECTED="not vllm"
+  VLLM_SELECTED=vllm
+  SIDE_BY_SIDE=()
+  VLLM_SIDE_BY_SIDE=()
+fi
 
 # Tests that look at a page use Chromium or Chrome, and are skipped where there is neither. Where INSTALL_BROWSER=1
 # allows it, the system's package is installed (Debian, Ubuntu; as root).
@@ -101,7 +107,7 @@ test_vllm() {
   for argument in "$@"; do
     if [ -e "${argument%%::*}" ]; then tests=(); fi
   done
-  run "$VLLM_VENV/bin/python" -m pytest -m vllm --durations=10 "${VLLM_SIDE_BY_SIDE[@]}" "${tests[@]}" "$@"
+  run "$VLLM_VENV/bin/python" -m pytest -m "$VLLM_SELECTED" --durations=10 "${VLLM_SIDE_BY_SIDE[@]}" "${tests[@]}" "$@"
 }
 
 for part in $PARTS; do

@@ -378,6 +378,11 @@ NIGHTLY = {
 """What ``--all`` leaves to ``--nightly``: how a test's name with parameters begins, and why."""
 
 PARTS_OF_ALL = {
+    "gpu_backend/test_families.py": (("[qwen3_moe]", "[gemma3]"), "an engine for every family"),
+    "gpu_backend/test_faults.py::test_a_setting_that_differs_is_named": (
+        ("[rope theta]", "[raw log-probs]"),
+        "an engine for every setting",
+    ),
     "parity/test_families_vs_transformers.py::test_every_field_of_a_config_is_honoured_refused_or_without_effect": (
         ("[llama]", "[qwen3]", "[qwen3_moe]", "[gemma3]", "[gpt_oss]", "[glm4]"),
         "a model for every field",

