@@ -70,7 +70,7 @@ def _freeze_what_a_file_leaves() -> Iterator[None]:
     """Keep the garbage collector off traces and programs that stay: it took up to 40 % of a
     worker's time.
 
-    They do not stay where they would leave the machine without memory: three workers run side by
+    They do not stay where they would leave the machine without memory: several workers run side by
     side.
     """
     global kept_bytes
