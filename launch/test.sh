@@ -2,8 +2,8 @@
 # Tests what is needed to trust a change: environment, model, lint, types, import rules, and the quick tests.
 #   ./launch/test.sh [--dry-run] [--all | --nightly | --only-vllm] [pytest arguments]
 # --all adds the slow tests, SkyPilot's parser and tests on a real vLLM (CPU build), as CI does; --nightly adds the slowest
-# and has twenty times the examples of hypothesis; --only-vllm runs the tests on vLLM alone. With pytest arguments it is these tests
-# that run, quick or slow.
+# and has twenty times the examples of hypothesis; --only-vllm runs those of --all on vLLM. With pytest arguments it is these
+# tests that run, quick or slow.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

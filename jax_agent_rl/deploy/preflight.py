@@ -273,16 +273,18 @@ def check_conformance(
             f" server serves, to compare with; got --backend {backend}, --model {model}"
         )
     # --engine says what serves behind these two, and nothing of any other backend.
-    serving = engine if backend in ("remote", "ray") and url is None else backend
+    serving = backend
+    given = f"--backend {backend}"
+    if backend in ("remote", "ray") and url is None:
+        serving = engine
+        given += f" --engine {engine}"
     of_jetstream = []
     if engine_factory is not None:
         of_jetstream.append(f"--engine-factory {engine_factory}")
     if data_parallel > 1:
         of_jetstream.append(f"--data-parallel {data_parallel}")
     if of_jetstream and serving != "jetstream":
-        raise ConfigError(
-            f"{' and '.join(of_jetstream)} needs backend jetstream; got --backend {backend}"
-        )
+        raise ConfigError(f"{of_jetstream[0]} needs backend jetstream to serve; got {given}")
     if engine_factory is not None and adapters:
         raise ConfigError(
             f"--engine-factory {engine_factory} does not go with --adapters: such an engine serves"

@@ -73,6 +73,7 @@ class ServedWeights:
         self._config = config
         self._shardings = learner_shardings(config, mesh)
         self._structure = _structure(params)
+        self._nesting = jax.tree.structure(params)
 
     async def receive(self, update: WeightUpdate) -> WeightUpdate:
         """Read and verify an update in a thread, while decoding goes on.
@@ -137,6 +138,10 @@ class ServedWeights:
 
     def _check_structure(self, params: Params) -> None:
         require_same(self._structure, _structure(params))
+        if jax.tree.structure(params) != self._nesting:
+            raise WeightUpdateError(
+                "the update does not fit the model served: its parameters are nested differently"
+            )
 
 
 def _structure(params: Params) -> dict[str, tuple]:

@@ -95,12 +95,17 @@ class HostTransport(WeightTransport):
         Raises:
             WeightUpdateError: it has another version, or none.
         """
-        version, params = self._newest or (None, None)
+        newest = self._newest
         self._newest = None
-        if version != update.version:
-            found = "none" if version is None else f"version {version}"
+        if newest is None:
             raise WeightUpdateError(
-                f"weights of version {update.version} are not in this process, which has {found}"
+                f"weights of version {update.version} are not in this process, which has none"
+            )
+        version, params = newest
+        if version != update.version:
+            raise WeightUpdateError(
+                f"weights of version {update.version} are not in this process, which has version"
+                f" {version}"
             )
         yield replace(update, kind=ARRAYS, payload=params)
 

@@ -232,7 +232,7 @@ class StreamTrainer(Trainer):
         try:
             # Without any engine, lost trajectories would look like failures of the policy.
             self.runtime.client.require_server()
-            (shaped_group,) = await self.shaped([group], collect_greedy)
+            (shaped_group,) = await self.shape_rewards([group], collect_greedy)
         except BaseException:
             self._drop(group, why_stopped())
             raise

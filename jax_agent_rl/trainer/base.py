@@ -403,7 +403,7 @@ class Trainer:
     def _learner_programs(self) -> int:
         return self.runtime.learner.programs_compiled - self.agreement.programs
 
-    async def shaped(
+    async def shape_rewards(
         self, groups: Sequence[Group], collect_greedy: Callable[..., Awaitable[list[Group]]]
     ) -> list[Group]:
         """Return groups with shaped rewards, see :func:`~jax_agent_rl.trainer.step.shaped`.

@@ -77,4 +77,4 @@ class SyncTrainer(Trainer):
         collect_greedy = functools.partial(
             collect, label=f"greedy-{label}", phase=f"step {step}: rollout, greedy"
         )
-        return await self.shaped(groups, collect_greedy)
+        return await self.shape_rewards(groups, collect_greedy)

@@ -103,7 +103,11 @@ class SharedDir:
         if self._folder is None or not (has_root_scheme and is_below and has_plain_name):
             raise self._elsewhere(folder)
         if not self._is_bucket:
-            await asyncio.to_thread(self._status, path)
+            status = await asyncio.to_thread(self._status, path)
+            if not stat.S_ISDIR(status.st_mode):
+                raise WeightUpdateError(
+                    f"weights at {path} cannot be read: {os.strerror(errno.ENOTDIR)}"
+                )
         return folder
 
     def _sizes(self, paths: Iterable[str]) -> list[int]:
@@ -128,16 +132,16 @@ class SharedDir:
         if ".." in names or (self._folder is None and not is_published):
             raise self._elsewhere(path)
 
-        place = self._root
+        location = self._root
         try:
             for name in names:
-                place /= name
-                if place.is_symlink():
+                location /= name
+                if location.is_symlink():
                     raise self._elsewhere(path)
-            if self._folder is None and place.parent.stat().st_uid != os.geteuid():
+            if self._folder is None and location.parent.stat().st_uid != os.geteuid():
                 raise self._elsewhere(path)
-            status = place.stat()
-            if not os.access(place, os.R_OK):
+            status = location.stat()
+            if not os.access(location, os.R_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise WeightUpdateError(f"weights at {path} cannot be read: {error.strerror}") from None

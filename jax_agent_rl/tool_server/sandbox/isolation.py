@@ -167,7 +167,7 @@ _VENV = Path("/opt/environment")
 _VENV_FOLDERS = ("lib", "lib64", "include", "share")
 _VENV_KEYS = ("include-system-site-packages", "version")  # of pyvenv.cfg
 # An environment may hold a copy of the interpreter, which finds its libraries elsewhere.
-_PRINT_PLACES = "import sys; print(sys.prefix, sys.base_prefix, sys._base_executable, sep='\\n')"
+_PRINT_PATHS = "import sys; print(sys.prefix, sys.base_prefix, sys._base_executable, sep='\\n')"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +189,7 @@ class Installation:
 
 def install(python: Path) -> Installation:
     """Return how to show an interpreter of this machine in bubblewrap."""
-    command = [python, "-I", "-c", _PRINT_PLACES]
+    command = [python, "-I", "-c", _PRINT_PATHS]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     prefix, base_prefix, base_executable = [Path(line) for line in result.stdout.splitlines()]
 

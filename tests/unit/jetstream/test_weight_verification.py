@@ -123,6 +123,7 @@ async def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path:
     await engine.start()
     right = WeightUpdate(version=1, kind="arrays", payload=tiny_params(NEW), probe=canary())
     new = tiny_params(NEW)
+    flat = stored.named(new)  # the same parameters by the same names, in one level
     try:
         for payload, named in [
             (
@@ -131,6 +132,7 @@ async def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path:
             ),
             (new | {"unknown": new["final_norm"]}, {"key": "unknown", "value": "nothing"}),
             (new | {"embed": new["embed"].T}, {"key": "embed", "value": "(32, 97)"}),
+            (flat, {"value": "nested differently"}),
         ]:
             with raises(WeightUpdateError, **named):
                 await engine.update_weights(replace(right, payload=payload))

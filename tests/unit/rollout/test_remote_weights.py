@@ -174,6 +174,7 @@ async def test_without_a_folder_a_local_learners_memory_is_read():
         ("{tree}", "file://{tree}/run/", True),
         ("{tree}", "{tree}/run", True),
         ("{tree}", "file://{tree}/folder/", False),
+        ("{tree}", "{tree}/run/v1.safetensors", False),
         ("{tree}", "file:///etc/", False),
         ("{tree}", "http://127.0.0.1:1{tree}/run/", False),
     ],
