@@ -41,7 +41,13 @@ def assert_message(message: object, *, key: Named = (), value: Named = (), fix: 
 def _names(text: str, word: str) -> bool:
     pattern = re.escape(word)
     if re.match(r"\w", word):
-        pattern = r"(?<!\w)(?<!\d\.)" + pattern
+        pattern = r"(?<!\w)" + pattern
     if re.search(r"\w$", word):
-        pattern += r"(?!\w)(?!\.\d)"
+        pattern += r"(?!\w)"
+    # A number is not part of a longer one: neither 5 nor 1 is in "1.5". A name may be
+    # part of a path: "state" is in "state.1.count".
+    if re.match(r"\d", word):
+        pattern = r"(?<!\d\.)" + pattern
+    if re.search(r"\d$", word):
+        pattern += r"(?!\.\d)"
     return re.search(pattern, text) is not None
