@@ -144,7 +144,7 @@ def test_repetitions_outside_of_schemas_count():
 # --- what looks small -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", [5, 6, 8, 12])
+@pytest.mark.parametrize("parts", [8, 12])
 def test_alternatives_that_multiply_are_refused(compiler, parts):
     text = grammar(product(parts))
     assert weigh_grammar(text) < grammar_limits.LIGHT_WEIGHT
