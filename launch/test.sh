@@ -34,7 +34,7 @@ while true; do
 done
 # Side by side, see tests/conftest.py: compiling takes one core at a time, and many tests wait. Slow
 # tests start runs, and engines of vLLM several processes each: fewer files at a time.
-WORKERS=4
+WORKERS=5
 if [ "$PARTS" = "main vllm" ]; then WORKERS=3; fi
 SIDE_BY_SIDE=(-n "$WORKERS" --no-loadscope-reorder)
 VLLM_SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
