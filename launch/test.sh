@@ -17,6 +17,7 @@ PARTS=main
 SELECTED="not vllm and not slow"
 VLLM_SELECTED="vllm and not nightly"
 TYPED=(jax_agent_rl gpu_backend) # empty: what pyproject.toml includes, benchmarks and tests too
+TIMED=0                          # 1: list the files that took longest
 while true; do
   case "${1:-}" in
     --dry-run) DRY_RUN=1 ;;
@@ -26,6 +27,7 @@ while true; do
       if [ "$1" = --nightly ]; then SELECTED="not vllm" VLLM_SELECTED=vllm; fi
       export TEST_EXAMPLES="${1#--}" # read by tests/examples.py
       TYPED=()
+      TIMED=1
       ;;
     --only-vllm) PARTS=vllm ;;
     *) break ;;
@@ -87,15 +89,18 @@ test_main() {
   say "import rules"
   run "$VENV/bin/lint-imports"
   say "tests, and types beside them"
-  local types failed=0
+  local types times timing=() failed=0
   types="$(mktemp)"
+  times="$(mktemp)"
+  if [ "$TIMED" = 1 ]; then timing=(-p tests.times --times "$times"); fi
   run "$VENV/bin/pyright" --pythonpath "$VENV/bin/python" "${TYPED[@]}" >"$types" 2>&1 &
   local checking=$!
-  run "$VENV/bin/python" -m pytest -m "$SELECTED" --durations=10 "${SIDE_BY_SIDE[@]}" "$@" || failed=1
+  run "$VENV/bin/python" -m pytest -m "$SELECTED" --durations=10 "${timing[@]}" "${SIDE_BY_SIDE[@]}" "$@" || failed=1
   wait "$checking" || failed=1
+  if [ "$TIMED" = 1 ]; then run "$VENV/bin/python" -m tests.times "$times" 40; fi
   say "types"
   cat "$types"
-  rm "$types"
+  rm "$types" "$times"
   return "$failed"
 }
 
