@@ -1,6 +1,6 @@
-"""``jax-agent-rl eval``, ``rollout``, ``simulate``, ``view`` and ``report``.
+"""``jax-agent-rl eval``, ``rollout``, ``simulate``, ``rescore``, ``view`` and ``report``.
 
-The first three sample without training; the last two show what a run recorded.
+The first three sample without training; the others read what a run recorded.
 """
 
 from __future__ import annotations
@@ -70,6 +70,13 @@ def register(app: typer.Typer) -> None:
         "eval --model ~/models/Qwen3-0.6B --data gsm8k.parquet agent.max_response_length=512",
         name="eval",
     )(evaluate)
+    command(
+        app,
+        Panel.LOOK,
+        "rescore runs/quickstart --reward new_reward.py",
+        "rescore runs/quickstart reward.timeout=5 --out rescored.parquet --json",
+        "rescore runs/quickstart --config dapo --reward new_reward.py",
+    )(rescore)
     command(
         app,
         Panel.LOOK,
@@ -254,6 +261,101 @@ def rollout(
     )
     if json:
         print_object(summary)
+
+
+def rescore(
+    run: Annotated[
+        Path, typer.Argument(help="A run folder, one of eval, or what rollout or rescore wrote.")
+    ],
+    overrides: Overrides = None,
+    config_file: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Configuration with the reward section, instead of the run's.",
+        ),
+    ] = None,
+    reward: Annotated[
+        Path | None,
+        typer.Option(help="Python file with @register_reward functions: reward.path=FILE."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Table to write with the new rewards: FILE.parquet, FILE.jsonl or a FOLDER."
+        ),
+    ] = None,
+    biggest: Annotated[
+        int, typer.Option(min=0, help="Number of trajectories to name, the biggest changes.")
+    ] = 10,
+    json: JsonOption = False,
+) -> None:
+    """Score recorded trajectories again, with other reward functions, and tell what changed.
+
+    Scoring is that of training: the run's reward section with the keys given here, its workers and
+    time limits. The policy is not needed, nor its model, unless the model is the judge. What
+    environments gave for turns stays as recorded. A trajectory that cannot be scored is counted by
+    reason, and left out of the new table.
+    """
+    from jax_agent_rl.deploy.preflight import check_rescoring
+    from jax_agent_rl.evaluate.rescore import RescoringRequest
+    from jax_agent_rl.evaluate.rescore import rescore as run_rescoring
+
+    command_line = given_config(None, overrides, config_file)
+    keys = command_line.overrides
+    if reward is not None:
+        keys = [*keys, f"reward.path={reward}"]
+    if out is not None:
+        check_rescoring(out)
+    request = RescoringRequest(
+        source=run, config=command_line.file, overrides=keys, out=out, biggest=biggest
+    )
+    console = console_of(json)
+    summary = run_to_end(run_rescoring(request, console=console))
+    console.print(change_table(summary))
+    for change in summary["biggest"]:
+        print_line(
+            console,
+            f"{change['trajectory_id']} ({change['data_source']}, step {change['step']}):"
+            f" {change['old']:.3f} -> {change['new']:.3f}",
+        )
+    if out is not None:
+        print_line(console, f"table: {out} (jax-agent-rl view {out})")
+    if json:
+        print_object(summary)
+
+
+def change_table(summary: Mapping[str, Any]) -> Table:
+    """Return a table of what changed, with a row per split and step, and one for all."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from jax_agent_rl.utils.text import printable
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("step", justify="left")
+    for heading in ("trajectories", "old mean", "new mean", "raised", "lowered", "not scored"):
+        table.add_column(heading, justify="right")
+    for row in [*summary["steps"], {"split": "all", "step": "", **summary}]:
+        name = printable(f"{row['split']} {row['step']}".strip(), one_line=True)
+        failed = ", ".join(f"{reason} {count}" for reason, count in row["failed"].items())
+        table.add_row(
+            escape(name),
+            str(row["trajectories"]),
+            _mean(row["old_mean"]),
+            _mean(row["new_mean"]),
+            str(row["raised"]),
+            str(row["lowered"]),
+            failed or "0",
+        )
+    return table
+
+
+def _mean(value: float | None) -> str:
+    if value is None:
+        return "·"
+    return f"{value:.3f}"
 
 
 def parse_ks(text: str | None, samples: int) -> tuple[int, ...]:

@@ -220,6 +220,17 @@ def check_policy(
     checks.finish()
 
 
+def check_rescoring(out: Path) -> None:
+    """Check what ``rescore`` needs that writes a table.
+
+    Args:
+        out: the table.
+    """
+    checks = Preflight()
+    checks.folder(out.parent, key="--out")
+    checks.finish()
+
+
 def check_certification(config: Config | None, *, out: Path) -> None:
     """Check what ``certify`` needs.
 

@@ -1,9 +1,10 @@
-"""``jax-agent-rl eval`` and ``rollout``: trajectories without training.
+"""``jax-agent-rl eval``, ``rollout`` and ``rescore``: trajectories without training.
 
 ::
 
     evaluation    from sampling to pass@k, means and their confidence intervals
     collection    from rows to groups, a journal and files
     journal       the groups of a collection while it runs, from which a later process continues
+    rescore       recorded trajectories, scored again by other reward functions
     export        the table of a collection: Parquet, JSON Lines or a dataset folder
 """

@@ -10,8 +10,8 @@ It is one of::
 The table has one row per sequence to train on, exact to the token. Most trajectories are one
 sequence. A trajectory sampled in several contexts (an edited history, a history window) is several,
 numbered by ``sequence``, which repeat the reward and everything else about the trajectory. Values
-of varying shape are JSON text: ``ground_truth``, ``extra_info``, ``reward_parts``, ``arguments``,
-``media``.
+of varying shape are JSON text: ``ground_truth``, ``extra_info``, ``row_fields``, ``reward_parts``,
+``tool_scores``, ``arguments``, ``media``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from jax_agent_rl.types import (
     Turn,
 )
 from jax_agent_rl.utils.bounded_json import read_json_object
-from jax_agent_rl.utils.files import replacing, write_atomically, writing
+from jax_agent_rl.utils.files import make_folder, replacing, write_atomically, writing
 
 if TYPE_CHECKING:
     import pyarrow
@@ -57,6 +57,9 @@ ROW_GROUP_SIZE = 1024
 """Rows in a row group of a Parquet file; whoever reads one of them reads the whole group."""
 _RECORDS_AT_ONCE = 64
 """Records that are looked for in one reading of a file."""
+_FIELDS_WITH_COLUMNS = ("data_source", "extra_info", "reward_model")
+_FIELDS_LEFT_OUT = ("prompt", "images", "videos")
+"""Fields of rows that only the messages show."""
 CALL_FIELDS = ("name", "arguments", "observation", "error", "reward", "seconds")
 _CARD = """---
 configs:
@@ -136,7 +139,7 @@ def write(target: Target, journal: Journal, summary: Mapping[str, Any]) -> None:
             else:
                 _write_lines(stream, journal, numbers)
     write_atomically(target.summary, json.dumps(summary, indent=2) + "\n")
-    target.journal.unlink()
+    journal.file.unlink()
 
 
 def _write_dir(
@@ -146,6 +149,7 @@ def _write_dir(
     final = path / "data"
     temporary = path / ".data"
     replaced = path / ".data.old"
+    make_folder(path)
     with writing(path):
         # They exist if a process was killed in here.
         shutil.rmtree(temporary, ignore_errors=True)
@@ -238,6 +242,9 @@ def _columns() -> list[tuple[str, pyarrow.DataType, Callable[[Trajectory, Trajec
         # -1 where not sampled
         ("policy_versions", ids, lambda t, s: list(s.policy_versions)),
         ("num_turns", integer, lambda t, s: s.num_turns),
+        # sampled tokens of each turn, and its score by an environment or a simulated user, or null
+        ("turn_lengths", ids, lambda t, s: [len(turn.output.token_ids) for turn in s.turns]),
+        ("turn_scores", pa.list_(number), lambda t, s: [turn.score for turn in s.turns]),
         ("stop_reasons", pa.list_(text), lambda t, s: _stop_reasons(s)),
         ("finish_reason", text, lambda t, s: str(s.finish_reason)),
         # why none of it carries loss, or null
@@ -246,14 +253,20 @@ def _columns() -> list[tuple[str, pyarrow.DataType, Callable[[Trajectory, Trajec
         ("reward_parts", text, lambda t, s: _json(t.reward_parts)),
         ("ground_truth", text, lambda t, s: _json(_ground_truth(t))),
         ("extra_info", text, lambda t, s: _json(t.row.get("extra_info") or {})),
+        # the row's other fields, which a reward function may ask for
+        ("row_fields", text, lambda t, s: _json(_other_fields(t))),
+        ("role", text, lambda t, s: t.role),
         ("messages", pa.list_(message), lambda t, s: list(map(_message, t.messages))),
         ("tool_calls", pa.list_(call), lambda t, s: list(map(_call, t.tool_calls))),
+        ("tool_scores", text, lambda t, s: _json(t.tool_scores)),
         # numbers of images and videos in the prompt, by kind
         ("media", text, lambda t, s: _json(_media_counts(s))),
         # branches: their parent, and what they share with it
         ("fork_parent", text, lambda t, s: t.fork and t.fork.parent_id),
         ("fork_turns", integer, lambda t, s: t.fork and t.fork.turns),
         ("fork_tokens", integer, lambda t, s: t.fork and t.fork.tokens),
+        # sequences that are windows of one conversation: how many earlier turns each one shows
+        ("history_window", integer, lambda t, s: t.history_window),
     ]
 
 
@@ -293,6 +306,20 @@ def _stop_reasons(sequence: Trajectory) -> list[str]:
 def _ground_truth(trajectory: Trajectory) -> Any:
     reward_model = trajectory.row.get("reward_model") or {}
     return reward_model.get("ground_truth")
+
+
+def _other_fields(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the fields of a trajectory's row that have no column."""
+    fields = {}
+    for name, value in trajectory.row.items():
+        if name not in _FIELDS_WITH_COLUMNS and name not in _FIELDS_LEFT_OUT:
+            fields[name] = value
+
+    reward_model = dict(trajectory.row.get("reward_model") or {})
+    reward_model.pop("ground_truth", None)
+    if reward_model:
+        fields["reward_model"] = reward_model
+    return fields
 
 
 def _media_counts(sequence: Trajectory) -> dict[str, int]:
@@ -409,6 +436,17 @@ class TableRecords:
             for number in portion:
                 yield records[number]
 
+    def prompts(self) -> Iterator[tuple[list[Row], list[Trajectory]]]:
+        """Yield the rows of each prompt, and their trajectories.
+
+        Raises:
+            DataError: the table is damaged, or was not written by ``rollout``.
+        """
+        with self._restoring():
+            for _, prompt_rows in itertools.groupby(self._all_rows(), key=_prompt_number):
+                rows = list(prompt_rows)
+                yield rows, list(restore(rows))
+
     def _read_portion(self, numbers: Collection[int]) -> dict[int, Record]:
         # The tree of a branch is known from its parents, which precede it in its group.
         with_parents: set[int] = set()
@@ -458,15 +496,25 @@ class TableRecords:
             raise self.unreadable(error) from None
 
 
+def _prompt_number(row: Row) -> int:
+    return row["row"]
+
+
 def _record(trajectory: Trajectory) -> Record:
-    return trajectory_record(trajectory, step=max(trajectory.policy_versions), split="train")
+    return trajectory_record(trajectory, step=table_step(trajectory), split="train")
+
+
+def table_step(trajectory: Trajectory) -> int:
+    """Return the step of a trajectory in a table: the policy version that sampled it last."""
+    return max(trajectory.policy_versions)
 
 
 def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
     """Yield the trajectories of rows, exact to the token.
 
     Of several sequences, all but the last are segments. A row does not say which turn made a call:
-    all calls are the last turn's. Turns with nothing between them are one.
+    all calls are the last turn's. In tables of earlier versions, which lack ``turn_lengths``, turns
+    with nothing between them are one.
 
     Args:
         rows: as ``data.reader`` yields them, without columns that are null.
@@ -495,6 +543,7 @@ def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
         *turns, last_turn = trajectory.turns
         calls = tuple(map(_restore_call, row["tool_calls"]))
         reward_parts = json.loads(row["reward_parts"])
+        tool_scores = json.loads(row.get("tool_scores", "{}"))
         yield replace(
             trajectory,
             turns=(*turns, replace(last_turn, tool_calls=calls)),
@@ -503,12 +552,22 @@ def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
             reward=as_score(row["reward"], "a reward"),
             reward_parts={name: as_score(part, name) for name, part in reward_parts.items()},
             messages=tuple(row["messages"]),
-            row={
-                "data_source": row["data_source"],
-                "reward_model": {"ground_truth": json.loads(row["ground_truth"])},
-                "extra_info": json.loads(row["extra_info"]),
-            },
+            tool_scores={name: as_score(value, name) for name, value in tool_scores.items()},
+            role=row.get("role"),
+            row=_restore_row(row),
         )
+
+
+def _restore_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of the data from which a trajectory was sampled, without its prompt."""
+    fields = json.loads(row.get("row_fields", "{}"))
+    reward_model = fields.pop("reward_model", {})
+    return {
+        "data_source": row["data_source"],
+        "reward_model": {**reward_model, "ground_truth": json.loads(row["ground_truth"])},
+        "extra_info": json.loads(row["extra_info"]),
+        **fields,
+    }
 
 
 def _restore_call(call: Mapping[str, Any]) -> ToolCallRecord:
@@ -517,24 +576,30 @@ def _restore_call(call: Mapping[str, Any]) -> ToolCallRecord:
 
 def _sequence(row: Mapping[str, Any]) -> Trajectory:
     """Return the trajectory of one row, without what it shares with other sequences."""
+    mask = row["response_mask"]
     turns: list[Turn] = []
     stop_reasons = iter(row["stop_reasons"])
+    scores = iter(row.get("turn_scores", ()))
     end = 0
-    for is_sampled, span in itertools.groupby(row["response_mask"]):
+    for length in row.get("turn_lengths") or _sampled_spans(mask):
         begin = end
-        end = begin + len(list(span))
-        ids = tuple(row["response_ids"][begin:end])
-        if not is_sampled:
-            turns[-1] = replace(turns[-1], appended_ids=ids)
-            continue
+        sampled_end = begin + length
+        if not all(mask[begin:sampled_end]) or not begin <= sampled_end <= len(mask):
+            raise ValueError("turn_lengths are not those of response_mask")
+        end = sampled_end
+        while end < len(mask) and not mask[end]:
+            end += 1
         output = TokenOutput(
-            token_ids=ids,
-            log_probs=tuple(row["rollout_logprobs"][begin:end]),
-            policy_versions=tuple(row["policy_versions"][begin:end]),
+            token_ids=tuple(row["response_ids"][begin:sampled_end]),
+            log_probs=tuple(row["rollout_logprobs"][begin:sampled_end]),
+            policy_versions=tuple(row["policy_versions"][begin:sampled_end]),
             stop_reason=StopReason(next(stop_reasons, "missing")),
             context_digest="",
         )
-        turns.append(Turn(output=output))
+        appended_ids = tuple(row["response_ids"][sampled_end:end])
+        turns.append(Turn(output=output, appended_ids=appended_ids, score=next(scores, None)))
+    if end < len(mask):
+        raise ValueError("turn_lengths are not those of response_mask")
     return Trajectory.from_turns(
         prompt_ids=row["prompt_ids"],
         turns=turns,
@@ -543,3 +608,16 @@ def _sequence(row: Mapping[str, Any]) -> Trajectory:
         agent_name=row["agent_name"],
         finish_reason=FinishReason(row["finish_reason"]),
     )
+
+
+def _sampled_spans(mask: Sequence[int]) -> list[int]:
+    """Return the lengths of the spans that were sampled.
+
+    >>> _sampled_spans([1, 1, 0, 1])
+    [2, 1]
+    """
+    spans = []
+    for is_sampled, span in itertools.groupby(mask):
+        if is_sampled:
+            spans.append(len(list(span)))
+    return spans

@@ -69,6 +69,10 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
         self._stream.close()
 
     @property

@@ -30,7 +30,16 @@ from jax_agent_rl.data.reader import MAX_LINE_BYTES
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.observe.schema import is_trace_record, is_trajectory_record
 from jax_agent_rl.observe.selection import sample
-from jax_agent_rl.types import FinishReason, Fork, StopReason, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types import (
+    DropReason,
+    FinishReason,
+    Fork,
+    StopReason,
+    TokenOutput,
+    ToolCallRecord,
+    Trajectory,
+    Turn,
+)
 from jax_agent_rl.utils.files import make_folder, read_lines, replacing, write_atomically, writing
 from jax_agent_rl.utils.surrogates import json_line
 
@@ -317,12 +326,13 @@ def _count_media(media: Mapping[str, Sequence[Any]]) -> dict[str, int]:
 
 
 def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
-    """Restore a trajectory from its record.
+    """Restore a trajectory from its record: its ids, and all that a reward function reads of it.
 
-    It has the record's ids, rewards and forks, and the order in which turns were sampled. Fields
-    that are null may be missing, as in the rows of ``data.reader``.
+    Images and videos are not recorded. Fields that are null may be missing, as in the rows of
+    ``data.reader``.
     """
     fork = record.get("fork")
+    no_loss = record.get("no_loss")
     return Trajectory.from_turns(
         prompt_ids=record["prompt_ids"],
         turns=list(_turns(record)),
@@ -330,8 +340,14 @@ def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
         group_id=record["group_id"],
         agent_name=record["agent_name"],
         finish_reason=FinishReason(record["finish_reason"]),
+        no_loss=DropReason(no_loss) if no_loss else None,
         reward=record["reward"],
         raw_score=record.get("raw_score"),
+        reward_parts=record.get("reward_parts", {}),
+        metrics=record.get("metrics", {}),
+        row=record.get("row", {}),
+        messages=tuple(record.get("messages", ())),
+        tool_scores=record.get("tool_scores", {}),
         segments=tuple(restore_trajectory(segment) for segment in record["segments"]),
         fork=Fork(**fork) if fork else None,
         history_window=record.get("history_window"),
@@ -360,9 +376,24 @@ def _turns(record: Mapping[str, Any]) -> Iterator[Turn]:
         yield Turn(
             output=output,
             appended_ids=appended_ids,
+            tool_calls=tuple(map(_restore_call, turn.get("tool_calls", ()))),
+            score=turn.get("score"),
+            learn_appended=turn.get("learn_appended", False),
             number=turn.get("number"),
             note=turn.get("note", ""),
         )
+
+
+def _restore_call(call: Mapping[str, Any]) -> ToolCallRecord:
+    return ToolCallRecord(
+        name=call["name"],
+        arguments=call.get("arguments"),
+        observation=call.get("observation", ""),
+        error=call.get("error"),
+        reward=call.get("reward", 0.0),
+        seconds=call["seconds"],
+        call_id=call.get("call_id"),
+    )
 
 
 def _expand(values: Numbers, trajectory: Trajectory) -> list[float | None]:

@@ -29,6 +29,11 @@ class _Call(_Record):
     name: str
     seconds: float
     error: str | None
+    # Records of earlier versions lack the following fields.
+    arguments: dict[str, Any] | None = None
+    observation: str = ""
+    reward: float = 0.0
+    call_id: str | None = None
 
 
 class _Turn(_Record):

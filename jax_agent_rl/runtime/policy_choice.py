@@ -90,11 +90,20 @@ def _tree(choice: PolicyChoice) -> dict[str, Any]:
             "nothing says which policy: give a configuration (CONFIG or --config FILE), --model"
             " FOLDER or --run RUN"
         )
-    name = choice.model.expanduser().resolve().name
+    return bare_tree(choice.model, data=choice.data or NO_ROWS)
+
+
+def bare_tree(model: Path, *, data: str = NO_ROWS) -> dict[str, Any]:
+    """Return the least configuration of a model, to validate: all else is the default.
+
+    Args:
+        model: its folder.
+        data: file of rows.
+    """
     return {
-        "run_dir": f"runs/{name}",
-        "model": {"path": str(choice.model)},
-        "data": {"train": choice.data or NO_ROWS},
+        "run_dir": f"runs/{model.expanduser().resolve().name}",
+        "model": {"path": str(model)},
+        "data": {"train": data},
         "learner": {"pack_length": _UNLIMITED_PACK_LENGTH},
     }
 

@@ -15,6 +15,7 @@ from jax_agent_rl.agents import FrozenModel
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import Score
 from jax_agent_rl.config import Config, JudgeConfig
+from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens
 from jax_agent_rl.models.hf import load_hf
@@ -83,17 +84,22 @@ def _zero_reward() -> float:
 
 @asynccontextmanager
 async def open_scorer(
-    config: Config, needed: set[str], *, client: LLMServerClient, codec: ChatCodec
+    config: Config,
+    needed: set[str],
+    *,
+    client: LLMServerClient | None = None,
+    codec: ChatCodec | None = None,
 ) -> AsyncIterator[Score]:
     """Start the needed services and yield the function that scores one trajectory.
 
     Args:
         needed: from :func:`needed_services`.
-        client: the policy's engines, for ``reward.judge.model: policy``.
-        codec: the policy's.
+        client: the policy's engines, for ``reward.judge.model: policy``; None: there are none.
+        codec: the policy's, likewise.
 
     Raises:
-        ConfigError: the sandbox does not work on this machine.
+        ConfigError: the sandbox does not work on this machine, or the policy should judge and has
+            no engines.
         ModelError: the judge's model cannot be loaded.
     """
     services: dict[str, Any] = {}
@@ -123,11 +129,20 @@ async def open_scorer(
 
 @asynccontextmanager
 async def _open_judge(
-    config: JudgeConfig, *, client: LLMServerClient, codec: ChatCodec, stall_seconds: float | None
+    config: JudgeConfig,
+    *,
+    client: LLMServerClient | None,
+    codec: ChatCodec | None,
+    stall_seconds: float | None,
 ) -> AsyncIterator[ModelJudge]:
     """Yield the policy as its own judge, or a frozen model in its own engine."""
     sampling = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature)
     if config.model == POLICY:
+        if client is None or codec is None:
+            raise ConfigError(
+                "reward.judge.model=policy, but no engine of the policy runs here; set"
+                " reward.judge.model to the folder of a model"
+            )
         codec = codec.with_template_kwargs(config.chat_template_kwargs)
         yield ModelJudge(client, codec, sampling=sampling, max_in_flight=config.max_in_flight)
         return

@@ -34,6 +34,7 @@ def test_every_command_with_a_table_or_a_report_has_it():
         "diagnose",
         "eval",
         "rollout",
+        "rescore",
     }
     assert with_json() >= reports | {"engines list", "engines add", "engines remove"}
 

@@ -120,6 +120,6 @@ async def test_rows_need_no_reward_function_if_only_the_teacher_is_learned_from(
         needed_services(with_rewards, rows)
     config = settings(tmp_path, teachers="t")
     assert needed_services(config, rows) == set()
-    scorer = open_scorer(config, set(), client=None, codec=None)  # pyright: ignore[reportArgumentType]
+    scorer = open_scorer(config, set())
     async with scorer as score:
         assert (await score(replace(trajectory([5], [6]), row=rows[0]))).reward == 0.0
