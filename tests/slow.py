@@ -87,6 +87,7 @@ SLOW = {
     "unit/docs/test_site.py::test_pages_load_nothing_from_elsewhere": "builds the site",
     "unit/environments/test_adapters.py::test_a_textworld_command_that_means_nothing_is_answered_and_counted": "imports TextWorld",
     "unit/environments/test_adapters.py::test_a_textworld_game_is_won_and_its_points_add_up_to_one": "makes and compiles a game",
+    "unit/environments/test_openenv_server.py": "starts servers of a package that has an environment of its own",
     "unit/jetstream/cpu/test_kernels.py::test_a_second_process_finds_the_library_built": "builds the kernels",
     "unit/jetstream/cpu/test_kernels.py::test_the_engine_samples_the_same_ids_with_and_without_kernels": "an engine for each kind of layer",
     "unit/jetstream/test_data_parallel.py": "engines on simulated devices",

@@ -1,11 +1,14 @@
 """Environments: worlds a policy lives in, turn by turn.
 
 ``base`` the interface, environments by name, and pools of them · ``environment_tool`` tools that
-lease one · ``users`` simulated users · ``adapters`` reasoning-gym and TextWorld · ``verifiers`` its
-tasksets.
+lease one · ``users`` simulated users · ``calls`` tools of an episode · ``adapters`` reasoning-gym
+and TextWorld · ``verifiers`` its tasksets · ``openenv``, ``nemo_gym`` servers of environments, by
+``server_session``.
 """
 
 from jax_agent_rl.environments import adapters as _adapters  # these register environments
+from jax_agent_rl.environments import nemo_gym as _nemo_gym
+from jax_agent_rl.environments import openenv as _openenv
 from jax_agent_rl.environments import verifiers as _verifiers
 from jax_agent_rl.environments.base import (
     Environment,
@@ -38,4 +41,4 @@ __all__ = [
     "require_environment",
 ]
 
-del _adapters, _verifiers
+del _adapters, _nemo_gym, _openenv, _verifiers

@@ -22,21 +22,19 @@ import functools
 import inspect
 import itertools
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.environments.base import Environment, Observation, in_thread, register_environment
-from jax_agent_rl.errors import EnvironmentFailedError, ToolArgumentError, ToolNotFoundError
+from jax_agent_rl.environments.calls import EpisodeTool, call_messages, run_calls
+from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.tools.function_tool import FunctionTool
-from jax_agent_rl.tools.schema import check_arguments
-from jax_agent_rl.types import FinishReason, ToolCallRecord
+from jax_agent_rl.types import FinishReason
 from jax_agent_rl.utils.packages import install_command
 
 if TYPE_CHECKING:
-    from jax_agent_rl.chat.reply import Reply, ToolCall
+    from jax_agent_rl.chat.reply import Reply
 
 
 @register_environment("verifiers")
@@ -49,7 +47,7 @@ class VerifiersEnvironment(Environment):
     def __init__(self) -> None:
         self._task: Any = None
         self._trace: Any = None
-        self._tools: dict[str, FunctionTool] = {}
+        self._tools: dict[str, EpisodeTool] = {}
 
     @property
     def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
@@ -75,7 +73,7 @@ class VerifiersEnvironment(Environment):
         self._trace = _new_trace(self._task)
         for hook in _overridden_hooks(self._task, "setup"):
             await hook(trace=self._trace)
-        self._tools = await _start_tools(self._task)
+        self._tools = await _start_tools(self._task, self._trace.id)
 
         opening = _opening(self._task.data)
         for message in opening:
@@ -90,40 +88,26 @@ class VerifiersEnvironment(Environment):
         from verifiers.v1 import AssistantMessage, ToolMessage
         from verifiers.v1 import ToolCall as VerifiersCall
 
-        node_number = len(self._trace.nodes)
+        records = await run_calls(self._tools, reply, turn=len(self._trace.nodes))
         calls: list[VerifiersCall] = []
-        records: list[ToolCallRecord] = []
-        for part in reply.calls:
-            if part.call is None:
-                text = f"Error: Failed to decode tool call: {part.problem:.200}"
-                records.append(
-                    ToolCallRecord(name="", arguments=None, observation=text, error="malformed")
+        for record in records:
+            if record.call_id is not None:
+                arguments = json.dumps(record.arguments)
+                calls.append(
+                    VerifiersCall(id=record.call_id, name=record.name, arguments=arguments)
                 )
-                continue
-            call_id = f"call_{node_number}_{len(calls)}"
-            arguments = json.dumps(part.call.arguments)
-            calls.append(VerifiersCall(id=call_id, name=part.call.name, arguments=arguments))
-            record = await self._call(part.call)
-            records.append(replace(record, call_id=call_id))
-
         turn = AssistantMessage(content=reply.content, tool_calls=calls or None)
         self._record(turn, sampled=True)
-        if records and not calls:  # none could be decoded: there is no call to answer
-            return Observation.say(records[0].observation)
-
-        messages: list[Mapping[str, Any]] = []
         for record in records:
-            text = record.observation
             if record.call_id is not None:
                 self._record(
-                    ToolMessage(tool_call_id=record.call_id, name=record.name, content=text)
+                    ToolMessage(
+                        tool_call_id=record.call_id, name=record.name, content=record.observation
+                    )
                 )
-            message = {"role": "tool", "content": text}
-            if record.name:
-                message["name"] = record.name
-            messages.append(message)
-        done = not records or await self._stopped()
-        return Observation(messages=tuple(messages), tool_calls=tuple(records), done=done)
+
+        done = not records or (bool(calls) and await self._stopped())
+        return Observation(messages=call_messages(records), tool_calls=tuple(records), done=done)
 
     async def conclude(
         self, messages: Sequence[Mapping[str, Any]], reason: FinishReason
@@ -157,41 +141,6 @@ class VerifiersEnvironment(Environment):
         nodes = self._trace.nodes
         parent = len(nodes) - 1 if nodes else None
         nodes.append(MessageNode(parent=parent, message=message, sampled=sampled))
-
-    async def _call(self, call: ToolCall) -> ToolCallRecord:
-        """Run one tool call; the model reads any failure."""
-        start_time = time.perf_counter()
-        error_kind = None
-        try:
-            text = await self._execute(call)
-        except ToolNotFoundError as error:
-            text = f"Error: {error}"
-            error_kind = "unknown_tool"
-        except ToolArgumentError as error:
-            text = f"Error: {error}"
-            error_kind = "bad_arguments"
-        except Exception as error:
-            text = f"Error: {call.name} raised {type(error).__name__}: {error}"
-            error_kind = "raised"
-        return ToolCallRecord(
-            name=call.name,
-            arguments=call.arguments,
-            observation=text,
-            error=error_kind,
-            seconds=time.perf_counter() - start_time,
-        )
-
-    async def _execute(self, call: ToolCall) -> str:
-        tool = self._tools.get(call.name)
-        if tool is None:
-            raise ToolNotFoundError(
-                f"there is no tool {call.name[:100]!r}; available tools: {', '.join(self._tools)}"
-            )
-        arguments = check_arguments(tool.parameters, call.arguments)
-        result = await tool.execute(self._trace.id, arguments)
-        if isinstance(result, str):
-            return result
-        return json.dumps(result, ensure_ascii=False, default=str)
 
     async def _stopped(self) -> bool:
         """Return whether one of the task's stop conditions holds."""
@@ -303,11 +252,11 @@ def _reads_trace(predicate: Any) -> bool:
     return len(parameters) == 1 and "Trace" in str(parameters[0].annotation)
 
 
-async def _start_tools(task: Any) -> dict[str, FunctionTool]:
+async def _start_tools(task: Any, trace_id: str) -> dict[str, EpisodeTool]:
     """Return the tools of the task's toolsets under the names a harness would give them."""
     from verifiers.v1.utils.decorators import discover_decorated
 
-    tools: dict[str, FunctionTool] = {}
+    tools: dict[str, EpisodeTool] = {}
     for toolset in task.toolsets(task.config):
         await toolset.setup()
         await toolset.setup_task(task.data)
@@ -315,8 +264,21 @@ async def _start_tools(task: Any) -> dict[str, FunctionTool]:
             name = getattr(function, "tool_name", None) or function.__name__
             if toolset.server_name:
                 name = f"{toolset.server_name}_{name}"
-            tools[name] = FunctionTool(function, name=name)
+            tool = FunctionTool(function, name=name)
+            tools[name] = EpisodeTool(
+                name=name,
+                description=tool.description,
+                parameters=tool.parameters,
+                run=functools.partial(_run_function, tool, trace_id),
+            )
     return tools
+
+
+async def _run_function(tool: FunctionTool, trace_id: str, arguments: dict[str, Any]) -> str:
+    result = await tool.execute(trace_id, arguments)
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _opening(data: Any) -> list[Any]:

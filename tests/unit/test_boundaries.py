@@ -137,6 +137,9 @@ CLIENTS = {
         "read_answer, LineBuffer, decode_json, a limit of silence"
     ),
     "jax_agent_rl/rollout/http/membership.py": "read_answer, decode_json, COMMAND_SECONDS",
+    "jax_agent_rl/environments/server_session.py": (
+        "read_answer, MAX_MESSAGE_BYTES for messages, decode_json; environments.timeout"
+    ),
     "jax_agent_rl/tool_server/worker.py": (
         "read_answer, decode_json; its own worker, killed when stuck"
     ),

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,13 +18,16 @@ import yaml
 from jax_agent_rl.agents import EnvironmentAgent, get_agent, load_agents
 from jax_agent_rl.config import Config, ToolsConfig
 from jax_agent_rl.config.loading import build_tree
-from jax_agent_rl.environments import EnvironmentPools, load_environments
+from jax_agent_rl.environments import EnvironmentPools, load_environments, require_environment
 from jax_agent_rl.tools.registry import open_tools
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.types import FinishReason, SamplingParams
 from tests.agent_testbed import AgentHarness, assert_token_exact, episode_request
+from tests.http_service import serve
 from tests.tiny_chat import assert_exact, tiny_context
 from tests.unit.docs.pages import DOCS, ROOT, blocks, write_files
+from tests.unit.environments import test_nemo_gym as nemo_gym
+from tests.unit.environments import test_openenv as openenv
 
 PAGES = [*sorted((DOCS / "write").glob("*.md")), DOCS / "traces.md"]
 REQUIRED = {
@@ -110,6 +114,45 @@ async def test_the_environment_plays_until_the_number_is_found(tmp_path: Path):
     assert "smaller" in text
     assert "That was no number." in text
     await stage.agent.close()
+
+
+def row_of_server(name: str, url: str) -> dict[str, Any]:
+    """Return a row of the page on servers, whose server listens elsewhere."""
+    for block in blocks(DOCS / "write" / "servers.md"):
+        if block.title == f"{name}.json":
+            row = yaml.safe_load(block.text)
+            require_environment(row)
+            row["extra_info"]["environment_kwargs"]["url"] = url
+            return row
+    raise AssertionError(f"the page has no {name}.json")
+
+
+async def test_the_row_of_an_openenv_server_is_played_token_exactly():
+    exchanges = [
+        openenv.observed(openenv.reset(seed=7), None, False, text="A fruit of 4 letters?"),
+        openenv.tools_list(error=openenv.NO_MCP),
+        openenv.observed(openenv.step(word="plum"), -0.25, False, text="No."),
+        openenv.observed(openenv.step(word="pear"), 1.0, True, text="Right."),
+        openenv.RECORDED["write"][-1],
+    ]
+    async with serve(openenv.recorded_app(exchanges, openenv.ACTIONS["write"])) as url:
+        shared = {"environments": EnvironmentPools()}
+        stage = AgentHarness(EnvironmentAgent, ["plum", "pear"], shared=shared)
+        trajectory = await stage.run(row_of_server("openenv", url))
+    assert_token_exact(trajectory, stage.backend.requests)
+    assert trajectory.turn_scores == (-0.25, 1.0)
+    assert "No." in stage.text(trajectory)
+
+
+async def test_the_row_of_a_nemo_gym_server_is_played_and_verified():
+    call = '<call> increment_counter {"count": 3} </call>'
+    async with serve(nemo_gym.CounterServer().app) as url:
+        shared = {"environments": EnvironmentPools()}
+        stage = AgentHarness(EnvironmentAgent, [call, "It is 6."], shared=shared)
+        trajectory = await stage.run(row_of_server("nemo_gym", url))
+    assert_token_exact(trajectory, stage.backend.requests)
+    assert trajectory.turn_scores == (0.0, 1.0)
+    assert [record.name for record in trajectory.tool_calls] == ["increment_counter"]
 
 
 async def test_the_tools_load_by_the_keys_the_page_names(
