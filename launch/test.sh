@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Tests what is needed to trust a change: environment, model, lint, types, import rules, and the quick tests.
-#   ./launch/test.sh [--dry-run] [--all | --nightly | --only-vllm] [pytest arguments]
-# --all adds the slow tests, SkyPilot's parser and tests on a real vLLM (CPU build), as CI does; --nightly adds the slowest
-# and has twenty times the examples of hypothesis; --only-vllm runs those of --all on vLLM. With pytest arguments it is these
-# tests that run, quick or slow.
+#   ./launch/test.sh [--dry-run] [--all | --nightly | --only-vllm | --only-harbor] [pytest arguments]
+# --all adds the slow tests, SkyPilot's parser, tests on a real vLLM (CPU build) and trials of Harbor, as CI does; --nightly
+# adds the slowest and has twenty times the examples of hypothesis; --only-vllm and --only-harbor run a part of --all. With
+# pytest arguments it is these tests that run, quick or slow.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 # shellcheck source=launch/vllm_environment.sh
 source "$ROOT/launch/vllm_environment.sh"
+# shellcheck source=launch/harbor_environment.sh
+source "$ROOT/launch/harbor_environment.sh"
 help_or_go_on "${BASH_SOURCE[0]}" "$@"
 cd "$ROOT"
 LINTED=(jax_agent_rl gpu_backend tests benchmarks examples)
@@ -16,20 +18,22 @@ LINTED=(jax_agent_rl gpu_backend tests benchmarks examples)
 PARTS=main
 SELECTED="not vllm and not slow"
 VLLM_SELECTED="vllm and not nightly"
+HARBOR_SELECTED="harbor and not nightly"
 TYPED=(jax_agent_rl gpu_backend) # empty: what pyproject.toml includes, benchmarks and tests too
 TIMED=0                          # 1: list the files that took longest
 while true; do
   case "${1:-}" in
     --dry-run) DRY_RUN=1 ;;
     --all | --nightly)
-      PARTS="main vllm"
+      PARTS="main vllm harbor"
       SELECTED="not vllm and not nightly"
-      if [ "$1" = --nightly ]; then SELECTED="not vllm" VLLM_SELECTED=vllm; fi
+      if [ "$1" = --nightly ]; then SELECTED="not vllm" VLLM_SELECTED=vllm HARBOR_SELECTED=harbor; fi
       export TEST_EXAMPLES="${1#--}" # read by tests/examples.py
       TYPED=()
       TIMED=1
       ;;
     --only-vllm) PARTS=vllm ;;
+    --only-harbor) PARTS=harbor ;;
     *) break ;;
   esac
   shift
@@ -37,12 +41,13 @@ done
 # Side by side, see tests/conftest.py: compiling takes one core at a time, and many tests wait. Slow
 # tests start runs, and engines of vLLM several processes each: fewer files at a time.
 WORKERS=5
-if [ "$PARTS" = "main vllm" ]; then WORKERS=3; fi
+if [ "$PARTS" = "main vllm harbor" ]; then WORKERS=3; fi
 SIDE_BY_SIDE=(-n "$WORKERS" --no-loadscope-reorder)
 VLLM_SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
 if [ $# -gt 0 ]; then
   SELECTED="not vllm"
   VLLM_SELECTED=vllm
+  HARBOR_SELECTED=harbor
   SIDE_BY_SIDE=()
   VLLM_SIDE_BY_SIDE=()
 fi
@@ -76,7 +81,7 @@ test_main() {
   make_environment clients,dev,docs,environments,math,plan,tensorboard,tinker,trace,trackio,wandb
   # Where both parts run, vLLM's environment is installed meanwhile. What goes wrong in that is shown when the second part
   # asks for it again.
-  if [ "$PARTS" = "main vllm" ] && [ "$DRY_RUN" = 0 ]; then
+  if [ "$PARTS" = "main vllm harbor" ] && [ "$DRY_RUN" = 0 ]; then
     (make_vllm_environment dev) >/dev/null 2>&1 &
   fi
   if [ "$PARTS" != main ]; then make_sky_environment || say "SkyPilot could not be installed: its parser is not asked"; fi
@@ -113,6 +118,24 @@ test_vllm() {
     if [ -e "${argument%%::*}" ]; then tests=(); fi
   done
   run "$VLLM_VENV/bin/python" -m pytest -m "$VLLM_SELECTED" --durations=10 "${VLLM_SIDE_BY_SIDE[@]}" "${tests[@]}" "$@"
+}
+
+test_harbor() {
+  local python
+  if ! python="$(find_harbor_python)"; then
+    say "no Python 3.12 or 3.13: tests of Harbor are skipped"
+    return
+  fi
+  make_harbor_environment "$python" harbor-tests
+  say "tests of Harbor"
+  export LITELLM_LOCAL_MODEL_COST_MAP=True # it would ask the network for one
+  # Other files import what this environment lacks.
+  local tests argument
+  mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.harbor' tests | sort)
+  for argument in "$@"; do
+    if [ -e "${argument%%::*}" ]; then tests=(); fi
+  done
+  run "$HARBOR_VENV/bin/python" -m pytest -m "$HARBOR_SELECTED" --durations=10 "${VLLM_SIDE_BY_SIDE[@]}" "${tests[@]}" "$@"
 }
 
 for part in $PARTS; do

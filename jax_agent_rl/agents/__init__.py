@@ -16,6 +16,7 @@ Agents of other frameworks:
 - ``frameworks``: any OpenAI client, through ``endpoint``; any LangGraph graph, through
   ``langgraph``.
 - ``command``: any program.
+- ``harbor``: trials of Harbor.
 """
 
 from jax_agent_rl.agents.command.agent import CommandAgent
@@ -28,6 +29,7 @@ from jax_agent_rl.agents.context import (
 from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.frameworks import OpenAIAgentLoop, ReactAgentLoop, openai_agent
+from jax_agent_rl.agents.harbor.agent import HarborAgent
 from jax_agent_rl.agents.loop import (
     AgentLoop,
     AgentSelector,
@@ -53,6 +55,7 @@ __all__ = [
     "Episode",
     "EpisodeRequest",
     "FrozenModel",
+    "HarborAgent",
     "InteractionAgent",
     "OpenAIAgentLoop",
     "Prefix",

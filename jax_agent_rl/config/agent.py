@@ -1,6 +1,6 @@
 """The ``agent`` section: which agent loop runs, and the limits of all loops.
 
-Its parts are in ``server_tool``, ``endpoint`` and ``command_agent``.
+Its parts are in ``server_tool``, ``endpoint``, ``command_agent`` and ``harbor_agent``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pydantic import Field
 from jax_agent_rl.config.base import NonNegative, Positive, Unless, UsedByAgents, WhenCommand
 from jax_agent_rl.config.command_agent import CommandConfig
 from jax_agent_rl.config.endpoint import EndpointConfig
+from jax_agent_rl.config.harbor_agent import HarborConfig
 from jax_agent_rl.config.server_tool import ServerToolConfig, Side
 
 ToolFormatName = Literal[
@@ -177,3 +178,4 @@ class AgentConfig(ServerToolConfig):
     command: Annotated[CommandConfig, UsedByAgents("command")] = Field(
         default_factory=CommandConfig
     )
+    harbor: Annotated[HarborConfig, UsedByAgents("harbor")] = Field(default_factory=HarborConfig)

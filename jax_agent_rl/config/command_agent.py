@@ -8,8 +8,31 @@ from pydantic import Field
 
 from jax_agent_rl.config.base import Positive, Section, Unless, WhenKey
 
+_WORKSPACE_MB = (
+    "Size of the working folder in the end that is handed to the tests, names included; a larger"
+    " one gives reward 0."
+)
+_WORKSPACE_ENTRIES = "Maximum number of files, folders and links that are handed to the tests."
 
-class CommandConfig(Section):
+
+class ProgramLimits(Section):
+    """What a program in the sandbox may use, and what its tests may be handed of it."""
+
+    cpu_seconds: Positive = Field(default=120, description="CPU time of each process.")
+    memory_mb: Positive = Field(
+        default=1024, description="Memory of all processes of a program together."
+    )
+    processes: Positive = Field(
+        default=64, description="Maximum number of processes and threads at the same time."
+    )
+    disk_mb: Positive = Field(
+        default=64, description="Size of the working folder (it is in memory)."
+    )
+    workspace_mb: Positive = Field(default=8, description=_WORKSPACE_MB)
+    workspace_entries: Positive = Field(default=4096, description=_WORKSPACE_ENTRIES)
+
+
+class CommandConfig(ProgramLimits):
     """The agent `command`: a program that runs once per trajectory, with the endpoint as its model.
 
     It finds the endpoint in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and the task in
@@ -43,26 +66,11 @@ class CommandConfig(Section):
         gt=0,
         description="Seconds the tests of a task may take, unless the task says so.",
     )
-    cpu_seconds: Positive = Field(default=120, description="CPU time of each process.")
-    memory_mb: Positive = Field(
-        default=1024, description="Memory of all processes of a program together."
-    )
-    processes: Positive = Field(
-        default=64, description="Maximum number of processes and threads at the same time."
-    )
-    disk_mb: Positive = Field(
-        default=64, description="Size of the working folder (it is in memory)."
-    )
     workspace_mb: Annotated[Positive, Unless("agent.command.container")] = Field(
-        default=8,
-        description=(
-            "Size of the working folder in the end that is handed to the tests, names included; a"
-            " larger one gives reward 0."
-        ),
+        default=8, description=_WORKSPACE_MB
     )
     workspace_entries: Annotated[Positive, Unless("agent.command.container")] = Field(
-        default=4096,
-        description="Maximum number of files, folders and links that are handed to the tests.",
+        default=4096, description=_WORKSPACE_ENTRIES
     )
     max_running: Positive = Field(
         default=16, description="Maximum number of concurrent programs; further ones wait."

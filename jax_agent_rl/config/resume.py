@@ -71,6 +71,9 @@ DEFINES = _paths(
             " force_finish_for_last_turn mask_overlong_loss mask_void_traj"
         ),
         "agent.command": "argv container image",
+        "agent.harbor": (
+            "agent agent_options agent_env model environment environment_options reward_key"
+        ),
         "tool_config": "enabled max_tool_turns",
         "search": "topk max_turns",
         "reward.remote": "data_sources",
@@ -135,6 +138,7 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
                 "steps epochs checkpoint_every keep_checkpoints checkpoint_dir keep_trajectories"
                 " logger project_name prometheus_port"
             ),
+            "agent.harbor": "trials_dir",
             "trace": "sinks max_trajectories_per_step max_text_length project mlflow_tracking_uri",
         }
     ),
@@ -194,6 +198,10 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
             "agent.command": (
                 "verifier_timeout cpu_seconds memory_mb processes disk_mb max_running workspace_mb"
                 " workspace_entries"
+            ),
+            "agent.harbor": "start_attempts max_running",
+            "agent.harbor.local": (
+                "cpu_seconds memory_mb processes disk_mb workspace_mb workspace_entries"
             ),
             "tool_config": "max_retries retry_delay timeout max_workers request_interval",
             "search": "timeout max_retries retry_delay",

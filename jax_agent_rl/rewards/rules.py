@@ -250,15 +250,18 @@ def math_equal(solution_str: str, ground_truth: Any) -> dict[str, float]:
 
 
 @register_reward("command")
+@register_reward("harbor")
 def command(agent_output: Mapping[str, Any] | None = None) -> float:
     """Return the reward that the task's tests gave.
 
     Raises:
-        RewardError: the row's agent is not ``command``, or its task has no tests.
+        RewardError: the row's agent is neither ``command`` nor ``harbor``, or its task has no
+            tests.
     """
     if agent_output is None or "reward" not in agent_output:
         raise RewardError(
-            "data_source 'command' is for rows whose agent is 'command' and whose task has tests"
+            "data_source 'command', or 'harbor', is for rows whose agent has that name and whose"
+            " task has tests"
         )
     return float(agent_output["reward"])
 

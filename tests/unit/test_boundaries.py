@@ -154,7 +154,7 @@ CLIENTS = {
     ),
     "jax_agent_rl/deploy/launch/__main__.py": "Ray's client of the user's own cluster",
     "jax_agent_rl/agents/command/runner.py": "copies bytes of a program's connection, keeps none",
-    "jax_agent_rl/agents/command/agent.py": "copies bytes of a program's connection, keeps none",
+    "jax_agent_rl/agents/command/relay.py": "copies bytes of a program's connection, keeps none",
     "benchmarks/tool_server.py": "this machine's own server",
 }
 """Each file that makes a client of another program, and what bounds it."""
@@ -284,7 +284,10 @@ SERVERS = {
     "jax_agent_rl/tool_server/worker.py": (
         "a socket of its parent alone, which has checked what it sends"
     ),
-    "jax_agent_rl/agents/command/agent.py": "Relay: MAX_CONNECTIONS, keeps no bytes",
+    "jax_agent_rl/agents/command/relay.py": "Relay: MAX_CONNECTIONS, keeps no bytes",
+    "jax_agent_rl/agents/command/session.py": (
+        "one connection, with a token; MAX_HEADER_BYTES, and max_bytes of what follows"
+    ),
     "jax_agent_rl/agents/command/runner.py": "Relay: MAX_CONNECTIONS, keeps no bytes",
 }
 """Each file that makes a server, and what bounds what its clients send."""

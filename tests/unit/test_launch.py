@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
         "install.sh",
         "test.sh",
         "vllm_environment.sh",
+        "harbor_environment.sh",
         "../.ci/run",
     ]
     + ["tpu_pod.sh", "tpu_host.sh", "tpu_environment.sh"],
@@ -57,12 +58,13 @@ def test_help_says_how_a_script_is_called_and_runs_nothing(
     assert {file.name for file in tmp_path.iterdir()} == {"bash", "dirname", "sed"}
 
 
-def dry_run(script: str, tmp_path: Path, *arguments: str) -> list[str]:
+def dry_run(script: str, tmp_path: Path, *arguments: str, **variables: str) -> list[str]:
     folders = {
         "JAX_AGENT_RL_VENV": str(tmp_path / "venv"),
         "JAX_AGENT_RL_VLLM_VENV": str(tmp_path / "venv-vllm"),
+        "JAX_AGENT_RL_HARBOR_VENV": str(tmp_path / "venv-harbor"),
     }
-    environment = os.environ | folders
+    environment = os.environ | folders | variables
     command = [ROOT / "launch" / script, "--dry-run", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert not list(tmp_path.iterdir())
@@ -106,6 +108,7 @@ def test_install_adds_extras_in_the_versions_of_the_environments_lock(tmp_path: 
     assert install().endswith(f"-e {ROOT}")
     assert "locks/cpu.txt" in install("ray")
     assert "locks/verifiers.txt" in install("verifiers")
+    assert "locks/harbor.txt" in install("harbor")
 
 
 def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Path):
@@ -145,3 +148,26 @@ def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path
         f"{tmp_path}/venv/" in command
         for command in dry_run("test.sh", tmp_path, "--only-vllm", "-x")
     )
+
+
+def test_trials_of_harbor_run_in_an_environment_of_their_own_on_a_python_that_it_takes(
+    tmp_path: Path,
+):
+    pythons = tmp_path / "pythons"
+    pythons.mkdir()
+    for name, version in (("old", 11), ("new", 12)):
+        python = pythons / name
+        python.write_text(
+            '#!/bin/bash\n[ "$1" = --version ] && exit\n'
+            f'exec {sys.executable} -c "import sys; sys.version_info = (3, {version}); $2"\n'
+        )
+        python.chmod(0o755)
+    nowhere = {"PYENV_ROOT": str(tmp_path), "PATH": f"{pythons}:/usr/bin:/bin"}
+    folder = tmp_path / "run"
+    folder.mkdir()
+    commands = dry_run("test.sh", folder, "--only-harbor", PYTHON=str(pythons / "new"), **nowhere)
+    install = commands[-2]
+    assert "locks/harbor.txt" in install and "[harbor-tests]" in install
+    assert commands[-1].startswith(f"{folder}/venv-harbor/bin/python -m pytest -m harbor")
+    assert "tests/unit/agents/test_harbor.py" in commands[-1]
+    assert dry_run("test.sh", folder, "--only-harbor", PYTHON=str(pythons / "old"), **nowhere) == []

@@ -17,22 +17,27 @@ import contextlib
 import functools
 import math
 import re
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.command.containers import ContainerRuntime, ContainerTask
-from jax_agent_rl.agents.command.machines import PORT, SandboxedTask, TaskMachine
-from jax_agent_rl.agents.command.runner import Relay
+from jax_agent_rl.agents.command.machines import (
+    PORT,
+    SandboxedTask,
+    TaskMachine,
+    sandbox_limits,
+    workspace_limits,
+)
+from jax_agent_rl.agents.command.relay import UnixRelay
 from jax_agent_rl.agents.command.task import CommandTask, read_files, read_task
-from jax_agent_rl.agents.command.workspace import JobResult, WorkspaceLimits, file_entries
+from jax_agent_rl.agents.command.workspace import JobResult, file_entries
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.frameworks import OpenAIAgentLoop
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.request import EpisodeRequest
 from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError
-from jax_agent_rl.tool_server.sandbox import Sandbox, SandboxLimits, open_sandbox
+from jax_agent_rl.tool_server.sandbox import Sandbox, open_sandbox
 from jax_agent_rl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -79,7 +84,7 @@ class CommandAgent(OpenAIAgentLoop):
             raise TrajectoryError(str(error)) from error  # of this task alone
         runtime = await self._open_runtime()
         if isinstance(runtime, Sandbox):
-            machine: TaskMachine = SandboxedTask(runtime, task, self._workspace_limits)
+            machine: TaskMachine = SandboxedTask(runtime, task, workspace_limits(self._settings))
         else:
             machine = ContainerTask(runtime, task)
 
@@ -118,13 +123,6 @@ class CommandAgent(OpenAIAgentLoop):
             output=output,
         )
 
-    @property
-    def _workspace_limits(self) -> WorkspaceLimits:
-        return WorkspaceLimits(
-            max_bytes=self._settings.workspace_mb << 20,
-            max_entries=self._settings.workspace_entries,
-        )
-
     async def _run_program(
         self, machine: TaskMachine, task: CommandTask, session: Session
     ) -> JobResult:
@@ -144,7 +142,7 @@ class CommandAgent(OpenAIAgentLoop):
 
         server, _ = self._serve()
         await self._starting
-        async with contextlib.aclosing(_UnixRelay(server.port)) as relay:
+        async with contextlib.aclosing(UnixRelay(server.port)) as relay:
             await relay.start()
             return await machine.run_program(argv, env, self._program, relay.path, seconds=seconds)
 
@@ -176,46 +174,12 @@ class CommandAgent(OpenAIAgentLoop):
                 self._runtime = runtime
                 return runtime
 
-            limits = SandboxLimits(
-                cpu_seconds=settings.cpu_seconds,
-                memory_bytes=settings.memory_mb << 20,
-                processes=settings.processes,
-                disk_bytes=settings.disk_mb << 20,
-                output_bytes=self._workspace_limits.result_bytes,
-            )
             self._runtime = await open_sandbox(
-                limits=limits,
+                limits=sandbox_limits(settings),
                 max_running=settings.max_running,
                 otherwise="or set agent.command.container",
             )
             return self._runtime
-
-
-class _UnixRelay:
-    """A Unix socket that forwards to a port on loopback.
-
-    Unlike the port, it can be bound into a sandbox. Each program has its own, so that its
-    connections are bounded and end with it.
-    """
-
-    def __init__(self, port: int) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="jax-agent-rl-")
-        self._relay = Relay(lambda: asyncio.open_connection("127.0.0.1", port))
-        self._server: asyncio.Server | None = None
-        self.path = Path(self._folder.name) / "endpoint.sock"
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._relay.serve, self.path)
-        self.path.chmod(
-            0o666
-        )  # a sandboxed program is another user; the folder keeps out everyone else
-
-    async def aclose(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._relay.abort()
-            await self._server.wait_closed()
-        self._folder.cleanup()
 
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")

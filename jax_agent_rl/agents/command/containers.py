@@ -41,7 +41,7 @@ from jax_agent_rl.agents.command.machines import (
     TESTS,
     RunnerJob,
     TaskMachine,
-    tests_of,
+    with_settings,
 )
 from jax_agent_rl.agents.command.task import CommandTask
 from jax_agent_rl.agents.command.workspace import (
@@ -543,7 +543,7 @@ class ContainerTask(TaskMachine):
         )
         trees = [
             ("/", file_entries({}, folders=_FOLDERS)),
-            (TESTS, file_entries(tests_of(self._task))),
+            (TESTS, file_entries(with_settings(self._task.tests))),
         ]
         return await self._runtime.run(
             tests_image,

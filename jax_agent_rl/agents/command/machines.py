@@ -32,8 +32,9 @@ from jax_agent_rl.agents.command.workspace import (
     pack_tree,
     read_result,
 )
+from jax_agent_rl.config.command_agent import ProgramLimits
 from jax_agent_rl.errors import ToolError, TrajectoryError
-from jax_agent_rl.tool_server.sandbox import Link, Sandbox
+from jax_agent_rl.tool_server.sandbox import Link, Sandbox, SandboxLimits
 
 RUNNER = Path(__file__).with_name("runner.py")
 ISOLATED = ("-I", "-S", "-B")
@@ -102,13 +103,13 @@ class TaskMachine(ABC):
         return None
 
 
-def tests_of(task: CommandTask) -> dict[str, bytes]:
+def with_settings(test_files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return a task's tests by their paths, with a settings file for pytest among them.
 
     Without one beside the tests, pytest takes one from the folders above, where the program may
     have written.
     """
-    tests = dict(task.tests)
+    tests = dict(test_files)
     for name in TEST_SETTINGS[1:]:
         if name in tests and _SETTINGS_SECTIONS.get(name, b"") in tests[name]:
             return tests
@@ -147,7 +148,74 @@ class RunnerJob:
         }
 
 
-_FOLDERS = ("logs/verifier", "tests")
+def sandbox_limits(settings: ProgramLimits) -> SandboxLimits:
+    """Return the limits of a sandbox whose working folder is read back."""
+    return SandboxLimits(
+        cpu_seconds=settings.cpu_seconds,
+        memory_bytes=settings.memory_mb << 20,
+        processes=settings.processes,
+        disk_bytes=settings.disk_mb << 20,
+        output_bytes=workspace_limits(settings).result_bytes,
+    )
+
+
+def workspace_limits(settings: ProgramLimits) -> WorkspaceLimits:
+    """Return the limits of the working folder that tests are handed."""
+    return WorkspaceLimits(
+        max_bytes=settings.workspace_mb << 20, max_entries=settings.workspace_entries
+    )
+
+
+FOLDERS = ("logs/verifier", "tests")
+"""Folders that programs and tests find in a sandbox besides the working folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedJob:
+    """What a sandbox needs to run a job: the runner's standard input, and files."""
+
+    stdin: bytes
+    files: Mapping[str, bytes | Path | Link]
+
+
+async def pack_job(
+    job: RunnerJob,
+    trees: Sequence[tuple[str, Sequence[Entry]]],
+    files: Mapping[str, Path | Link],
+    *,
+    workdir: str,
+    limits: WorkspaceLimits,
+    **machine: Any,
+) -> PackedJob:
+    """Return what a sandbox needs to run a job.
+
+    Args:
+        trees: folders, with what to write into each.
+        files: further files of the sandbox.
+        workdir: absolute path of the working folder.
+        limits: of what the program leaves there.
+        machine: what else the machine adds to the job.
+    """
+    packed_files: dict[str, bytes | Path | Link] = {
+        "runner.py": RUNNER.read_bytes(),
+        workdir: Link("app"),
+        TESTS: Link("tests"),
+        LOGS: Link("logs"),
+        **files,
+    }
+    tree_folders: list[tuple[str, str]] = []
+    for number, (folder, entries) in enumerate(trees):
+        name = f"{number}.tree"
+        packed_files[name] = await asyncio.to_thread(pack_tree, entries)
+        tree_folders.append((name, folder))
+
+    pack = None
+    if not job.verifies:  # nothing runs on what the tests leave
+        pack = {"max_bytes": limits.max_bytes, "max_entries": limits.max_entries}
+    job_json = job.as_json(
+        trees=tree_folders, root=".", workdir="app", place=workdir, pack=pack, **machine
+    )
+    return PackedJob(stdin=json.dumps(job_json).encode() + b"\n", files=packed_files)
 
 
 class SandboxedTask(TaskMachine):
@@ -175,7 +243,7 @@ class SandboxedTask(TaskMachine):
     ) -> JobResult:
         job = RunnerJob(argv=argv, env={**self._task.env, **env}, seconds=seconds, port=PORT)
         trees = [
-            (".", file_entries(files, folders=_FOLDERS)),
+            (".", file_entries(files, folders=FOLDERS)),
             ("app", file_entries(self._task.files)),
         ]
         self._program_result = await self._run(job, trees, {"endpoint.sock": endpoint})
@@ -194,9 +262,9 @@ class SandboxedTask(TaskMachine):
             argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True
         )
         trees = [
-            (".", file_entries({}, folders=_FOLDERS)),
+            (".", file_entries({}, folders=FOLDERS)),
             ("app", program.workspace),
-            ("tests", file_entries(tests_of(self._task))),
+            ("tests", file_entries(with_settings(self._task.tests))),
         ]
         result = await self._run(job, trees, {})
         if not program.left_out:
@@ -216,31 +284,14 @@ class SandboxedTask(TaskMachine):
     ) -> JobResult:
         """Run a job in a new sandbox, on these folders with their entries, and read its result."""
         token = secrets.token_hex(32)
-        links = {self._task.workdir: Link("app"), TESTS: Link("tests"), LOGS: Link("logs")}
-
-        packed_trees: dict[str, bytes] = {}
-        tree_folders: list[tuple[str, str]] = []
-        for number, (folder, entries) in enumerate(trees):
-            name = f"{number}.tree"
-            packed_trees[name] = await asyncio.to_thread(pack_tree, entries)
-            tree_folders.append((name, folder))
-
-        pack = None
-        if not job.verifies:  # nothing runs on what the tests leave
-            pack = {"max_bytes": self._limits.max_bytes, "max_entries": self._limits.max_entries}
-        job_json = job.as_json(
-            token=token,
-            trees=tree_folders,
-            root=".",
-            workdir="app",
-            place=self._task.workdir,
-            pack=pack,
+        packed = await pack_job(
+            job, trees, files, workdir=self._task.workdir, limits=self._limits, token=token
         )
         try:
             result = await self._sandbox.run(
                 [self._sandbox.python, *ISOLATED, "runner.py"],
-                stdin=json.dumps(job_json).encode() + b"\n",
-                files={"runner.py": RUNNER.read_bytes(), **packed_trees, **links, **files},
+                stdin=packed.stdin,
+                files=packed.files,
                 limits=replace(self._sandbox.limits, wall_seconds=job.seconds + GRACE_SECONDS),
             )
         except ToolError as error:

@@ -1,6 +1,6 @@
-"""Runs one command in the sandbox or in a container: reads a job, prints the result.
+"""Runs one command in the sandbox or in a container, or one after another.
 
-It needs the standard library alone.
+It reads a job and prints the result. It needs the standard library alone.
 
 ::
 
@@ -23,6 +23,8 @@ The job is a line of JSON on standard input:
 ``pack``        how many bytes and entries ``workdir``, which the command knows as ``place``, may
                 have to be returned, or None
 ``cpu_seconds`` of each process, where nothing else limits it
+``control``     a socket of the host; if set, there is no command yet: requests come from there, and
+                nothing is printed (:class:`Service`)
 
 A tree is a line of JSON, a list of entries, and the contents of its files one after another. An
 entry is ``["folder", name, mode]``, ``["file", name, mode, size]`` or ``["link", name, target]``;
@@ -39,6 +41,7 @@ import asyncio
 import base64
 import contextlib
 import ctypes
+import io
 import json
 import os
 import resource
@@ -50,6 +53,7 @@ import tempfile
 import time
 
 OUTPUT_CHARACTERS = 16_000
+SERVICE_CHARACTERS = 100_000  # of each output of a command that was requested
 FILE_BYTES = 4096  # of the file that is returned
 MAX_CONNECTIONS = 40  # of the command to the endpoint at the same time; further ones are closed
 CHUNK = 1 << 16
@@ -61,6 +65,7 @@ SHOWN_NAMES = 5
 
 _NOT_DUMPABLE = 4  # PR_SET_DUMPABLE
 _KILL_SECONDS = 5.0
+_NOT_ENDED = "processes that it left kept starting others"
 # Variables that make an interpreter, the loader or a test runner load files or options.
 _START_VARIABLES = (
     "BASH_ENV", "ENV", "GCONV_PATH", "LD_AUDIT", "LD_PRELOAD", "NODE_OPTIONS", "OPENSSL_CONF",
@@ -113,28 +118,47 @@ class Relay:
 # --- the command ----------------------------------------------------------------------------------
 
 
-async def run(job, out, err):
-    """Run the command to its end; return its exit status, None after a timeout."""
+async def start_relay(job):
+    """Start the relay to the endpoint, if there is one."""
     if job["port"] is not None:
         socket = job.get("socket", os.path.abspath("endpoint.sock"))
         relay = Relay(lambda: asyncio.open_unix_connection(socket))
         await asyncio.start_server(relay.serve, "127.0.0.1", job["port"])
-    process = await asyncio.create_subprocess_exec(
-        *job["argv"],
-        cwd=job["workdir"],
-        env=environment(job),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=out,
-        stderr=err,
-        start_new_session=True,
-    )
+
+
+async def run_once(job, out, err):
+    """Run the job's only command; return its exit status, None after a timeout."""
+    await start_relay(job)
+    return await run(job, out, err)
+
+
+async def run(job, out, err):
+    """Run a command to its end; return its exit status, None after a timeout.
+
+    What it left in the background goes on.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *job["argv"],
+            cwd=job.get("cwd") or job["workdir"],
+            env=environment(job),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+    except OSError as error:  # no such program
+        err.write(f"{error}\n".encode())
+        err.flush()
+        return 127
     try:
         return await asyncio.wait_for(process.wait(), job["seconds"])
     except asyncio.TimeoutError:  # noqa: UP041  # not yet TimeoutError in the Python of some images
         return None
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def environment(job):
@@ -200,12 +224,12 @@ def end_all_processes():
 # --- what it left ---------------------------------------------------------------------------------
 
 
-def tail(file):
+def tail(file, characters=OUTPUT_CHARACTERS):
     """Return the end of an open file as text."""
     size = os.fstat(file.fileno()).st_size
-    length = min(size, 4 * OUTPUT_CHARACTERS)  # a character has at most four bytes
+    length = min(size, 4 * characters)  # a character has at most four bytes
     text = os.pread(file.fileno(), length, size - length).decode("utf-8", "replace")
-    return text[-OUTPUT_CHARACTERS:]
+    return text[-characters:]
 
 
 def read_regular(name, limit, folder=None):
@@ -339,6 +363,21 @@ class Packer:
             raise ValueError("the working folder is too large")
 
 
+def pack_folder(result, folder, place, limits):
+    """Add a folder's entries to a result, or why there are none; return the contents."""
+    packer = Packer(place, **limits)
+    contents = b""
+    try:
+        packer.add_folder(folder)
+        result["entries"] = packer.entries
+        contents = b"".join(packer.contents)
+    except (OSError, ValueError) as error:
+        result["pack_problem"] = str(error)
+    result["left_out"] = len(packer.left_out)
+    result["left_out_names"] = [ascii(name)[:200] for name in packer.left_out[:SHOWN_NAMES]]
+    return contents
+
+
 def is_plain_name(name):
     """Return whether a path below a folder is relative, leads nowhere else, and is not too long.
 
@@ -403,32 +442,141 @@ def remove(path):
 
 def write_tree(path, folder):
     """Write a tree's folders, files and links into a folder; files replace those already there."""
-    modes = []
     with open(path, "rb") as tree:
-        for kind, name, *details in json.loads(tree.readline()):
-            path_in_folder = os.path.join(folder, name)
-            if kind == "folder":
-                (mode,) = details
-                if not os.path.isdir(path_in_folder):
-                    os.mkdir(path_in_folder, 0o700)
-                    modes.append((path_in_folder, mode))
-                continue
+        write_entries(tree, folder)
 
-            if os.path.lexists(path_in_folder):
-                os.unlink(path_in_folder)
-            if kind == "link":
-                (target,) = details
-                os.symlink(target, path_in_folder)
-                continue
 
-            mode, size = details
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(path_in_folder, flags, 0o600), "wb") as file:
-                file.write(tree.read(size))
-                os.fchmod(file.fileno(), mode)
+def write_entries(tree, folder):
+    """Write an open tree, see :func:`write_tree`."""
+    modes = []
+    for kind, name, *details in json.loads(tree.readline()):
+        path_in_folder = os.path.join(folder, name)
+        if kind == "folder":
+            (mode,) = details
+            if not os.path.isdir(path_in_folder):
+                os.mkdir(path_in_folder, 0o700)
+                modes.append((path_in_folder, mode))
+            continue
+
+        if os.path.lexists(path_in_folder):
+            os.unlink(path_in_folder)
+        if kind == "link":
+            (target,) = details
+            os.symlink(target, path_in_folder)
+            continue
+
+        mode, size = details
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(path_in_folder, flags, 0o600), "wb") as file:
+            file.write(tree.read(size))
+            os.fchmod(file.fileno(), mode)
 
     for path_in_folder, mode in reversed(modes):  # a folder may be read-only once it is complete
         os.chmod(path_in_folder, mode)
+
+
+# --- one command after another --------------------------------------------------------------------
+
+
+async def serve(job):
+    """Connect to the host and do what it asks for, until it asks for the end or is gone."""
+    reader, writer = await asyncio.open_unix_connection(os.path.abspath(job["control"]))
+    writer.write(job["token"].encode() + b"\n")
+    await start_relay(job)
+    await Service(job, reader, writer).run()
+
+
+class Service:
+    """Does what the host asks for.
+
+    A request is a line of JSON with its ``number``, what to ``do``, and the ``size`` of the bytes
+    that follow. So is an answer: ``number``, ``size``, and the fields of a result. What is done:
+
+    ``run``     ``argv`` with ``env`` in ``cwd`` for ``seconds``; several commands run side by side
+    ``write``   the tree that follows into ``folder``
+    ``read``    the file or folder ``path``, within ``limits``
+    ``cancel``  the command of that number, which gets no answer
+    ``end``     all processes; the working folder is returned, and nothing more is done
+    """
+
+    def __init__(self, job, reader, writer):
+        self._job = job
+        self._reader = reader
+        self._writer = writer
+        self._commands = {}
+
+    async def run(self):
+        """Serve the host."""
+        actions = {"write": self._write, "read": self._read}
+        while line := await self._reader.readline():
+            request = json.loads(line)
+            number = request["number"]
+            data = await self._reader.readexactly(request["size"])
+            if request["do"] == "run":
+                command = asyncio.ensure_future(self._command(request))
+                self._commands[number] = command
+                command.add_done_callback(lambda _, number=number: self._commands.pop(number))
+            elif request["do"] == "cancel":
+                if number in self._commands:
+                    self._commands[number].cancel()
+            elif request["do"] == "end":
+                await self._end(number)
+                return
+            else:
+                try:
+                    result, contents = actions[request["do"]](request, data)
+                except (OSError, ValueError) as error:
+                    result, contents = {"pack_problem": str(error)}, b""
+                await self._answer(number, result, contents)
+
+    async def _answer(self, number, result, contents=b""):
+        line = json.dumps({"number": number, "size": len(contents), "result": result})
+        self._writer.write(line.encode() + b"\n" + contents)
+        await self._writer.drain()
+
+    async def _command(self, request):
+        job = {
+            **self._job,
+            "argv": request["argv"],
+            "env": {**self._job["env"], **request["env"]},
+            "cwd": request["cwd"],
+            "seconds": request["seconds"],
+        }
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            exit_code = await run(job, out, err)
+            result = {
+                "exit_code": exit_code,
+                "stdout": tail(out, SERVICE_CHARACTERS),
+                "stderr": tail(err, SERVICE_CHARACTERS),
+            }
+        await self._answer(request["number"], result)
+
+    def _write(self, request, data):
+        os.makedirs(request["folder"], exist_ok=True)
+        write_entries(io.BytesIO(data), request["folder"])
+        return {}, b""
+
+    def _read(self, request, data):
+        path = request["path"]
+        limits = request["limits"]
+        if os.path.isdir(path):
+            result = {}
+            folder = os.path.realpath(path)
+            return result, pack_folder(result, folder, path, limits)
+        contents = read_regular(path, limits["max_bytes"])
+        return {"entries": [["file", os.path.basename(path), 0o644, len(contents)]]}, contents
+
+    async def _end(self, number):
+        for command in list(self._commands.values()):
+            command.cancel()
+        result = {}
+        contents = b""
+        if not end_all_processes():
+            result["pack_problem"] = _NOT_ENDED
+        elif self._job["pack"]:
+            job = self._job
+            contents = pack_folder(result, job["workdir"], job["place"], job["pack"])
+        await self._answer(number, result, contents)
 
 
 # --- the job --------------------------------------------------------------------------------------
@@ -453,38 +601,27 @@ def main():
     os.makedirs(job["workdir"], exist_ok=True)
     for tree, folder in job["trees"]:
         write_tree(tree, folder)
+    if job.get("control"):
+        asyncio.run(serve(job))
+        return
 
     with (
         tempfile.TemporaryFile() as out,
         tempfile.TemporaryFile() as err,
     ):  # unnamed: nobody can put others there
-        try:
-            exit_code = asyncio.run(run(job, out, err))
-        except OSError as error:  # no such program
-            exit_code = 127
-            err.write(f"{error}\n".encode())
-            err.flush()
+        exit_code = asyncio.run(run_once(job, out, err))
         all_ended = end_all_processes()
         result = {"exit_code": exit_code, "stdout": tail(out), "stderr": tail(err)}
 
     contents = b""
     if not all_ended:
-        problem = "processes that it left kept starting others"
-        result["pack_problem"] = problem
-        result["file_problem"] = problem
+        result["pack_problem"] = _NOT_ENDED
+        result["file_problem"] = _NOT_ENDED
     else:
         if job["read_back"]:
             result["file"], result["file_problem"] = read_back(job["root"], job["read_back"])
         if job["pack"]:
-            packer = Packer(job["place"], **job["pack"])
-            try:
-                packer.add_folder(job["workdir"])
-                result["entries"] = packer.entries
-                contents = b"".join(packer.contents)
-            except (OSError, ValueError) as error:
-                result["pack_problem"] = str(error)
-            result["left_out"] = len(packer.left_out)
-            result["left_out_names"] = [ascii(name)[:200] for name in packer.left_out[:SHOWN_NAMES]]
+            contents = pack_folder(result, job["workdir"], job["place"], job["pack"])
 
     encoded = base64.b64encode(contents).decode()
     sys.stdout.write(f"{job['token']}{json.dumps(result)}\n{encoded}\n")

@@ -134,44 +134,25 @@ def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
         raise DataError(f"task {folder}: tests/test.sh is missing; it decides the reward")
 
     environment = folder / "environment"
-    compose_files = list(environment.glob("docker-compose*"))
-    if compose_files:
-        name = compose_files[0].name
-        raise DataError(
-            f"task {folder}: environment/{name} starts several containers, which is not supported"
-        )
-
-    # A container runs the task's image, or builds one from its Dockerfile. A sandbox has no images:
-    # it follows a Dockerfile that only copies files.
-    dockerfile = environment / "Dockerfile"
-    has_dockerfile = dockerfile.is_file()
     image = settings.get("environment", {}).get("docker_image")
-    files: dict[str, bytes] = {}
-    workdir = WORKDIR
-    env: dict[str, str] = {}
+    working_folder = WorkingFolder()
     build_context = None
     if not containers:
-        if image and not has_dockerfile:
-            raise DataError(
-                f"task {folder}: docker_image={image!r} needs a container; set"
-                " agent.command.container"
-            )
+        working_folder = read_environment(environment, image=image)
         image = None
-        if has_dockerfile:
-            files, workdir, env = read_dockerfile(dockerfile)
-        else:
-            files = read_files(environment)
-    elif not image:
-        if has_dockerfile:
-            build_context = environment
-        else:
-            files = read_files(environment)
+    else:
+        _refuse_several_containers(environment)
+        if not image:
+            if (environment / "Dockerfile").is_file():
+                build_context = environment
+            else:
+                working_folder = WorkingFolder(files=read_files(environment))
 
     return CommandTask(
         instruction=instruction,
-        files=files,
-        workdir=workdir,
-        env=env,
+        files=working_folder.files,
+        workdir=working_folder.path,
+        env=working_folder.env,
         tests=read_files(folder / "tests"),
         verifier=_HARBOR_VERIFIER,
         agent_seconds=_seconds(settings, "agent", folder),
@@ -182,8 +163,54 @@ def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
     )
 
 
-def read_dockerfile(path: Path) -> tuple[dict[str, bytes], str, dict[str, str]]:
-    """Read a Dockerfile that builds nothing: the working folder's files and path, and variables.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkingFolder:
+    """What a program finds: files by their paths in the folder, its absolute path, variables."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    path: str = WORKDIR
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_environment(
+    environment: Path, *, image: str | None, key: str = "agent.command.container"
+) -> WorkingFolder:
+    """Read a task's folder ``environment`` for a sandbox, which has no images.
+
+    It follows a Dockerfile that only copies files.
+
+    Args:
+        image: the task's ``docker_image``.
+        key: setting that gives the task a container, for messages.
+
+    Raises:
+        DataError: the task needs a container.
+    """
+    _refuse_several_containers(environment)
+    dockerfile = environment / "Dockerfile"
+    if dockerfile.is_file():
+        return read_dockerfile(dockerfile, key=key)
+    if image:
+        raise DataError(
+            f"task {environment.parent}: docker_image={image!r} needs a container; set {key}"
+        )
+    return WorkingFolder(files=read_files(environment))
+
+
+def _refuse_several_containers(environment: Path) -> None:
+    compose_files = list(environment.glob("docker-compose*"))
+    if compose_files:
+        raise DataError(
+            f"task {environment.parent}: environment/{compose_files[0].name} starts several"
+            " containers, which is not supported"
+        )
+
+
+def read_dockerfile(path: Path, *, key: str = "agent.command.container") -> WorkingFolder:
+    """Read a Dockerfile that builds nothing.
+
+    Args:
+        key: setting that gives the task a container, for messages.
 
     Raises:
         DataError: an instruction needs a container, or copies something to elsewhere.
@@ -199,9 +226,7 @@ def read_dockerfile(path: Path) -> tuple[dict[str, bytes], str, dict[str, str]]:
 
         problem = _build_problem(instruction, arguments, has_files=bool(files))
         if problem:
-            raise DataError(
-                f"{where} {problem}; set agent.command.container, or choose tasks that only COPY"
-            )
+            raise DataError(f"{where} {problem}; set {key}, or choose tasks that only COPY")
 
         if instruction == "WORKDIR":
             workdir = str(PurePosixPath(workdir) / arguments)
@@ -209,7 +234,7 @@ def read_dockerfile(path: Path) -> tuple[dict[str, bytes], str, dict[str, str]]:
             env |= _variables(arguments)
         elif instruction == "COPY":
             files |= _copied(path.parent, arguments, workdir, where)
-    return files, workdir, env
+    return WorkingFolder(files=files, path=workdir, env=env)
 
 
 def _build_problem(instruction: str, arguments: str, *, has_files: bool) -> str | None:
@@ -278,10 +303,11 @@ def _copied(folder: Path, arguments: str, workdir: str, where: str) -> dict[str,
     return files
 
 
-def read_files(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path, *, everything: bool = False) -> dict[str, bytes]:
     """Return the contents of the files below a folder by their paths.
 
-    Its Dockerfile and hidden files are left out.
+    Args:
+        everything: also its Dockerfile and hidden files, which are left out otherwise.
 
     Raises:
         DataError: a file is too large.
@@ -290,7 +316,8 @@ def read_files(folder: Path) -> dict[str, bytes]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         is_hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
-        if path.is_file() and not is_hidden and name != Path("Dockerfile"):
+        is_left_out = is_hidden or name == Path("Dockerfile")
+        if path.is_file() and (everything or not is_left_out):
             files[str(name)] = _read(path)
     return files
 

@@ -172,8 +172,8 @@ class JobResult:
     left_out_names: tuple[str, ...] = ()
 
 
-class _Header(BaseModel):
-    """First line that the runner prints."""
+class ResultHeader(BaseModel):
+    """What the runner says of a result, besides the contents of files."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -211,15 +211,33 @@ def read_result(
             stopped=f"the runner's result has {len(line)} characters, more than {MAX_HEADER_BYTES}"
         )
     try:
-        header = _Header.model_validate(json.loads(line))
+        header = ResultHeader.model_validate(json.loads(line))
     except (ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
         return JobResult(stopped=f"the runner's result cannot be read: {str(error)[:500]}")
 
+    try:
+        decoded = base64.b64decode(contents.strip(), validate=True)
+    except ValueError as error:
+        problem = f"the working folder is refused: {error}"
+        header = header.model_copy(update={"entries": None, "pack_problem": problem})
+        decoded = b""
+    return make_result(header, decoded, limits=limits, place=place)
+
+
+def make_result(
+    header: ResultHeader, contents: bytes, *, limits: WorkspaceLimits, place: str
+) -> JobResult:
+    """Return a result of the runner; its entries are made anew.
+
+    Args:
+        contents: of the files among the entries, one after another.
+        place: absolute path of the folder that the entries are in, as the program knew it.
+    """
     workspace = None
     pack_problem = header.pack_problem
     if header.entries is not None:
         try:
-            workspace = _entries(header.entries, contents.strip(), limits, place)
+            workspace = _entries(header.entries, contents, limits, place)
         except ValueError as error:
             pack_problem = f"the working folder is refused: {error}"
     return JobResult(
@@ -236,7 +254,7 @@ def read_result(
 
 
 def _entries(
-    listed: Sequence[Sequence[Any]], encoded: str, limits: WorkspaceLimits, place: str
+    listed: Sequence[Sequence[Any]], contents: bytes, limits: WorkspaceLimits, place: str
 ) -> tuple[Entry, ...]:
     """Make the entries of a working folder anew.
 
@@ -246,7 +264,6 @@ def _entries(
     """
     if len(listed) > limits.max_entries:
         raise ValueError(f"it has {len(listed)} entries, more than {limits.max_entries}")
-    contents = base64.b64decode(encoded, validate=True)
     entries: list[Entry] = []
     folders = {""}
     names: set[bytes] = set()

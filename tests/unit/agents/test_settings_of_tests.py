@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.agents.command import machines
-from jax_agent_rl.agents.command.task import CommandTask
 
 OWN = {
     "none": {},
@@ -30,9 +29,7 @@ def test_settings_that_a_program_left_above_the_tests_are_not_found(name: str, t
     check = {"test_check.py": b"def test_it():\n    assert False\n"}
     folder = tmp_path / "tests"
     folder.mkdir()
-    for file, content in machines.tests_of(
-        CommandTask(instruction="", tests={**check, **OWN[name]})
-    ).items():
+    for file, content in machines.with_settings({**check, **OWN[name]}).items():
         (folder / file).write_bytes(content)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --collect-only\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder)]

@@ -28,7 +28,7 @@ from pydantic import BaseModel
 from rich.console import Console
 
 import jax_agent_rl
-from jax_agent_rl.agents import OpenAIAgentLoop, SearchAgent, TextToolAgent, ToolAgent
+from jax_agent_rl.agents import HarborAgent, OpenAIAgentLoop, SearchAgent, TextToolAgent, ToolAgent
 from jax_agent_rl.agents.command.agent import CommandAgent
 from jax_agent_rl.collect.filters import select
 from jax_agent_rl.collect.strategies import Growth, Outcome, make_strategy
@@ -106,6 +106,30 @@ READ_ELSEWHERE = {
         "agent.command.verifier_timeout": "self._settings.verifier_timeout",
     },
     "agents/command/containers.py": {"agent.command.image": "self.settings.image"},
+    # Harbor has to be installed, which needs Python 3.12
+    "agents/harbor/agent.py": {
+        "agent.harbor.environment": "self._settings.environment",
+        "agent.harbor.reward_key": "self._settings.reward_key",
+        "agent.harbor.start_attempts": "self._settings.start_attempts",
+        "agent.harbor.trials_dir": "self._settings.trials_dir",
+    },
+    "agents/harbor/trial.py": {
+        "agent.harbor.agent_options": "settings.agent_options",
+        "agent.harbor.agent_env": "settings.agent_env",
+        "agent.harbor.model": "settings.model",
+        "agent.harbor.environment_options": "settings.environment_options",
+    },
+    "agents/command/machines.py": {
+        f"agent.harbor.local.{name}": f"settings.{name}"
+        for name in (
+            "cpu_seconds",
+            "memory_mb",
+            "processes",
+            "disk_mb",
+            "workspace_mb",
+            "workspace_entries",
+        )
+    },
     # the weights of a critic have to be loaded
     "runtime/build.py": {"critic.path": "config.critic.path"},
     # an engine, a learner's update or a vision model has to be compiled
@@ -250,6 +274,8 @@ async def play() -> None:
     command = AgentHarness(CommandAgent, [], command={"argv": ["true"]})
     with contextlib.suppress(ConfigError):  # this machine has no sandbox
         await command.agent.preflight()
+    with contextlib.suppress(ConfigError):  # without a harness
+        await AgentHarness(HarborAgent, []).agent.preflight()
 
 
 class ChatTwice(OpenAIAgentLoop):

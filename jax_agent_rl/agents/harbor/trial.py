@@ -1,0 +1,370 @@
+"""One trial of Harbor: what it is configured with, and what its result says of the trajectory.
+
+::
+
+    row, agent.harbor ──► TrialConfig ──► Trial.run ──► TrialResult ──► Verdict
+                                             │                      └─► a TrajectoryError
+                                  harness ──HTTP──► endpoint
+
+Harbor's own failures become the errors of this project, so that each is counted under its reason:
+
+==================================================  ================================
+Harbor says                                         the trajectory is lost with
+==================================================  ================================
+the environment did not start, its build failed     ``EnvironmentFailedError``
+it did not start in time                            ``EnvironmentTimeoutError``
+the harness, or its setup, ran past its limit       ``AgentTimeoutError``
+the harness failed                                  ``TrajectoryError``
+tests could not be brought there, or read back      ``RewardError``
+==================================================  ================================
+
+A verifier that did not end in time, or left no number, is reward 0 with a note: a program that the
+tests run could be the cause.
+"""
+
+# pyright: reportMissingImports=false
+# Harbor is in an environment of its own (launch/harbor_environment.sh).
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harbor.agents.factory import AgentFactory
+from harbor.environments.factory import EnvironmentFactory
+from harbor.models.task.verifier_mode import task_has_any_separate_verifier
+from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
+from harbor.models.trial.error_policy import ErrorPolicyOverride
+from harbor.models.trial.result import ExceptionInfo, TrialResult
+from harbor.trial.hooks import TrialEvent, TrialHookEvent
+from harbor.trial.trial import Trial
+from pydantic import ValidationError
+
+from jax_agent_rl.agents.harbor.environment import LocalEnvironment, LocalMachine
+from jax_agent_rl.config.harbor_agent import LOCAL, HarborConfig
+from jax_agent_rl.data.task_folder import task_folder
+from jax_agent_rl.errors import (
+    AgentTimeoutError,
+    ConfigError,
+    DataError,
+    EnvironmentFailedError,
+    EnvironmentTimeoutError,
+    RewardError,
+    TrajectoryError,
+)
+
+_LOCAL_CLASS = f"{LocalEnvironment.__module__}:{LocalEnvironment.__name__}"
+_OUTPUT_BYTES = 16_000
+_NO_REWARD = frozenset(
+    {
+        "RewardFileEmptyError",
+        "RewardFileNotFoundError",
+        "VerifierOutputParseError",
+        "VerifierTimeoutError",
+    }
+)
+"""Failures of the verifier that a program which the tests run could cause."""
+_TIMEOUTS: Mapping[str, type[TrajectoryError]] = {
+    "AgentSetupTimeoutError": AgentTimeoutError,
+    "AgentTimeoutError": AgentTimeoutError,
+    "EnvironmentStartTimeoutError": EnvironmentTimeoutError,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelAccess:
+    """How a trial reaches the policy.
+
+    Attributes:
+        host_url: the session's address, as Anthropic's clients take it; OpenAI's add ``/v1``.
+        api_key: the session's key.
+    """
+
+    host_url: str
+    api_key: str = field(repr=False)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables in which clients look for it."""
+        return {
+            "OPENAI_BASE_URL": f"{self.host_url}/v1",
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.host_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+    def fill_in(self, value: Any) -> Any:
+        """Return a value with the places of address and key filled in, at any depth."""
+        if isinstance(value, str):
+            filled = value.replace("{base_url}", f"{self.host_url}/v1")
+            filled = filled.replace("{host_url}", self.host_url)
+            return filled.replace("{api_key}", self.api_key)
+        if isinstance(value, Mapping):
+            return {key: self.fill_in(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.fill_in(item) for item in value]
+        return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What Harbor's verifier said.
+
+    Attributes:
+        rewards: by name; None: the task has no verifier.
+        note: why the reward is 0, where the tests' output does not say it.
+        test_output: the end of what the tests printed.
+    """
+
+    rewards: Mapping[str, float] | None
+    note: str = ""
+    test_output: str = ""
+
+
+# --- configuration --------------------------------------------------------------------------------
+
+
+def check_settings(settings: HarborConfig) -> None:
+    """Check the names of harness and environment, and their options.
+
+    Raises:
+        ConfigError: one of them is wrong; names its key.
+    """
+    access = ModelAccess(host_url="http://127.0.0.1:1", api_key="key")
+    try:
+        agent_class = AgentFactory.get_agent_class_from_config(_agent_config(settings, access, 1.0))
+        if agent_class.options_model is not None:
+            options = access.fill_in(settings.agent_options)
+            agent_class.parse_options(options, access.env)
+    except (ImportError, TypeError, ValueError) as error:
+        raise ConfigError(f"agent.harbor.agent={settings.agent!r}: {error}") from error
+
+    key = f"agent.harbor.environment={settings.environment!r}"
+    try:
+        environment = _environment_config(settings)
+        EnvironmentFactory.run_preflight(
+            environment.type, environment.import_path, kwargs=environment.kwargs
+        )
+    except (ImportError, TypeError, ValueError) as error:
+        names = ", ".join([LOCAL, *EnvironmentFactory.registered_names()])
+        raise ConfigError(f"{key}: {error}; there are {names}, and module:Class") from error
+    except SystemExit as error:  # as Harbor's environments report missing credentials
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def read_task(row: Mapping[str, Any]) -> TaskConfig:
+    """Return the task that a row names: a folder, or an entry that Harbor's client fetches.
+
+    Raises:
+        DataError: it names none.
+    """
+    folder = task_folder(row)
+    if folder is not None:
+        return TaskConfig(path=folder.resolve())
+    extra_info = row.get("extra_info")
+    entry = extra_info.get("task") if isinstance(extra_info, Mapping) else None
+    if not isinstance(entry, Mapping):
+        raise DataError(
+            "extra_info.task of a row for agent 'harbor' is a task's folder, or a mapping with"
+            f" `name`, or `git_url` and `path`; got {entry!r}"
+        )
+    known = {name: value for name, value in entry.items() if value is not None}
+    try:
+        return TaskConfig.model_validate(known)
+    except ValidationError as error:
+        raise DataError(f"extra_info.task={known!r} names no task of Harbor: {error}") from None
+
+
+def trial_config(
+    settings: HarborConfig,
+    task: TaskConfig,
+    access: ModelAccess,
+    *,
+    name: str,
+    trials_dir: Path,
+    agent_seconds: float,
+) -> TrialConfig:
+    """Return the configuration of a trial.
+
+    Args:
+        name: the trial's, and of its folder in ``trials_dir``.
+        agent_seconds: limit of the harness, besides the task's own.
+    """
+    return TrialConfig(
+        task=task,
+        trial_name=name,
+        trials_dir=trials_dir,
+        agent=_agent_config(settings, access, agent_seconds),
+        environment=_environment_config(settings),
+        # What such a trial left is not scored, so its tests need not run.
+        override_error_policy={"AgentTimeoutError": ErrorPolicyOverride(should_grade=False)},
+    )
+
+
+def _agent_config(settings: HarborConfig, access: ModelAccess, seconds: float) -> AgentConfig:
+    return AgentConfig(
+        name=settings.agent,
+        model_name=settings.model,
+        kwargs=access.fill_in(settings.agent_options),
+        env={**access.env, **access.fill_in(settings.agent_env)},
+        max_timeout_sec=seconds,
+    )
+
+
+def _environment_config(settings: HarborConfig) -> EnvironmentConfig:
+    options = dict(settings.environment_options)
+    if settings.environment == LOCAL:
+        return EnvironmentConfig(import_path=_LOCAL_CLASS, kwargs=options)
+    if ":" in settings.environment:
+        return EnvironmentConfig(import_path=settings.environment, kwargs=options)
+    return EnvironmentConfig.model_validate({"type": settings.environment, "kwargs": options})
+
+
+# --- the trial ------------------------------------------------------------------------------------
+
+
+class HarborTrial:
+    """A trial that runs once; create it with :meth:`create`."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        environment = trial.agent_environment
+        self._local = environment if isinstance(environment, LocalEnvironment) else None
+
+    @classmethod
+    async def create(cls, config: TrialConfig, machine: LocalMachine | None) -> HarborTrial:
+        """Prepare a trial; Harbor's client fetches its task if need be.
+
+        Args:
+            machine: for trials in the sandbox.
+
+        Raises:
+            EnvironmentFailedError: the task cannot be had, or the environment cannot run it.
+        """
+        try:
+            trial = await Trial.create(config)
+        except Exception as error:  # of Harbor, its client and its environments: any
+            raise EnvironmentFailedError(
+                f"task {config.task.path or config.task.name}: {type(error).__name__}: {error}"
+            ) from error
+
+        harbor_trial = cls(trial)
+        if harbor_trial._local is not None:
+            assert machine is not None
+            harbor_trial._refuse_unsafe_verifiers()
+            harbor_trial._local.connect(machine)
+            trial.add_hook(TrialEvent.VERIFICATION_START, harbor_trial._begin_tests)
+        return harbor_trial
+
+    def _refuse_unsafe_verifiers(self) -> None:
+        """Refuse tasks whose tests the sandbox cannot keep from what a program left."""
+        config = self._trial.task.config
+        problem = None
+        if config.steps:
+            problem = "has several steps"
+        elif task_has_any_separate_verifier(config):
+            problem = "has an environment of its own for the verifier"
+        if problem is not None:
+            raise EnvironmentFailedError(
+                f"task {self._trial.task.name} {problem}, which the sandbox does not have; set"
+                " agent.harbor.environment"
+            )
+
+    async def _begin_tests(self, event: TrialHookEvent) -> None:
+        assert self._local is not None
+        await self._local.begin_tests()
+
+    async def run(self) -> TrialResult:
+        """Run the trial to its end; nothing of it is left, also if it is cancelled."""
+        try:
+            return await self._trial.run()
+        finally:
+            await self._trial.agent_environment.stop(delete=True)
+
+    def verdict(self, result: TrialResult, *, is_cut: bool) -> Verdict:
+        """Return what the verifier said.
+
+        Args:
+            is_cut: whether a budget of the run refused the model's next turn, which can be why the
+                harness failed.
+
+        Raises:
+            TrajectoryError: there is no verdict; of the class that says whose failure it is.
+        """
+        output = _tail(self._trial.paths.test_stdout_path)
+        local = self._local
+        if local is not None and local.tests_problem is not None:
+            return Verdict(rewards={"reward": 0.0}, note=local.tests_problem)
+
+        failure = failure_of(result)
+        if failure is None or (is_cut and result.verifier_result is not None):
+            rewards = None
+            if result.verifier_result is not None:
+                rewards = result.verifier_result.rewards or {}
+            return Verdict(rewards=rewards, test_output=output)
+
+        is_no_reward = failure.exception_type in _NO_REWARD or local is not None
+        if _is_of_verifier(failure, result) and is_no_reward:
+            note = f"{failure.exception_type}: {failure.exception_message[:500]}"
+            return Verdict(rewards={"reward": 0.0}, note=note, test_output=output)
+        raise as_error(failure, result)
+
+
+def failure_of(result: TrialResult) -> ExceptionInfo | None:
+    """Return what went wrong first in a trial; None if nothing did."""
+    return next(iter(result.recorded_exceptions()), None)
+
+
+def _is_of_verifier(failure: ExceptionInfo, result: TrialResult) -> bool:
+    timing = result.verifier
+    if timing is None or timing.started_at is None:
+        return False
+    return failure.occurred_at >= timing.started_at
+
+
+def as_error(failure: ExceptionInfo, result: TrialResult) -> TrajectoryError:
+    """Return the error of a trial that failed."""
+    error_class = _TIMEOUTS.get(failure.exception_type)
+    if error_class is None:
+        if _is_of_verifier(failure, result):
+            error_class = RewardError
+        elif result.agent_execution is not None:
+            error_class = TrajectoryError
+        else:
+            error_class = EnvironmentFailedError
+    message = failure.exception_message.strip()[:1000]
+    return error_class(f"trial {result.trial_name}: {failure.exception_type}: {message}")
+
+
+def reward_of(rewards: Mapping[str, float], key: str) -> float:
+    """Return the reward among those of a verifier.
+
+    Raises:
+        RewardError: there are several, none of which has the name ``key``, or it is no finite
+            number.
+    """
+    if key in rewards:
+        reward = float(rewards[key])
+    elif len(rewards) == 1:
+        reward = float(next(iter(rewards.values())))
+    else:
+        raise RewardError(
+            f"the verifier gave {sorted(rewards)} and no {key!r}; set agent.harbor.reward_key"
+        )
+    if not math.isfinite(reward):
+        raise RewardError(f"the verifier's reward is {reward}, which is no finite number")
+    return reward
+
+
+def _tail(path: Path) -> str:
+    """Return the end of a text file; empty if there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - _OUTPUT_BYTES))
+        return file.read(_OUTPUT_BYTES).decode("utf-8", "replace")
+    return ""
