@@ -22,7 +22,7 @@ from jax_agent_rl.agents import HarborAgent
 from jax_agent_rl.types import Trajectory
 from tests.agent_testbed import AgentHarness, assert_token_exact
 
-INSIDE = """
+PROGRAM = """
 import json, os, subprocess, sys, urllib.request
 messages = [{"role": "user", "content": sys.argv[1]}]
 while True:
@@ -92,7 +92,7 @@ class Inside(Beside):
 
     async def setup(self, environment: BaseEnvironment) -> None:
         program = self.logs_dir / "inside.py"
-        program.write_text(INSIDE)
+        program.write_text(PROGRAM)
         await environment.upload_file(program, "/installed-agent/inside.py")
 
     async def run(
