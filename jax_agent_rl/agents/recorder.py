@@ -34,7 +34,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -74,6 +74,10 @@ _METRICS = (
     "unmatched_calls",
     "lost_requests",
 )
+
+
+OnPrompt = Callable[[tuple[int, ...]], None]
+"""Receives the ids that a turn is sampled after."""
 
 
 class ChatRecorder:
@@ -117,6 +121,7 @@ class ChatRecorder:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         sampling: SamplingParams,
+        on_prompt: OnPrompt | None = None,
         on_text: OnText | None = None,
         adapter: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -131,6 +136,7 @@ class ChatRecorder:
             sampling: ``max_tokens`` caps the turn, besides the budgets. ``seed`` is the session's:
                 what a request samples with is derived from it and from its context, so it does not
                 matter what runs beside it.
+            on_prompt: receives the ids that the turn is sampled after, before any text.
             on_text: receives the turn's text as it is sampled, all of it before the turn is
                 returned. Only for requests without tools: whether text is a call shows at its end.
             adapter: LoRA adapter to sample with; None is the session's.
@@ -156,6 +162,8 @@ class ChatRecorder:
                 request = _with_prefill(request, prefill, codec, schemas)
 
             context_ids = request.prompt_ids
+            if on_prompt is not None:
+                on_prompt(context_ids)
             stream = None
             if on_text is not None:
                 stream = TurnStream.of_chat(
@@ -205,6 +213,7 @@ class ChatRecorder:
         prompt: str | Sequence[int],
         *,
         sampling: SamplingParams,
+        on_prompt: OnPrompt | None = None,
         on_text: OnText | None = None,
         adapter: str | None = None,
     ) -> RecordedTurn:
@@ -222,6 +231,8 @@ class ChatRecorder:
             else:
                 request = self._resolve_ids(tuple(prompt))
 
+            if on_prompt is not None:
+                on_prompt(request.prompt_ids)
             stream = None
             if on_text is not None:
                 stream = TurnStream.of_text(codec, stop=sampling.stop, on_text=on_text)

@@ -81,6 +81,9 @@ def only_turn(choices: Sequence[Piece]) -> RecordedTurn:
 class _CompletionsAnswer(ApiAnswer):
     """What answers of the two completion APIs share.
 
+    Token ids stand where vLLM has them: those of a choice in it, those of a prompt in the answer of
+    a chat and in a choice of text. In a stream they are in a choice's last and first chunk.
+
     Raises:
         ValidationError: a field is missing, wrong or not supported.
     """
@@ -98,6 +101,7 @@ class _CompletionsAnswer(ApiAnswer):
             "created": int(time.time()),
             "model": self.asked.model,
         }
+        self._started: set[int] = set()  # choices of which something was sent
 
     @abstractmethod
     def choice(self, codec: ChatCodec, piece: Piece) -> dict[str, Any]:
@@ -125,9 +129,15 @@ class _CompletionsAnswer(ApiAnswer):
     def _end(self, turn: RecordedTurn, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """Return the fields that end a choice."""
         end = {"logprobs": logprobs, "finish_reason": turn.reply.finish_reason}
+        if self.asked.return_token_ids:
+            end["token_ids"] = turn.output.token_ids
+        return end
+
+    def _prompt_ids(self, piece: Piece) -> dict[str, Any]:
+        """Return the field with the ids of a prompt, where the request asks for them."""
         if not self.asked.return_token_ids:
-            return end
-        return end | {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.output.token_ids}
+            return {}
+        return {"prompt_token_ids": piece.prompt_ids}
 
     def _usage(self, choices: Sequence[Piece]) -> dict[str, Any]:
         """Return the tokens of all choices; OpenAI counts a prompt with several choices once."""
@@ -158,9 +168,9 @@ class ChatAnswer(_CompletionsAnswer):
     request = ChatRequest
     objects = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
-    def __init__(self, body: Any) -> None:
-        super().__init__(body)
-        self._started: set[int] = set()
+    def whole(self, codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, Any]:
+        # All choices have one prompt.
+        return super().whole(codec, choices) | self._prompt_ids(choices[0])
 
     def choice(self, codec: ChatCodec, piece: Piece) -> dict[str, Any]:
         assert piece.turn is not None
@@ -177,7 +187,7 @@ class ChatAnswer(_CompletionsAnswer):
     def chunks(self, codec: ChatCodec, piece: Piece) -> Iterator[dict[str, Any]]:
         if piece.index not in self._started:
             self._started.add(piece.index)
-            yield self._delta(piece, {"role": "assistant", "content": ""})
+            yield self._delta(piece, {"role": "assistant", "content": ""}) | self._prompt_ids(piece)
         if piece.reasoning is not None:
             yield self._delta(piece, {"reasoning_content": piece.reasoning})
         if (
@@ -223,6 +233,9 @@ class CompletionAnswer(_CompletionsAnswer):
 
     def choice(self, codec: ChatCodec, piece: Piece) -> dict[str, Any]:
         choice = {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": None}
+        if piece.index not in self._started:
+            self._started.add(piece.index)
+            choice |= self._prompt_ids(piece)
         turn = piece.turn
         if turn is None:
             return choice

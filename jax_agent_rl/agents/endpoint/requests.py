@@ -151,6 +151,7 @@ class _Sampled(ApiRequest):
             "prompt_cache_retention",
             "safety_identifier",
             "service_tier",
+            "session_id",  # Harbor's; the path or the header X-Session-Id names a session here
             "store",
             "user",
         }

@@ -244,6 +244,7 @@ class Piece:
 
     Attributes:
         index: number of the choice.
+        prompt_ids: what the choice is sampled after.
         turn: the complete turn, with its last piece.
         reasoning: comes before ``text``.
         call: a call, without text or reasoning.
@@ -251,18 +252,19 @@ class Piece:
 
     index: int
     text: str
+    prompt_ids: tuple[int, ...] = ()
     turn: RecordedTurn | None = None
     reasoning: str | None = None
     call: ToolCall | None = None
 
-    @classmethod
-    def of_part(cls, part: ReplyPart, index: int = 0) -> Piece:
-        """Return a part of a turn as a piece."""
-        if part.kind == "call":
-            return cls(index=index, text="", call=part.call)
-        if part.kind == "reasoning":
-            return cls(index=index, text="", reasoning=part.text)
-        return cls(index=index, text=part.text)
+
+def _of_part(part: ReplyPart) -> dict[str, Any]:
+    """Return a part of a turn as the fields of a piece."""
+    if part.kind == "call":
+        return {"text": "", "call": part.call}
+    if part.kind == "reasoning":
+        return {"text": "", "reasoning": part.text}
+    return {"text": part.text}
 
 
 async def _sample(
@@ -275,11 +277,19 @@ async def _sample(
 ) -> None:
     """Run one generation; emit its pieces as they come."""
     recorder = session.recorder
+    prompt_ids: tuple[int, ...] = ()
+
+    def on_prompt(ids: tuple[int, ...]) -> None:
+        nonlocal prompt_ids
+        prompt_ids = ids
+
+    def emit_piece(**fields: Any) -> None:
+        emit(Piece(index=index, prompt_ids=prompt_ids, **fields))
 
     def on_text(text: str, reasoning: str | None) -> None:
-        emit(Piece(index=index, text=text, reasoning=reasoning))
+        emit_piece(text=text, reasoning=reasoning)
 
-    options: dict[str, Any] = {"sampling": sampling, "adapter": adapter}
+    options: dict[str, Any] = {"sampling": sampling, "adapter": adapter, "on_prompt": on_prompt}
     is_streamed = bool(request.stream)
     if isinstance(request, ChatRequest):
         is_streamed = is_streamed and not request.prompt_tools
@@ -296,12 +306,12 @@ async def _sample(
         turn = await recorder.complete(prompt, on_text=on_text if is_streamed else None, **options)
 
     if not request.stream:
-        emit(Piece(index=index, text=turn.reply.content, turn=turn, reasoning=turn.reply.reasoning))
+        emit_piece(text=turn.reply.content, turn=turn, reasoning=turn.reply.reasoning)
         return
     if not is_streamed:  # nothing of it was sent yet
         for part in turn.reply.parts:
-            emit(Piece.of_part(part, index))
-    emit(Piece(index=index, text="", turn=turn))
+            emit_piece(**_of_part(part))
+    emit_piece(text="", turn=turn)
 
 
 def choice_count(request: ChatRequest | CompletionRequest) -> int:
