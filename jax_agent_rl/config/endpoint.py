@@ -1,4 +1,4 @@
-"""The ``agent.endpoint`` section: limits of the endpoint for OpenAI and Anthropic clients."""
+"""The ``agent.endpoint`` section: limits of the endpoint for agents' clients."""
 
 from __future__ import annotations
 

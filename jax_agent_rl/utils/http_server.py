@@ -215,17 +215,26 @@ class HttpServer:
 
 
 def _check_token(request: web.Request, token: str) -> None:
-    authorization = request.headers.get("Authorization", "")
-    key = request.headers.get("X-Api-Key")  # as Anthropic's clients send it
-    if key is not None:
-        authorization = f"Bearer {key}"
-    is_right = hmac.compare_digest(
-        authorization.encode("utf-8", "surrogateescape"), b"Bearer " + token.encode()
-    )
-    if not is_right:
+    key = sent_key(request).encode("utf-8", "surrogateescape")
+    if not hmac.compare_digest(key, token.encode()):
         raise Refused(
             401, "the token is missing or wrong: send the header 'Authorization: Bearer TOKEN'"
         )
+
+
+def sent_key(request: web.Request) -> str:
+    """Return the key or token that a request was sent with; empty if there is none.
+
+    OpenAI's clients send it as a bearer token, Anthropic's and Google's in headers of their own,
+    and Google's API also takes it in the address.
+    """
+    for header in ("X-Api-Key", "X-Goog-Api-Key"):
+        if header in request.headers:
+            return request.headers[header]
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    if scheme == "Bearer":
+        return key.strip()
+    return request.query.get("key", "")
 
 
 def counted(requests: RequestCounts) -> Any:

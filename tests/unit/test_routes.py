@@ -279,6 +279,20 @@ MESSAGE = {
     "temperature": 0.5,
     "stop_sequences": ["x"],
 }
+CONTENT = {
+    "contents": [
+        {"role": "user", "parts": [{"text": "what is one plus two"}]},
+        {"role": "model", "parts": [{"functionCall": {"name": "add", "args": {"a": 1}}}]},
+        {
+            "role": "user",
+            "parts": [{"functionResponse": {"name": "add", "response": {"output": "3"}}}],
+        },
+    ],
+    "systemInstruction": {"parts": [{"text": "be brief"}]},
+    "tools": [{"functionDeclarations": [FUNCTION]}],
+    "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
+    "generationConfig": {"temperature": 0.5, "maxOutputTokens": 3, "stopSequences": ["x"]},
+}
 COUNT = {name: MESSAGE[name] for name in ("model", "system", "messages", "tools")}
 GENERATE = {
     "request_id": "r",
@@ -345,6 +359,12 @@ BODIES: dict[tuple[str, str], Any] = {
     ("endpoint", "/v1/responses"): RESPONSE,
     ("endpoint", "/v1/messages"): MESSAGE,
     ("endpoint", "/v1/messages/count_tokens"): COUNT,
+    ("endpoint", "/v1/models/{model}:generateContent"): CONTENT,
+    ("endpoint", "/v1/models/{model}:streamGenerateContent"): CONTENT,
+    ("endpoint", "/v1/models/{model}:countTokens"): CONTENT,
+    ("endpoint", "/v1beta/models/{model}:generateContent"): CONTENT,
+    ("endpoint", "/v1beta/models/{model}:streamGenerateContent"): CONTENT,
+    ("endpoint", "/v1beta/models/{model}:countTokens"): CONTENT,
     ("tools", "/get_observation"): {
         "trajectory_ids": ["t"],
         "actions": ["echo hello"],
@@ -426,6 +446,10 @@ def routes(served: Served) -> list[tuple[str, str]]:
 
 
 def filled(path: str, **values: str) -> str:
+    if "/models/{model}" in path:
+        values = {"model": "policy", **values}
+    if path.endswith(":streamGenerateContent"):
+        path += "?alt=sse"
     for name, value in PLACES.items():
         path = path.replace(name, values.get(name[1:-1], value))
     assert "{" not in path
@@ -606,6 +630,12 @@ BEYOND: list[tuple[str, str, tuple, Any]] = [
     ("endpoint", "/v1/completions", ("n",), 3 * 10**7),
     ("endpoint", "/v1/completions", ("prompt",), ["a"] * 5000),
     ("endpoint", "/v1/messages", ("stop_sequences",), ["x"] * 2000),
+    (
+        "endpoint",
+        "/v1beta/models/{model}:generateContent",
+        ("generationConfig", "candidateCount"),
+        3 * 10**7,
+    ),
     ("tools", "/get_observation", ("trajectory_ids", 0), "x" * 300),
     ("tools", "/get_observation", ("trajectory_ids",), ["t"] * 5000),
     ("tools", "/retrieve", ("topk",), 10**9),
@@ -632,7 +662,8 @@ def test_what_is_beyond_a_bound_is_refused_before_anything_is_done(
         pytest.skip(
             "the search tool is not served here; see tests/unit/tool_server/test_search_plugins.py"
         )
-    answer = running[server].send("POST", path, json=changed(BODIES[server, path], place, value))
+    body = changed(BODIES[server, path], place, value)
+    answer = running[server].send("POST", filled(path), json=body)
     assert 400 <= answer.status_code < 500, answer.text
 
 

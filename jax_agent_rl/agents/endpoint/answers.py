@@ -1,23 +1,25 @@
-"""The answers of OpenAI's chat and text completion APIs, whole or streamed; failures as answers.
+"""What answers are in every API; those of OpenAI's chat and text completions; failures as answers.
 
 Other APIs have modules of their own.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from jax_agent_rl.agents.conversation import ChatReply
 from jax_agent_rl.agents.endpoint.requests import REFUSED, ApiError, ChatRequest, CompletionRequest
-from jax_agent_rl.agents.endpoint.sessions import Piece
+from jax_agent_rl.agents.endpoint.sessions import Piece, StoredResponses
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import (
@@ -35,6 +37,31 @@ from jax_agent_rl.utils.wrong_values import describe_value, place_of
 
 logger = logging.getLogger(__name__)
 
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApiCall:
+    """A request as it was received.
+
+    Attributes:
+        body: its JSON.
+        model: the model that its path names, Gemini's; empty in other APIs.
+        query: parameters in its address.
+        stored: the session's responses that it can continue; None outside sessions.
+    """
+
+    body: Any
+    model: str = ""
+    query: Mapping[str, str] = field(default_factory=dict)
+    stored: StoredResponses | None = None
+
 
 class ApiAnswer(ABC):
     """One request of an API and its answer.
@@ -42,7 +69,8 @@ class ApiAnswer(ABC):
     Attributes:
         asked: the request, as this endpoint serves it.
         end_of_stream: what is sent after the last event.
-        ping: what is sent in a pause, so that no proxy takes the connection for dead.
+        ping: what is sent in a pause, so that no proxy takes the connection for dead; empty where
+            clients cannot read such a thing.
     """
 
     asked: ChatRequest | CompletionRequest
@@ -63,13 +91,36 @@ class ApiAnswer(ABC):
 
     @staticmethod
     def failure(problem: ApiError) -> dict[str, Any]:
-        """Return the body of an error answer or event."""
-        return problem.body
+        """Return the body of an error answer or event; as OpenAI's API has it by default."""
+        error = {
+            "message": str(problem),
+            "type": _ERRORS.get(problem.status, "server_error"),
+            "param": problem.param,
+            "code": problem.code,
+        }
+        return {"error": error}
 
     @staticmethod
     def encode(event: dict[str, Any]) -> str:
-        """Return an event as sent in the stream."""
-        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+        """Return an event as sent in the stream; one with a type is named by it."""
+        data = f"data: {json.dumps(event)}\n\n"
+        if "type" in event:
+            return f"event: {event['type']}\n{data}"
+        return data
+
+
+class ApiCount(ABC):
+    """One request of an API for the number of ids of a prompt, and its answer.
+
+    Attributes:
+        asked: the equivalent chat request.
+    """
+
+    asked: ChatRequest
+
+    @abstractmethod
+    def answer(self, count: int) -> dict[str, Any]:
+        """Return the JSON of the answer."""
 
 
 def only_turn(choices: Sequence[Piece]) -> RecordedTurn:
@@ -93,8 +144,8 @@ class _CompletionsAnswer(ApiAnswer):
     """Prefix of ids, and the names of a whole answer and of a chunk."""
     end_of_stream = "data: [DONE]\n\n"
 
-    def __init__(self, body: Any) -> None:
-        self.asked: Any = self.request.model_validate(body)
+    def __init__(self, call: ApiCall) -> None:
+        self.asked: Any = self.request.model_validate(call.body)
         self._head = {
             "id": f"{self.objects[0]}-{uuid.uuid4().hex}",
             "object": "",
@@ -118,10 +169,6 @@ class _CompletionsAnswer(ApiAnswer):
     def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
         if self.asked.wants_usage:
             yield self._chunk() | {"usage": self._usage(choices)}
-
-    @staticmethod
-    def encode(event: dict[str, Any]) -> str:
-        return f"data: {json.dumps(event)}\n\n"
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         return self._head | {"object": self.objects[2], "choices": list(choices)}
@@ -216,7 +263,7 @@ class ChatAnswer(_CompletionsAnswer):
         if not self.asked.logprobs:
             return self._end(turn, None)
         content = []
-        for token, logprob in zip(_tokens(codec, turn), turn.output.log_probs, strict=True):
+        for token, logprob in zip(token_texts(codec, turn), turn.output.log_probs, strict=True):
             # A replacement character stands for a part of a character: its bytes are not known.
             token_bytes = None if "\ufffd" in token else list(token.encode())
             content.append(
@@ -243,7 +290,7 @@ class CompletionAnswer(_CompletionsAnswer):
         if self.asked.logprobs is None or self.asked.logprobs is False:
             return choice | self._end(turn, None)
 
-        tokens = _tokens(codec, turn)
+        tokens = token_texts(codec, turn)
         text_offset = []
         offset = 0
         for token in tokens:
@@ -261,8 +308,22 @@ class CompletionAnswer(_CompletionsAnswer):
         yield self._chunk(self.choice(codec, piece))
 
 
-def _tokens(codec: ChatCodec, turn: RecordedTurn) -> list[str]:
+def token_texts(codec: ChatCodec, turn: RecordedTurn) -> list[str]:
+    """Return the text of each sampled id."""
     return [codec.decode([token], skip_special_tokens=False) for token in turn.output.token_ids]
+
+
+def reasoning_tokens(codec: ChatCodec, turn: RecordedTurn) -> int:
+    """Count the sampled ids up to the end of the reasoning text."""
+    if not turn.reply.reasoning:
+        return 0
+    ids = turn.output.token_ids
+    reasoning = turn.reply.reasoning.strip()
+
+    def has_reasoning(length: int) -> bool:
+        return reasoning in codec.decode(ids[:length])
+
+    return bisect.bisect_left(range(len(ids)), True, key=has_reasoning)
 
 
 def tool_calls(reply: ChatReply) -> list[dict[str, Any]]:

@@ -10,6 +10,10 @@
     POST   [/sessions/<id>]/v1/responses              OpenAI's Responses API
     POST   [/sessions/<id>]/v1/messages               Anthropic's Messages API
     POST   [/sessions/<id>]/v1/messages/count_tokens
+    POST   [/sessions/<id>]/v1beta/models/<model>:generateContent          Google's Gemini API
+    POST   [/sessions/<id>]/v1beta/models/<model>:streamGenerateContent
+    POST   [/sessions/<id>]/v1beta/models/<model>:countTokens
+                                                      … and all three under /v1/models
     GET    /sessions             the sessions of the request's key
     GET    /sessions/<id>        what was recorded, ids and all
     DELETE /sessions/<id>        ends it
@@ -26,17 +30,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from jax_agent_rl.agents.endpoint.answers import (
-    ApiAnswer,
-    ChatAnswer,
-    CompletionAnswer,
-    as_api_error,
-)
-from jax_agent_rl.agents.endpoint.messages import CountTokensRequest, MessagesAnswer
+from jax_agent_rl.agents.endpoint.answers import ApiAnswer, ApiCall, ApiCount, as_api_error
+from jax_agent_rl.agents.endpoint.dialects import DIALECTS, dialect_of
 from jax_agent_rl.agents.endpoint.requests import (
     ApiError,
     ChatRequest,
@@ -44,9 +44,7 @@ from jax_agent_rl.agents.endpoint.requests import (
     check_prompt,
     check_sampling,
     check_structure,
-    read_chat,
 )
-from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
 from jax_agent_rl.agents.endpoint.sessions import (
     Piece,
     Session,
@@ -62,7 +60,7 @@ from jax_agent_rl.config import EndpointConfig
 from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.types import SamplingParams
-from jax_agent_rl.utils.http_server import Handler, HttpServer, counted, read_json
+from jax_agent_rl.utils.http_server import Handler, HttpServer, counted, read_json, sent_key
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text, gauges
 
 if TYPE_CHECKING:
@@ -121,12 +119,12 @@ class Endpoint:
         for prefix in ("", "/sessions/{session_id}"):
             routes += [
                 web.get(f"{prefix}/v1/models", self._models),
-                web.post(f"{prefix}/v1/chat/completions", self._generates(ChatAnswer)),
-                web.post(f"{prefix}/v1/completions", self._generates(CompletionAnswer)),
-                web.post(f"{prefix}/v1/responses", self._generates(ResponsesAnswer)),
-                web.post(f"{prefix}/v1/messages", self._generates(MessagesAnswer)),
-                web.post(f"{prefix}/v1/messages/count_tokens", self._count_tokens),
             ]
+            for dialect in DIALECTS:
+                for path, read_generation in dialect.generations.items():
+                    routes.append(web.post(prefix + path, self._generates(read_generation)))
+                for path, read_count in dialect.counts.items():
+                    routes.append(web.post(prefix + path, self._counts(read_count)))
         routes += [
             web.get("/sessions", self._list),
             web.get("/sessions/{session_id}", self._recorded),
@@ -168,11 +166,11 @@ class Endpoint:
             models.append({"id": adapter, "parent": self._model, **common})
         return web.json_response({"object": "list", "data": models})
 
-    def _generates(self, kind: Callable[[Any], ApiAnswer]) -> Handler:
+    def _generates(self, read: Callable[[ApiCall], ApiAnswer]) -> Handler:
         """Return the handler of an API's generations."""
 
         async def generate(request: web.Request) -> web.StreamResponse:
-            session, answer, sampling = await self._read(request, kind)
+            session, answer, sampling = await self._read(request, read)
             if answer.asked.stream:
                 return await self._stream(request, session, answer, sampling)
             choices = await self._whole(session, answer, sampling)
@@ -180,28 +178,32 @@ class Endpoint:
 
         return generate
 
-    async def _count_tokens(self, request: web.Request) -> web.Response:
-        """Count the ids of a Messages request's prompt, without sampling."""
-        session = self._known(request)
-        messages_request = CountTokensRequest.model_validate(await read_json(request))
-        asked = read_chat(messages_request.chat_fields())
-        self._check_counts(asked, recorded=_is_recorded(request, session))
+    def _counts(self, read: Callable[[ApiCall], ApiCount]) -> Handler:
+        """Return the handler that counts the ids of an API's prompts, without sampling."""
 
-        if session is None:
-            session = self._unrecorded()
-        recorder = session.recorder
-        check_prompt(asked, recorder.context)
-        count = recorder.count_prompt(
-            asked.messages,
-            tools=asked.prompt_tools,
-            template_kwargs=asked.chat_template_kwargs,
-            continue_last=asked.continue_final_message,
-        )
-        return web.json_response({"input_tokens": count})
+        async def count_tokens(request: web.Request) -> web.Response:
+            session = self._known(request)
+            counted_request = read(await _read_call(request))
+            asked = counted_request.asked
+            self._check_counts(asked, recorded=_is_recorded(request, session))
+
+            if session is None:
+                session = self._unrecorded()
+            recorder = session.recorder
+            check_prompt(asked, recorder.context)
+            count = recorder.count_prompt(
+                asked.messages,
+                tools=asked.prompt_tools,
+                template_kwargs=asked.chat_template_kwargs,
+                continue_last=asked.continue_final_message,
+            )
+            return web.json_response(counted_request.answer(count))
+
+        return count_tokens
 
     async def _list(self, request: web.Request) -> web.Response:
         sessions = []
-        for session in self._store.visible_to(_api_key(request)):
+        for session in self._store.visible_to(sent_key(request)):
             turn_count = len(session.recorder.turns)
             sessions.append(
                 {"session_id": session.session_id, "turns": turn_count, "running": session.requests}
@@ -228,7 +230,7 @@ class Endpoint:
         None if it names no session, or one that it may open.
         """
         session_id = _session_id(request)
-        key = _api_key(request)
+        key = sent_key(request)
         if session_id is not None:
             return self._store.known(session_id, key)
         session = self._store.with_key(key)
@@ -247,7 +249,7 @@ class Endpoint:
         return session
 
     async def _read(
-        self, request: web.Request, kind: Callable[[Any], ApiAnswer]
+        self, request: web.Request, read: Callable[[ApiCall], ApiAnswer]
     ) -> tuple[Session, ApiAnswer, SamplingParams]:
         """Return the request's session, what it asks for and how to sample it.
 
@@ -256,7 +258,7 @@ class Endpoint:
         Raises:
             ApiError, ValidationError, Refused: too large, no JSON, or wrong.
         """
-        body = await read_json(request)
+        call = await _read_call(request)
         session = self._known(request)
         recorded = _is_recorded(request, session)
 
@@ -266,10 +268,7 @@ class Endpoint:
             responses = session.responses
         elif recorded:
             responses = {}
-        if kind is ResponsesAnswer:
-            answer = ResponsesAnswer(body, responses)
-        else:
-            answer = kind(body)
+        answer = read(replace(call, stored=responses))
         asked = answer.asked
         self._check_counts(asked, recorded=recorded)
 
@@ -296,7 +295,7 @@ class Endpoint:
     def _open(self, request: web.Request) -> Session:
         session_id = _session_id(request)
         if session_id is not None:
-            return self._store.open(session_id, _api_key(request))
+            return self._store.open(session_id, sent_key(request))
         return self._unrecorded()
 
     def _unrecorded(self) -> Session:
@@ -391,15 +390,18 @@ class Endpoint:
                     pieces(session, asked, sampling, adapter=self._adapter(asked))
                 ) as stream:
                     async for piece in _with_pings(stream, deadline):
-                        silent = False
                         if piece is None:
-                            yield answer.ping
+                            if answer.ping:
+                                silent = False
+                                yield answer.ping
                             continue
                         if piece.turn is not None:
                             choices.append(piece)
                         for event in answer.chunks(codec, piece):
+                            silent = False
                             yield answer.encode(event)
                 for event in answer.closing(codec, choices):
+                    silent = False
                     yield answer.encode(event)
                 if answer.end_of_stream:
                     yield answer.end_of_stream
@@ -439,8 +441,7 @@ async def _failures(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def _error_response(request: web.Request, problem: ApiError) -> web.Response:
-    is_anthropic = request.path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
-    body = MessagesAnswer.failure(problem) if is_anthropic else problem.body
+    body = dialect_of(request.path).failure(problem)
     retry = {"x-should-retry": "true" if problem.retry else "false"}
     return web.json_response(body, status=problem.status, headers=retry)
 
@@ -466,15 +467,10 @@ def _no_session() -> ApiError:
     )
 
 
-def _api_key(request: web.Request) -> str:
-    """Return the API key.
-
-    OpenAI's clients send it as a bearer token, Anthropic's in a header of its own.
-    """
-    headers = request.headers
-    return (
-        headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
-    )
+async def _read_call(request: web.Request) -> ApiCall:
+    """Read a request's body."""
+    body = await read_json(request)
+    return ApiCall(body=body, model=request.match_info.get("model", ""), query=request.query)
 
 
 async def _with_pings(

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from jax_agent_rl.agents.endpoint.answers import ApiAnswer, only_turn
+from jax_agent_rl.agents.endpoint.answers import ApiAnswer, ApiCall, ApiCount, only_turn
 from jax_agent_rl.agents.endpoint.requests import (
     ApiError,
     ApiRequest,
@@ -187,6 +187,16 @@ class MessagesRequest(CountTokensRequest):
         }
 
 
+class MessagesCount(ApiCount):
+    """``POST /v1/messages/count_tokens`` and its answer."""
+
+    def __init__(self, call: ApiCall) -> None:
+        self.asked = read_chat(CountTokensRequest.model_validate(call.body).chat_fields())
+
+    def answer(self, count: int) -> dict[str, Any]:
+        return {"input_tokens": count}
+
+
 class MessagesAnswer(ApiAnswer):
     """The answer to one request.
 
@@ -197,8 +207,8 @@ class MessagesAnswer(ApiAnswer):
         ValidationError: a field is missing, wrong or not supported.
     """
 
-    def __init__(self, body: Any) -> None:
-        self._request = MessagesRequest.model_validate(body)
+    def __init__(self, call: ApiCall) -> None:
+        self._request = MessagesRequest.model_validate(call.body)
         self.asked: ChatRequest | CompletionRequest = read_chat(self._request.chat_fields())
         self._id = f"msg_{uuid.uuid4().hex}"
         self._blocks = 0  # content blocks that were opened in the stream

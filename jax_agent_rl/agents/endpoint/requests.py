@@ -32,26 +32,17 @@ Prompt = str | list[int]
 _Ids = Annotated[list[int], Field(fail_fast=True)]
 _ListOfIds = Annotated[list[_Ids], Field(fail_fast=True)]
 
-_ERRORS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-}
-
 
 class ApiError(Exception):
-    """An answer that is an error, in OpenAI's shape.
-
-    The shape is ``{"error": {"message", "type", "param", "code"}}``.
+    """An answer that is an error; each API has a shape for it.
 
     Clients repeat what failed with 408, 409, 429 or 5xx unless ``x-should-retry`` says no: a
     repeated request is only wanted where it could go better.
 
     Attributes:
         status: HTTP status.
-        body: the JSON body.
+        code: what a program can tell the error by, in OpenAI's words.
+        param: the parameter that is wrong.
         retry: whether the same request could succeed later.
     """
 
@@ -66,14 +57,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
+        self.param = param
         self.retry = retry
-        error = {
-            "message": message,
-            "type": _ERRORS.get(status, "server_error"),
-            "param": param,
-            "code": code,
-        }
-        self.body: dict[str, Any] = {"error": error}
 
 
 logger = logging.getLogger(__name__)

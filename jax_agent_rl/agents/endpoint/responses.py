@@ -12,7 +12,6 @@ continues one by its exact ids. Reference: the API reference of ``POST /v1/respo
 
 from __future__ import annotations
 
-import bisect
 import json
 import time
 import uuid
@@ -21,7 +20,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from jax_agent_rl.agents.endpoint.answers import ApiAnswer, only_turn, tool_calls
+from jax_agent_rl.agents.endpoint.answers import (
+    ApiAnswer,
+    ApiCall,
+    only_turn,
+    reasoning_tokens,
+    tool_calls,
+)
 from jax_agent_rl.agents.endpoint.requests import (
     ApiError,
     ApiRequest,
@@ -30,7 +35,7 @@ from jax_agent_rl.agents.endpoint.requests import (
     nested_schema,
     read_chat,
 )
-from jax_agent_rl.agents.endpoint.sessions import Piece, StoredResponses
+from jax_agent_rl.agents.endpoint.sessions import Piece
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.reply import ToolCall
@@ -138,9 +143,7 @@ class ResponsesRequest(ApiRequest):
 class ResponsesAnswer(ApiAnswer):
     """The answer to one request.
 
-    Args:
-        stored: the session's earlier responses; this one is added, unless ``store`` is false. None
-            outside sessions, where nothing is stored.
+    It is added to the session's responses, unless ``store`` is false.
 
     Attributes:
         asked: the equivalent chat request.
@@ -150,8 +153,9 @@ class ResponsesAnswer(ApiAnswer):
         ValidationError: a field is missing, wrong or not supported.
     """
 
-    def __init__(self, body: Any, stored: StoredResponses | None = None) -> None:
-        request = ResponsesRequest.model_validate(body)
+    def __init__(self, call: ApiCall) -> None:
+        request = ResponsesRequest.model_validate(call.body)
+        stored = call.stored
         self._request = request
         self._stored = stored
 
@@ -344,19 +348,6 @@ def _is_empty(turn: RecordedTurn) -> bool:
     return not turn.reply.content and not turn.reply.tool_calls
 
 
-def _reasoning_tokens(codec: ChatCodec, turn: RecordedTurn) -> int:
-    """Count the ids up to the end of the reasoning text."""
-    if not turn.reply.reasoning:
-        return 0
-    ids = turn.output.token_ids
-    reasoning = turn.reply.reasoning.strip()
-
-    def has_reasoning(length: int) -> bool:
-        return reasoning in codec.decode(ids[:length])
-
-    return bisect.bisect_left(range(len(ids)), True, key=has_reasoning)
-
-
 def _usage(codec: ChatCodec, turn: RecordedTurn) -> dict[str, Any]:
     return {
         "input_tokens": len(turn.prompt_ids),
@@ -365,7 +356,7 @@ def _usage(codec: ChatCodec, turn: RecordedTurn) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": len(turn.output.token_ids),
-        "output_tokens_details": {"reasoning_tokens": _reasoning_tokens(codec, turn)},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens(codec, turn)},
         "total_tokens": len(turn.context_ids),
     }
 

@@ -148,6 +148,16 @@ async def anthropic_messages(base_url, api_key):
             messages.append({"role": "user", "content": results})
 
 
+async def gemini(base_url, api_key):
+    """Google's client, which calls the function by itself; its base URL has no version."""
+    genai = pytest.importorskip("google.genai")
+    options = {"base_url": base_url.removesuffix("/v1")}
+    async with genai.Client(api_key=api_key, http_options=options).aio as client:
+        chat = client.chats.create(model="m", config={"tools": [add]})
+        async for _ in await chat.send_message_stream(QUESTION):
+            pass
+
+
 async def openai_agents(base_url, api_key, *, responses: bool = True):
     """OpenAI's Agents SDK, over the Responses API by default."""
     agents = pytest.importorskip("agents")
@@ -214,6 +224,7 @@ CLIENTS = [
     openai_chat,
     openai_responses,
     anthropic_messages,
+    gemini,
     openai_agents,
     openai_agents_chat,
     langgraph,

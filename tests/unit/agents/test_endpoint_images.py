@@ -172,8 +172,23 @@ async def anthropic_messages(base_url, api_key):
         await client.messages.create(model="m", max_tokens=5, messages=messages)
 
 
+async def gemini(base_url, api_key):
+    genai = pytest.importorskip("google.genai")
+    from google.genai import types
+
+    def part(image):
+        data = base64.b64decode(data_url(image).partition(",")[2])
+        return types.Part.from_bytes(data=data, mime_type="image/png")
+
+    options = {"base_url": base_url.removesuffix("/v1")}
+    async with genai.Client(api_key=api_key, http_options=options).aio as client:
+        chat = client.chats.create(model="m")
+        await chat.send_message([part(FIRST), types.Part(text="what")])
+        await chat.send_message([part(SECOND), types.Part(text="and")])
+
+
 @pytest.mark.parametrize(
-    "client", [chat_completions, responses, anthropic_messages], ids=lambda c: c.__name__
+    "client", [chat_completions, responses, anthropic_messages, gemini], ids=lambda c: c.__name__
 )
 async def test_images_of_two_turns_are_in_one_exact_trajectory_that_is_trained_on(client):
     async def agent(base_url, api_key, row):

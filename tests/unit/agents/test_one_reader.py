@@ -32,6 +32,7 @@ from jax_agent_rl.agents import (
     ToolAgent,
 )
 from jax_agent_rl.agents.conversation import TurnStream, read_reply
+from jax_agent_rl.agents.endpoint.answers import ApiCall
 from jax_agent_rl.agents.endpoint.messages import MessagesAnswer
 from jax_agent_rl.agents.endpoint.sessions import Piece
 from jax_agent_rl.agents.langgraph import ChatModel
@@ -309,7 +310,7 @@ def test_blocks_of_a_stream_do_not_overlap_where_thinking_follows_text():
         "messages": ASK,
         "thinking": {"type": "enabled", "budget_tokens": 1024},
     }
-    answer = MessagesAnswer(body)
+    answer = MessagesAnswer(ApiCall(body=body))
     said = [
         Piece(index=0, text="a"),
         Piece(index=0, text="", reasoning="hm"),

@@ -135,6 +135,40 @@ async def test_responses_has_items_in_order_and_takes_them_back_as_the_same_turn
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_gemini_gets_parts_in_order_and_sends_them_back_as_the_same_turn(stream):
+    genai = pytest.importorskip("google.genai")
+    add = {"name": "add", "parameters": {"type": "OBJECT", "properties": {}}}
+    config = {
+        "tools": [{"function_declarations": [add]}],
+        "thinking_config": {"include_thoughts": True},
+    }
+    async with scripted() as stage:
+        options = {"base_url": f"{stage.server.url}/sessions/s"}
+        async with genai.Client(api_key="any", http_options=options).aio as client:
+            chat = client.chats.create(model="policy", config=config)
+            if stream:
+                pieces = [piece async for piece in await chat.send_message_stream("q")]
+            else:
+                pieces = [await chat.send_message("q")]
+            found = []
+            results = []
+            for piece in pieces:
+                for part in piece.candidates[0].content.parts:
+                    if part.function_call is not None:
+                        found.append(("call", part.function_call.args))
+                        result = genai.types.Part.from_function_response(
+                            name="add", response={"output": "3"}
+                        )
+                        results.append(result)
+                    else:
+                        found.append(("thinking" if part.thought else "text", part.text))
+            assert found == ORDER
+            await chat.send_message(results)
+        first, second = stage.store.known("s", "any").recorder.turns
+    assert second.parent is first
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_chat_message_has_the_same_text_and_calls(stream):
     testbed = scripted()
     async with testbed as stage, stage.client() as client:

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("openai")
 
-from tests.endpoint_testbed import ASK, CALL, TOOL, serving  # noqa: E402
-from tests.fakes import EOS  # noqa: E402
+from tests.endpoint_testbed import ASK, CALL, TOOL, serving
+from tests.fakes import EOS
 
 IDS = {"return_token_ids": True}
 
@@ -20,7 +20,12 @@ async def test_ids_of_a_chat_are_the_recorded_ones_where_vllm_has_them(stream: b
         history = list(ASK)
         for _ in script:
             answer = await client.chat.completions.create(
-                model="x", messages=history, tools=[TOOL], logprobs=True, stream=stream, extra_body=IDS
+                model="x",
+                messages=history,
+                tools=[TOOL],
+                logprobs=True,
+                stream=stream,
+                extra_body=IDS,
             )
             chunks = [chunk async for chunk in answer] if stream else [answer]
             answers.append(chunks)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_agent_rl.agents.conversation import plain_messages
+from jax_agent_rl.agents.endpoint.answers import ApiCall
 from jax_agent_rl.agents.endpoint.messages import MessagesRequest
 from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
 from jax_agent_rl.agents.prompt import encode_prompt
@@ -169,7 +170,7 @@ def through_responses_api(messages):
             items.append({**output, "output": message["content"]})
         else:
             items.append({"type": "message", **message})
-    return ResponsesAnswer({"model": "m", "input": items}).asked.messages
+    return ResponsesAnswer(ApiCall(body={"model": "m", "input": items})).asked.messages
 
 
 WAYS = {

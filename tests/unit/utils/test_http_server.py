@@ -80,7 +80,8 @@ def routes(server: HttpServer) -> list[tuple[str, str]]:
     for route in server.app.router.routes():
         assert route.resource is not None
         path = route.resource.canonical.replace("{session_id}", "s").replace("{upload}", "0" * 16)
-        paths.append((route.method, path.replace("{name}", "w.safetensors")))
+        path = path.replace("{name}", "w.safetensors").replace("{model}", "m")
+        paths.append((route.method, path))
     assert not any("{" in path for _, path in paths)
     return [*paths, ("GET", "/nothing"), ("POST", "/"), ("DELETE", "/metrics")]
 
