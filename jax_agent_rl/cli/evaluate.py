@@ -1,4 +1,4 @@
-"""``jax-agent-rl eval``, ``rollout``, ``simulate``, ``rescore``, ``view`` and ``report``.
+"""Commands ``eval``, ``rollout``, ``simulate``, ``rescore``, ``view``, ``report``, ``export-atif``.
 
 The first three sample without training; the others read what a run recorded.
 """
@@ -54,6 +54,12 @@ def register(app: typer.Typer) -> None:
         "report runs/quickstart",
         "report runs/quickstart --out /tmp/report.html --limit 200",
     )(report)
+    command(
+        app,
+        Panel.LOOK,
+        "export-atif runs/quickstart atif/quickstart",
+        name="export-atif",
+    )(export_atif)
     command(
         app,
         Panel.TRAIN,
@@ -433,7 +439,10 @@ def _interval(value: Mapping[str, float | None], form: str) -> str:
 
 
 def view(
-    run: Annotated[Path, typer.Argument(help="A run folder, one of eval, or what rollout wrote.")],
+    run: Annotated[
+        Path,
+        typer.Argument(help="A run folder, one of eval, what rollout wrote, or ATIF documents."),
+    ],
     split: Annotated[Split | None, typer.Option(help="Only 'train' or 'heldout'.")] = None,
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
     min_step: Annotated[int | None, typer.Option(help="First step to show.")] = None,
@@ -495,7 +504,10 @@ def view(
 
 def report(
     run: Annotated[
-        Path, typer.Argument(help="A run folder, also of a run in progress, or what rollout wrote.")
+        Path,
+        typer.Argument(
+            help="A run folder, also of a run in progress, what rollout wrote, or ATIF documents."
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -517,6 +529,24 @@ def report(
     if out is None:
         out = run / "report.html" if run.is_dir() else Path(f"{run}.report.html")
     print(write_page(data, out, limit=limit))
+
+
+def export_atif(
+    run: Annotated[
+        Path, typer.Argument(help="A run folder, one of eval, or what rollout or rescore wrote.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to write the documents to.")],
+) -> None:
+    """Write recorded trajectories as ATIF, a document each, with their token ids and log-probs.
+
+    ATIF is the format of Harbor's trajectories. `view` and `report` read such documents, also those
+    that other programs wrote.
+    """
+    from jax_agent_rl.evaluate.atif import write_atif
+    from jax_agent_rl.evaluate.export import read_recorded
+
+    count = write_atif(read_recorded(run), out)
+    print(f"{counted(count, 'document')} in {out} (jax-agent-rl view {out})")
 
 
 def simulate(

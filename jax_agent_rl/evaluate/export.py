@@ -32,6 +32,7 @@ import numpy as np
 from jax_agent_rl.checks import as_score, brief_repr
 from jax_agent_rl.data.reader import Row, read_row_file
 from jax_agent_rl.errors import ConfigError, DataError
+from jax_agent_rl.evaluate.atif import is_atif, read_atif
 from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.observe.report.command import RunData, read_run
 from jax_agent_rl.observe.run_dir import Record, trajectory_record
@@ -349,13 +350,16 @@ def is_table(path: Path) -> bool:
 
 
 def read_recorded(path: Path) -> RunData:
-    """Read what ``view`` and ``report`` show: a run folder, or a table.
+    """Read what ``view`` and ``report`` show: a run folder, a table, or ATIF documents.
 
     Raises:
-        DataError: it is neither.
+        ConfigError: the package ``atif`` is needed and not installed.
+        DataError: it is none of them.
     """
     if is_table(path):
         return read_table(path)
+    if is_atif(path):
+        return read_atif(path)
     return read_run(path)
 
 

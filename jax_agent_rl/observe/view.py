@@ -27,7 +27,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from jax_agent_rl.errors import ConfigError, DataError
-from jax_agent_rl.observe.report.command import RunData, decoder
+from jax_agent_rl.observe.report.command import RunData
 from jax_agent_rl.observe.report.trajectories import session
 from jax_agent_rl.observe.run_dir import Decode, RecordSource, restore_trajectory
 from jax_agent_rl.observe.selection import (
@@ -407,7 +407,7 @@ def view_run(
             )
 
     notes = list(data.notes)
-    decode = decoder(data.config, notes)
+    decode = data.open_decoder(notes)
     search = _Search(data.trajectories, wanted, decode)
     if trees:
         groups = search.last_groups(limit)

@@ -58,6 +58,8 @@ class RunData:
             :mod:`jax_agent_rl.observe.sinks.traces`.
         summary: ``summary.json`` of a finished run.
         notes: messages about missing or unreadable parts, other than trajectories.
+        make_decoder: makes the decoder of the trajectories' ids from the configuration, and adds
+            notes; None: that of the model at ``model.path``.
     """
 
     name: str
@@ -67,6 +69,13 @@ class RunData:
     traces: list[Mapping[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    make_decoder: Callable[[Mapping[str, Any], list[str]], Decode] | None = None
+
+    def open_decoder(self, notes: list[str]) -> Decode:
+        """Return what turns the trajectories' ids into text; adds notes about what is missing."""
+        if self.make_decoder is None:
+            return decoder(self.config, notes)
+        return self.make_decoder(self.config, notes)
 
 
 def read_run(run: Path) -> RunData:
@@ -244,7 +253,7 @@ def render_report(data: RunData, *, limit: int = 0, decode: Decode | None = None
             notes.append(f"{warning.get('name')}: {warning.get('message')}. {advice}")
 
     if decode is None:
-        decode = decoder(data.config, notes)
+        decode = data.open_decoder(notes)
     vocabulary = Vocabulary(decode)
     prompts = Prompts(vocabulary)
     forest = Forest(decode)
