@@ -54,6 +54,7 @@ BENCHMARKS = {  # by script: its arguments
     "agent_modes": "--repeats 1",
     "scaling": "",
     "prefix_routing": "",
+    "sandboxes": "",
     "weight_publication": "",
     "recovery": "",
     "tool_server": "--seconds 60",

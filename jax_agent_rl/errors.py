@@ -285,7 +285,11 @@ class HistoryEditedError(TrajectoryError):
 
 
 class ReplayError(TrajectoryError):
-    """A stateful tool, called again for a branch, did not answer as it had answered its parent."""
+    """The state behind a branch cannot be restored.
+
+    A stateful tool, called again for it, did not answer as it had answered its parent, or an
+    environment's snapshot cannot be used.
+    """
 
     drop_reason = DropReason.REPLAY_MISMATCH
 

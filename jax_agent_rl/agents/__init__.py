@@ -15,10 +15,11 @@ Agents of other frameworks:
 - ``session_tree``: a session as a trajectory.
 - ``frameworks``: any OpenAI client, through ``endpoint``; any LangGraph graph, through
   ``langgraph``.
-- ``command``: any program.
+- ``command``: any program; also the environment ``shell``.
 - ``harbor``: trials of Harbor.
 """
 
+from jax_agent_rl.agents.command import shell as _shell  # it registers an environment
 from jax_agent_rl.agents.command.agent import CommandAgent
 from jax_agent_rl.agents.context import (
     AgentContext,
@@ -76,3 +77,5 @@ __all__ = [
     "role_id",
     "select_agents",
 ]
+
+del _shell

@@ -98,6 +98,7 @@ class AgentContext:
         interactions: the simulated users of the run.
         keep_sessions: keep the KV of finished trajectories in the engine, as others may branch off
             them.
+        in_checkpoints: running trajectories are part of the run's checkpoints.
         failures: told of failures that repeat, of the user's code and of the model's calls.
         on_event: called after every generation and tool call; must be quick and must not raise.
         frozen: the models that play a role and are not trained, by role (``agent.role_models``).
@@ -114,6 +115,7 @@ class AgentContext:
     interactions: InteractionRegistry = field(default_factory=InteractionRegistry)
     environments: EnvironmentPools = field(default_factory=EnvironmentPools)
     keep_sessions: bool = False
+    in_checkpoints: bool = False
     failures: FailureLog = field(default_factory=FailureLog)
     on_event: Callable[[AgentEvent], None] = lambda event: None
     frozen: Mapping[str, FrozenModel] = field(default_factory=dict)

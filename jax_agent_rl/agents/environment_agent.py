@@ -2,10 +2,10 @@
 
 ::
 
-    lease ─► reset ─► row's prompt + first observation
+    lease (started, or warm) ─► reset ─► row's prompt + first observation
       ┌─► generate ──cut──────────────────────────────────────► RESPONSE_LENGTH
       │      │
-      │     step ──done───────────────────────────────────────► ENVIRONMENT_DONE
+      │     step, snapshot ──done─────────────────────────────► ENVIRONMENT_DONE
       │      │  ──turn limit reached──────────────────────────► MAX_ASSISTANT_TURNS, MAX_USER_TURNS
       └─── append the observation, if it fits ──no────────────► RESPONSE_LENGTH
                                                      conclude: the last word on the score
@@ -29,6 +29,8 @@ from jax_agent_rl.environments import (
     get_environment,
     row_environment,
 )
+from jax_agent_rl.environments.snapshots import EnvironmentSnapshot
+from jax_agent_rl.errors import EnvironmentFailedError, ReplayError
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory
 from jax_agent_rl.utils.media import text_message
@@ -38,9 +40,14 @@ _REMEDY = "seed it from its environment_kwargs, or set its `replayable` to False
 
 @dataclass
 class EnvironmentResponder(Responder):
-    """Steps the environment with every reply, so that the reply at a turn limit is scored."""
+    """Steps the environment with every reply, so that the reply at a turn limit is scored.
+
+    Attributes:
+        trajectory_id: under which the environment's snapshots are kept.
+    """
 
     environment: LeasedEnvironment
+    trajectory_id: str
 
     async def respond(
         self, episode: Episode, output: TokenOutput, limit: FinishReason | None
@@ -60,6 +67,11 @@ class EnvironmentResponder(Responder):
             )
         seconds = time.perf_counter() - start_time
 
+        # Before the observation is part of the episode: a checkpoint holds both, or neither.
+        snapshot = None
+        if limit is None and not observation.done:
+            snapshot = await self._take_snapshot(turns=len(episode.turns))
+
         episode.add_metrics({"environment_seconds": seconds, **observation.metrics})
         episode.record_calls(calls, seconds=sum(call.seconds for call in calls))
         episode.add_score(observation.score)
@@ -68,8 +80,73 @@ class EnvironmentResponder(Responder):
             return FinishReason.ENVIRONMENT_DONE
         if limit is not None:
             return limit
-        fits = episode.append(self._shortened_messages(observation))
-        return None if fits else FinishReason.RESPONSE_LENGTH
+        if not episode.append(self._shortened_messages(observation)):
+            return FinishReason.RESPONSE_LENGTH
+        if snapshot is not None:
+            self._keep(snapshot)
+        return None
+
+    async def _take_snapshot(self, *, turns: int) -> EnvironmentSnapshot | None:
+        """Return the environment's state after so many turns; None if nothing goes on from it."""
+        context = self.context
+        is_wanted = context.keep_sessions or context.in_checkpoints
+        if not is_wanted or not self.environment.takes_snapshots:
+            return None
+        if not context.environments.snapshots.max_bytes:
+            return None
+
+        try:
+            data = await self.environment.snapshot()
+        except EnvironmentFailedError as error:  # what goes on from here is replayed
+            context.failures.report(
+                f"a snapshot of environment {self.environment.name!r} failed",
+                str(error),
+                error=error.__cause__,
+            )
+            return None
+        return EnvironmentSnapshot(turns=turns, data=data)
+
+    def _keep(self, snapshot: EnvironmentSnapshot) -> None:
+        """Keep a snapshot; without branches, the trajectory's earlier ones are of no use."""
+        snapshots = self.context.environments.snapshots
+        if not self.context.keep_sessions:
+            snapshots.forget(self.trajectory_id)
+        if not snapshots.add(self.trajectory_id, snapshot):
+            self.context.failures.report(
+                f"a snapshot of environment {self.environment.name!r} is too large",
+                f"a snapshot of environment {self.environment.name!r} has {len(snapshot.data)}"
+                f" bytes, more than environments.snapshot_mb={snapshots.max_bytes >> 20}",
+                hint="what goes on from there is replayed",
+            )
+
+    async def restore(self, prefix: Prefix) -> int:
+        turns = len(prefix.turns)
+        snapshots = self.context.environments.snapshots
+        snapshot = prefix.snapshot
+        if prefix.fork is not None:
+            snapshot = snapshots.newest(prefix.fork.parent_id, turns)
+
+        restored_turns = 0
+        if snapshot is not None and self.environment.takes_snapshots:
+            if snapshot.turns > turns or len(snapshot.data) > snapshots.max_bytes:
+                raise ReplayError(
+                    f"the snapshot of environment {self.environment.name!r} is of {snapshot.turns}"
+                    f" turns and {len(snapshot.data)} bytes; there are {turns} turns, and"
+                    f" environments.snapshot_mb={snapshots.max_bytes >> 20}"
+                )
+            try:
+                await self.environment.restore(snapshot.data)
+            except EnvironmentFailedError as error:
+                raise ReplayError(f"{error}; its snapshot cannot be used") from error
+            self._keep(snapshot)  # a branch of this branch may leave here as well
+            restored_turns = snapshot.turns
+
+        if restored_turns < turns and not self.environment.replayable:
+            raise ReplayError(
+                f"environment {self.environment.name!r} cannot be replayed, and there is no"
+                f" snapshot of it after {turns} turns; raise environments.snapshot_mb"
+            )
+        return restored_turns
 
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
         recorded_turn = prefix.turns[turn]
@@ -117,18 +194,31 @@ class EnvironmentAgent(AgentLoop):
 
     def branching_problem(self, row: Mapping[str, Any]) -> str | None:
         name, _ = row_environment(row)
-        if not get_environment(name).replayable:
-            return f"environment {name!r} cannot be replayed (its `replayable` is False)"
+        cls = get_environment(name)
+        keeps_snapshots = cls.takes_snapshots and self.context.environments.snapshots.max_bytes
+        if not cls.replayable and not keeps_snapshots:
+            return (
+                f"environment {name!r} cannot be replayed (its `replayable` is False), and no"
+                " snapshots of it are kept (`takes_snapshots`, environments.snapshot_mb)"
+            )
         return super().branching_problem(row)
 
     async def play(self, request: EpisodeRequest) -> Trajectory:
+        try:
+            return await self._play(request)
+        finally:
+            if not self.context.keep_sessions:
+                self.context.environments.snapshots.forget(request.trajectory_id)
+
+    async def _play(self, request: EpisodeRequest) -> Trajectory:
         name, kwargs = row_environment(request.row)
-        async with self.context.environments.pool(name).lease() as environment:
+        async with self.context.environments.pool(name).lease(kwargs) as environment:
             opening = await environment.reset(**kwargs)
             episode = self.start(
                 request, opening=opening.messages, tool_schemas=environment.tool_schemas
             )
-            responder = EnvironmentResponder(self.context, environment)
+            episode.add_metrics(environment.start_metrics)
+            responder = EnvironmentResponder(self.context, environment, request.trajectory_id)
             if request.prefix is None:
                 episode.add_metrics(opening.metrics)
             else:

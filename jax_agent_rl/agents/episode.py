@@ -426,6 +426,7 @@ class Episode:
             return None
 
         prefix = self.request.prefix
+        snapshots = self._context.environments.snapshots
         return Prefix(
             fork=prefix.fork if prefix else None,
             prompt_ids=tuple(self._prompt_ids),
@@ -433,6 +434,7 @@ class Episode:
             turns=tuple(turns),
             partial_turn=partial_turn,
             messages=tuple(messages),
+            snapshot=snapshots.newest(self.request.trajectory_id, len(turns)),
         )
 
     def finish(

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from jax_agent_rl.environments.snapshots import EnvironmentSnapshot
 from jax_agent_rl.types import Fork, SamplingParams, StopReason, TokenOutput, Trajectory, Turn
 
 
@@ -106,6 +107,7 @@ class Prefix:
             all of it if it has not been answered; None if there are none. Checkpoints call it
             ``begun``.
         messages: the conversation as text, up to ``turns``.
+        snapshot: of the environment, in a checkpoint; None: there is none.
     """
 
     fork: Fork | None
@@ -114,6 +116,7 @@ class Prefix:
     turns: tuple[Turn, ...]
     partial_turn: Annotated[TokenOutput | None, Field(alias="begun")]
     messages: Messages
+    snapshot: EnvironmentSnapshot | None = None
 
     @classmethod
     def of(cls, parent: Trajectory, fork: Fork) -> Prefix:

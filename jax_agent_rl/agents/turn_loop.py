@@ -2,7 +2,7 @@
 
 ::
 
-    replay of the inherited turns, on a branch
+    restoring or replaying the inherited turns, on a branch
       ┌─► generate ──► respond ──► a FinishReason: the trajectory is over
       │                   │ None: the response was appended
       └───────────────────┘
@@ -13,7 +13,8 @@ when to stop. :meth:`AgentLoop.play` of each agent opens what its responder work
 
 Tools, tool servers, environments and simulated users keep state per trajectory. A branch is a
 trajectory of its own, so they answer the inherited turns once more, in order. Their answers must
-not change: the ids that follow were sampled after them.
+not change: the ids that follow were sampled after them. An environment that takes snapshots is
+restored instead, as far as there is one.
 """
 
 from __future__ import annotations
@@ -81,6 +82,17 @@ class Responder(ABC):
             Why the trajectory ends, or None if it goes on.
         """
 
+    async def restore(self, prefix: Prefix) -> int:
+        """Restore a state behind this responder that was kept, before any turn is replayed.
+
+        Returns:
+            The number of inherited turns that need no replay. The default restores none.
+
+        Raises:
+            ReplayError: it cannot be restored, or what was not kept cannot be replayed.
+        """
+        return 0
+
     @abstractmethod
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
         """Answer an inherited turn again, to restore the state behind this responder.
@@ -112,13 +124,16 @@ async def run_turns(episode: Episode, responder: Responder) -> FinishReason:
 
 
 async def _replay(episode: Episode, prefix: Prefix, responder: Responder) -> None:
-    """Answer the inherited turns once more."""
+    """Restore the state after the inherited turns, or answer them once more."""
     start_time = time.perf_counter()
+    restored_turns = await responder.restore(prefix)
     calls = 0
-    for turn in range(len(prefix.turns)):
+    for turn in range(restored_turns, len(prefix.turns)):
         calls += await responder.replay_turn(prefix, turn)
     seconds = time.perf_counter() - start_time
-    episode.add_metrics({"replayed_calls": calls, "replay_seconds": seconds})
+    episode.add_metrics(
+        {"restored_turns": restored_turns, "replayed_calls": calls, "replay_seconds": seconds}
+    )
 
 
 def check_replay(

@@ -233,6 +233,7 @@ class RolloutCollector:
             if self._strategy.branches:  # until here, others might have branched from any of them
                 for number in range(started):
                     self._client.end_session(group.member_id(number))
+                    self._context.environments.snapshots.forget(group.member_id(number))
 
     def _close(self, group: OpenGroup, selected: Sequence[Trajectory]) -> Group:
         """Return the complete group; count what the strategy did not select."""

@@ -209,7 +209,7 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
             "reward": "timeout workers sandbox",
             "reward.remote": "timeout max_retries retry_delay max_concurrency requests_per_second",
             "reward.judge": "max_in_flight",
-            "environments": "max_instances timeout",
+            "environments": "max_instances timeout warm_instances start_timeout snapshot_mb",
             "learner": "max_nonfinite_steps",
             "trainer": "max_failed_batches on_disagreement agreement_tolerance",
         }

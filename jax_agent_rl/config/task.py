@@ -407,3 +407,20 @@ class EnvironmentsConfig(Section):
     timeout: float = Field(
         default=30.0, gt=0, description="Timeout of one reset, step, score or close, in seconds."
     )
+    warm_instances: Annotated[NonNegative, WhenKey("environments.scope", "rollout")] = Field(
+        default=0,
+        description=(
+            "Instances of each environment that are prepared ahead, besides those in use: instances"
+            " like those that were used last. Each serves one rollout."
+        ),
+    )
+    start_timeout: float = Field(
+        default=120.0, gt=0, description="Timeout of preparing an instance, in seconds."
+    )
+    snapshot_mb: NonNegative = Field(
+        default=256,
+        description=(
+            "Maximum size of all snapshots of environments together, in MiB, in memory and in a"
+            " checkpoint; the oldest make room. 0: none."
+        ),
+    )

@@ -9,17 +9,20 @@ trajectory::
                                                    close(), or the next reset
 
 The keyword arguments come from the dataset row: ``extra_info.environment_kwargs = {"name":
-"textworld", "game": …}``. An instance serves one trajectory at a time. Methods are coroutines; wrap
-blocking code with :func:`in_thread`.
+"textworld", "game": …}``. What takes long to start an instance and is the same for many
+trajectories is done in ``prepare``, before the first ``reset``. An instance serves one trajectory
+at a time. Methods are coroutines; wrap blocking code with :func:`in_thread`.
 
 A pool bounds the number of instances and the time of every call::
 
-    acquire ──► waits for one of max_instances ──► an idle instance (scope global), or a new one
+    acquire ──► waits for one of max_instances ──► an idle instance (scope global), or
+                                                   a prepared one (warm_instances), or a new one
                                                     │ reset, step, conclude, each in bounded time
     release ◄── scope global and nothing went wrong: idle again ◄──┤
                 otherwise: closed                             ◄────┘
 
-An instance is released exactly once, also on cancellation.
+An instance is released exactly once, also on cancellation. With scope ``rollout`` it never serves a
+second trajectory, also if it was prepared (:mod:`jax_agent_rl.utils.instance_pool`).
 :meth:`EnvironmentPool.lease` does both for one trajectory.
 """
 
@@ -27,13 +30,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from jax_agent_rl.checks import as_float, as_score
+from jax_agent_rl.environments.snapshots import SnapshotStore
 from jax_agent_rl.errors import (
     ConfigError,
     DataError,
@@ -43,6 +49,7 @@ from jax_agent_rl.errors import (
 )
 from jax_agent_rl.types import FinishReason, ToolCallRecord
 from jax_agent_rl.utils.failures import FailureLog, user_code
+from jax_agent_rl.utils.instance_pool import InstancePool, Started
 from jax_agent_rl.utils.near_names import did_you_mean
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 from jax_agent_rl.utils.timeouts import DaemonThreads, in_time
@@ -101,6 +108,22 @@ class Environment(ABC):
     """Whether the same arguments and replies give the same observations again. Trajectories that
     branch (``rollout.strategy``) need it: a branch gets an instance of its own, which replays the
     turns it inherits."""
+    prepared_by: ClassVar[tuple[str, ...]] = ()
+    """The arguments of ``reset`` that :meth:`prepare` takes, e.g. ``("image",)``; None where a row
+    leaves one out."""
+
+    async def prepare(self, **environment_kwargs: Any) -> None:
+        """Do what takes long to start an instance and does not depend on the trajectory.
+
+        It is called once, before the first ``reset``, perhaps long before
+        (``environments.warm_instances``). Its instances are then interchangeable for all rows that
+        have the same arguments. The default does nothing.
+        """
+        return None
+
+    takes_snapshots: ClassVar[bool] = False
+    """Whether :meth:`snapshot` and :meth:`restore` are there. A branch then begins with a snapshot
+    of its parent's instance instead of a replay, and a resumed run goes on from the newest one."""
 
     @property
     def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
@@ -127,6 +150,25 @@ class Environment(ABC):
 
         A reply that was cut off does not get here.
         """
+
+    async def snapshot(self) -> bytes:
+        """Return the state of the episode, between two steps.
+
+        It is called after every step if :attr:`takes_snapshots` is set and something may go on from
+        there.
+        """
+        raise NotImplementedError
+
+    async def restore(self, snapshot: bytes) -> None:
+        """Bring the episode into the state of a snapshot.
+
+        It is called after a ``reset`` with the arguments of the episode that the snapshot is of,
+        perhaps in another process. The bytes may come from a file, so check them.
+
+        Raises:
+            EnvironmentFailedError: it cannot be restored. Any other exception counts as this one.
+        """
+        raise NotImplementedError
 
     async def conclude(
         self, messages: Sequence[Mapping[str, Any]], reason: FinishReason
@@ -286,10 +328,22 @@ class LeasedEnvironment:
 
     Every call is bounded, and a failure loses this trajectory only. All methods raise
     EnvironmentFailedError or EnvironmentTimeoutError.
+
+    Attributes:
+        name: the environment's.
+        start_metrics: how the instance was started, for ``Trajectory.metrics``; empty if it needs
+            no preparation.
     """
 
-    def __init__(self, environment: Environment, name: str, timeout: float):
+    def __init__(
+        self,
+        environment: Environment,
+        name: str,
+        timeout: float,
+        start_metrics: Mapping[str, float],
+    ):
         self.name = name
+        self.start_metrics = start_metrics
         self._environment = environment
         self._timeout = timeout
 
@@ -298,11 +352,33 @@ class LeasedEnvironment:
         """Tools of this episode; see :class:`Environment`."""
         return self._environment.tool_schemas
 
+    @property
+    def replayable(self) -> bool:
+        """See :class:`Environment`."""
+        return self._environment.replayable
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """See :class:`Environment`."""
+        return self._environment.takes_snapshots
+
     async def reset(self, **environment_kwargs: Any) -> Observation:
         return await self._call("reset", lambda: self._environment.reset(**environment_kwargs))
 
     async def step(self, reply: Reply) -> Observation:
         return await self._call("step", lambda: self._environment.step(reply))
+
+    async def snapshot(self) -> bytes:
+        async def checked() -> bytes:
+            snapshot = await self._environment.snapshot()
+            if not isinstance(snapshot, bytes):
+                raise TypeError(f"it must be bytes, got {type(snapshot).__name__}")
+            return snapshot
+
+        return await self._call("snapshot", checked)
+
+    async def restore(self, snapshot: bytes) -> None:
+        await self._call("restore", lambda: self._environment.restore(snapshot))
 
     async def conclude(
         self, messages: Sequence[Mapping[str, Any]], reason: FinishReason
@@ -320,6 +396,51 @@ class LeasedEnvironment:
         return await _bounded(call, where, self._timeout, "environments.timeout")
 
 
+_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acquired(Generic[E]):
+    """An instance that was acquired from a pool.
+
+    Attributes:
+        key: what it was prepared with.
+        start: how it was started; None: it was idle.
+    """
+
+    instance: E
+    key: str
+    start: Started[E] | None
+
+    @property
+    def start_metrics(self) -> dict[str, float]:
+        """Seconds of its start, whether it was ready, and preparations that failed before it."""
+        if self.start is None:
+            return {"environment_start_seconds": 0.0, "environment_was_ready": 1.0}
+        return {
+            "environment_start_seconds": self.start.seconds,
+            "environment_was_ready": float(self.start.was_ready),
+            "environment_failed_preparations": float(self.start.failed_preparations),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preparation:
+    """How a pool prepares its instances.
+
+    Attributes:
+        prepare: is given an instance, and the arguments below by name.
+        arguments: names of the row's arguments that it takes.
+        timeout: seconds that it may take.
+        warm_instances: maximum number of instances that are prepared ahead.
+    """
+
+    prepare: Callable[..., Awaitable[None]]
+    arguments: tuple[str, ...]
+    timeout: float
+    warm_instances: int
+
+
 class EnvironmentPool(Generic[E]):
     """The instances of one environment. Use it from one event loop.
 
@@ -328,10 +449,12 @@ class EnvironmentPool(Generic[E]):
         name: the environment's name, for messages.
         scope: ``rollout`` makes an instance for each trajectory; ``global`` keeps instances and
             resets them.
-        max_instances: number of instances at the same time; further leases wait.
+        max_instances: number of instances at the same time; further leases wait. Instances that are
+            prepared ahead come on top.
         timeout: seconds each call may take.
         timeout_key: the setting that holds ``timeout``, for messages.
-        failures: log of what goes wrong after a trajectory; None: a new one.
+        preparation: how instances are prepared; None: they are not.
+        failures: log of what goes wrong outside of a trajectory; None: a new one.
     """
 
     def __init__(
@@ -343,6 +466,7 @@ class EnvironmentPool(Generic[E]):
         max_instances: int,
         timeout: float,
         timeout_key: str = "environments.timeout",
+        preparation: Preparation | None = None,
         failures: FailureLog | None = None,
     ):
         self._failures = failures or FailureLog()
@@ -351,56 +475,83 @@ class EnvironmentPool(Generic[E]):
         self._scope = scope
         self._timeout = timeout
         self._timeout_key = timeout_key
+        self._max_instances = max_instances
         self._slots = asyncio.Semaphore(max_instances)
-        self._idle: list[E] = []
+        self._num_leased = 0
+        self._idle: list[Acquired[E]] = []
+        self._preparation = preparation
+        warm_instances = 0 if preparation is None else preparation.warm_instances
+        self._warm: InstancePool[str, E] = InstancePool(
+            close=self._close, size=warm_instances, report=self._report_preparation
+        )
 
-    async def acquire(self) -> E:
+    async def acquire(self, environment_kwargs: Mapping[str, Any] = _NO_KWARGS) -> Acquired[E]:
         """Lease an instance, when one is free; :meth:`release` it once.
 
+        Args:
+            environment_kwargs: arguments of its ``reset``, some of which it may be prepared with.
+
         Raises:
-            EnvironmentFailedError: it cannot be made.
+            EnvironmentFailedError, EnvironmentTimeoutError: it cannot be made or prepared.
         """
         await self._slots.acquire()
+        self._num_leased += 1
         try:
-            if self._idle:
-                return self._idle.pop()
-            return self._make()
+            arguments: dict[str, Any] = {}
+            if self._preparation is not None:
+                for name in self._preparation.arguments:
+                    arguments[name] = environment_kwargs.get(name)
+            key = json.dumps(arguments, sort_keys=True, default=repr)
+
+            for idle in reversed(self._idle):
+                if idle.key == key:
+                    self._idle.remove(idle)
+                    return idle
+            if self._idle and self._num_leased + len(self._idle) > self._max_instances:
+                await self._close(self._idle.pop(0).instance)
+
+            started = await self._warm.take(key, lambda: self._start(arguments))
+            return Acquired(instance=started.instance, key=key, start=started)
         except BaseException:
+            self._num_leased -= 1
             self._slots.release()
             raise
 
-    async def release(self, environment: E, *, reusable: bool) -> None:
+    async def release(self, acquired: Acquired[E], *, reusable: bool) -> None:
         """End a lease; ``reusable`` if nothing went wrong with the instance."""
         try:
             if reusable and self._scope == "global":
-                self._idle.append(environment)
+                self._idle.append(replace(acquired, start=None))
             else:  # a second cancellation ends the waiting, not the closing
-                await asyncio.shield(self._close(environment))
+                await asyncio.shield(self._close(acquired.instance))
         finally:
+            self._num_leased -= 1
             self._slots.release()
 
     @asynccontextmanager
-    async def lease(self: EnvironmentPool[W]) -> AsyncIterator[LeasedEnvironment]:
-        """Lease an instance for one trajectory.
-
-        Raises:
-            EnvironmentFailedError: it cannot be made.
-        """
-        environment = await self.acquire()
+    async def lease(
+        self: EnvironmentPool[W], environment_kwargs: Mapping[str, Any] = _NO_KWARGS
+    ) -> AsyncIterator[LeasedEnvironment]:
+        """Lease an instance for one trajectory; arguments and errors as for :meth:`acquire`."""
+        acquired = await self.acquire(environment_kwargs)
+        start_metrics: Mapping[str, float] = {}
+        if self._preparation is not None:
+            start_metrics = acquired.start_metrics
         reusable = False
         try:
-            yield LeasedEnvironment(environment, self._name, self._timeout)
+            yield LeasedEnvironment(acquired.instance, self._name, self._timeout, start_metrics)
             reusable = True
         finally:
-            await self.release(environment, reusable=reusable)
+            await self.release(acquired, reusable=reusable)
 
     async def close(self) -> None:
-        """Close the idle instances; leased ones are closed when they are released."""
+        """Close idle and prepared instances; leased ones are closed when they are released."""
         idle = self._idle
         self._idle = []
         self._scope = "rollout"  # whatever is released from now on is closed
-        for environment in idle:
-            await self._close(environment)
+        await self._warm.close()
+        for acquired in idle:
+            await self._close(acquired.instance)
 
     async def _close(self, environment: E) -> None:
         """Close an instance; a failure is logged, not raised: the trajectory is over."""
@@ -416,9 +567,32 @@ class EnvironmentPool(Generic[E]):
                 f"environment {self._name!r} could not be closed", str(error), error=error.__cause__
             )
 
-    def _make(self) -> E:
+    async def _start(self, arguments: Mapping[str, Any]) -> E:
+        """Make an instance and prepare it; nothing is left of one that cannot be prepared."""
         with user_code(EnvironmentFailedError, f"environment {self._name!r}: making it"):
-            return self._create()
+            environment = self._create()
+        preparation = self._preparation
+        if preparation is None:
+            return environment
+
+        try:
+            await _bounded(
+                lambda: preparation.prepare(environment, **arguments),
+                f"environment {self._name!r}: prepare",
+                preparation.timeout,
+                "environments.start_timeout",
+            )
+        except BaseException:
+            await asyncio.shield(self._close(environment))
+            raise
+        return environment
+
+    def _report_preparation(self, error: BaseException) -> None:
+        self._failures.report(
+            f"environment {self._name!r} could not be prepared ahead",
+            f"environment {self._name!r} could not be prepared ahead: {error}",
+            error=error.__cause__,
+        )
 
 
 class EnvironmentPools:
@@ -430,7 +604,14 @@ class EnvironmentPools:
         max_instances: number of instances of each environment at the same time; further leases
             wait.
         timeout: seconds each call may take.
-        failures: log of what goes wrong after a trajectory; None: a new one for each pool.
+        warm_instances: number of instances of each environment that are prepared ahead, besides
+            those in use.
+        start_timeout: seconds that preparing an instance may take.
+        snapshot_mb: maximum size of all snapshots together, in MiB; 0 keeps none.
+        failures: log of what goes wrong outside of a trajectory; None: a new one for each pool.
+
+    Attributes:
+        snapshots: of running trajectories, and of those that others may branch off.
     """
 
     def __init__(
@@ -439,8 +620,14 @@ class EnvironmentPools:
         scope: Scope = "rollout",
         max_instances: int = 64,
         timeout: float = 30.0,
+        warm_instances: int = 0,
+        start_timeout: float = 120.0,
+        snapshot_mb: int = 256,
         failures: FailureLog | None = None,
     ):
+        self.snapshots = SnapshotStore(snapshot_mb << 20)
+        self._warm_instances = warm_instances
+        self._start_timeout = start_timeout
         self._settings: dict[str, Any] = {
             "scope": scope,
             "max_instances": max_instances,
@@ -452,10 +639,21 @@ class EnvironmentPools:
     def pool(self, name: str) -> EnvironmentPool[Environment]:
         """Return the pool of the environment ``name``; raise ConfigError if there is none."""
         if name not in self._pools:
-            self._pools[name] = EnvironmentPool(get_environment(name), name=name, **self._settings)
+            cls = get_environment(name)
+            preparation = None
+            if cls.prepare is not Environment.prepare:
+                preparation = Preparation(
+                    prepare=cls.prepare,
+                    arguments=cls.prepared_by,
+                    timeout=self._start_timeout,
+                    warm_instances=self._warm_instances,
+                )
+            self._pools[name] = EnvironmentPool(
+                cls, name=name, preparation=preparation, **self._settings
+            )
         return self._pools[name]
 
     async def close(self) -> None:
-        """Close all idle instances."""
+        """Close all idle and prepared instances."""
         for pool in self._pools.values():
             await pool.close()

@@ -33,7 +33,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from jax_agent_rl.environments.base import EnvironmentPool
+from jax_agent_rl.environments.base import Acquired, EnvironmentPool
 from jax_agent_rl.errors import ToolDefinitionError, ToolError
 from jax_agent_rl.tools.base import ToolResult
 from jax_agent_rl.tools.function_tool import FunctionTool
@@ -78,7 +78,7 @@ class _Trajectory:
     reset_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: set[str] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    lease: tuple[_Pool, _Instance] | None = None
+    lease: tuple[_Pool, Acquired[_Instance]] | None = None
     waiting: int = 0
     end_reason: str | None = None
 
@@ -173,16 +173,16 @@ class EnvironmentLeases:
 
     @asynccontextmanager
     async def _lease_for_call(self, trajectory: _Trajectory) -> AsyncIterator[Resettable]:
-        pool, instance = await self._acquire(trajectory)
+        pool, acquired = await self._acquire(trajectory)
         reusable = False
         try:
-            yield instance.environment
+            yield acquired.instance.environment
             reusable = True
         except ToolError:
             reusable = True
             raise
         finally:
-            await pool.release(instance, reusable=reusable)
+            await pool.release(acquired, reusable=reusable)
 
     @asynccontextmanager
     async def _lease_for_trajectory(self, trajectory: _Trajectory) -> AsyncIterator[Resettable]:
@@ -195,9 +195,9 @@ class EnvironmentLeases:
             if trajectory.lease is None:
                 raise ToolError(f"its {self._name} is gone: {trajectory.end_reason}")
 
-            _, instance = trajectory.lease
+            _, acquired = trajectory.lease
             try:
-                yield instance.environment
+                yield acquired.instance.environment
             except ToolError:
                 raise
             except BaseException as error:
@@ -205,31 +205,32 @@ class EnvironmentLeases:
                 await self._end_lease(trajectory, reason, reusable=False)
                 raise
 
-    async def _acquire(self, trajectory: _Trajectory) -> tuple[_Pool, _Instance]:
+    async def _acquire(self, trajectory: _Trajectory) -> tuple[_Pool, Acquired[_Instance]]:
         """Return an instance that is ready for a call, and the pool that it goes back to."""
         pool = self._pool
         trajectory.waiting += 1
         try:
-            instance = await pool.acquire()
+            acquired = await pool.acquire()
         finally:
             trajectory.waiting -= 1
 
+        instance = acquired.instance
         try:
             if not self.shared or not instance.is_reset:
                 await instance.environment.reset(**trajectory.reset_kwargs)
                 instance.is_reset = True
         except BaseException:
-            await pool.release(instance, reusable=False)
+            await pool.release(acquired, reusable=False)
             raise
-        return pool, instance
+        return pool, acquired
 
     async def _end_lease(self, trajectory: _Trajectory, reason: str, *, reusable: bool) -> None:
         trajectory.end_reason = reason
         lease = trajectory.lease
         trajectory.lease = None  # before anything is awaited, since a lease ends once
         if lease is not None:
-            pool, instance = lease
-            await pool.release(instance, reusable=reusable)
+            pool, acquired = lease
+            await pool.release(acquired, reusable=reusable)
 
 
 class EnvironmentTool(FunctionTool):

@@ -273,6 +273,7 @@ def make_agents(
         search=config.search,
         interactions=interactions,
         environments=environments,
+        in_checkpoints=config.trainer.mode != "sync",
         failures=failures,
         frozen=frozen,
     )
@@ -293,7 +294,7 @@ def make_agents(
     )
     # Held-out groups are never cut short.
     evaluator = RolloutCollector(
-        replace(context, limits=config.agent.for_validation()),
+        replace(context, limits=config.agent.for_validation(), in_checkpoints=False),
         limits=TimeLimits(trajectory_timeout=rollout.trajectory_timeout),
         validate=True,
         score=score,

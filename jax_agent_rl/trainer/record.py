@@ -195,6 +195,7 @@ def step_record(
         **_part_means(trajectories),
         **_size_metrics(trajectories),
         **_session_counts(trajectories),
+        **_environment_starts(trajectories),
         **_tree_counts(groups),
         **_tool_metrics(trajectories),
         "finish_reasons": dict(Counter(str(t.finish_reason) for t in trajectories)),
@@ -397,6 +398,28 @@ def _session_counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for name in ("unmatched_calls", "spliced_calls", "lost_requests"):
         counts[name] = sum(metrics.get(name, 0.0) for metrics in sessions)
     return counts
+
+
+def _environment_starts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return ``environment/<name>``: how the trajectories' environments were started.
+
+    ``start_seconds_mean`` is the time that a trajectory waited for the start of its instance,
+    ``hit_rate`` the share of the instances that were ready before. ``failed_preparations`` are
+    starts that had failed before a trajectory needed the instance. Environments without a
+    preparation have no such metric.
+    """
+    starts = [t.metrics for t in trajectories if "environment_start_seconds" in t.metrics]
+    if not starts:
+        return {}
+
+    seconds = sum(metrics["environment_start_seconds"] for metrics in starts)
+    hits = sum(metrics["environment_was_ready"] for metrics in starts)
+    failures = sum(metrics.get("environment_failed_preparations", 0.0) for metrics in starts)
+    return {
+        "environment/start_seconds_mean": seconds / len(starts),
+        "environment/hit_rate": hits / len(starts),
+        "environment/failed_preparations": failures,
+    }
 
 
 def _tree_counts(groups: Sequence[Group]) -> dict[str, float]:

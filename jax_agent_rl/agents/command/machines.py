@@ -258,15 +258,7 @@ class SandboxedTask(TaskMachine):
                 stopped=f"the program left no working folder that tests can run on: {problem}"
             )
 
-        job = RunnerJob(
-            argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True
-        )
-        trees = [
-            (".", file_entries({}, folders=FOLDERS)),
-            ("app", program.workspace),
-            ("tests", file_entries(with_settings(self._task.tests))),
-        ]
-        result = await self._run(job, trees, {})
+        result = await self.run_tests_on(program.workspace, seconds)
         if not program.left_out:
             return result
 
@@ -275,6 +267,30 @@ class SandboxedTask(TaskMachine):
             names += ", …"
         note = f"not in what the tests saw: {names} (devices, sockets, links that lead elsewhere)\n"
         return replace(result, stderr=result.stderr + note)
+
+    async def run_tests_on(self, workspace: Sequence[Entry], seconds: float) -> JobResult:
+        """Run the task's tests on a working folder, as :meth:`run_tests` does."""
+        job = RunnerJob(
+            argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True
+        )
+        trees = [
+            (".", file_entries({}, folders=FOLDERS)),
+            ("app", workspace),
+            ("tests", file_entries(with_settings(self._task.tests))),
+        ]
+        return await self._run(job, trees, {})
+
+    async def run_command(
+        self, argv: Sequence[str], workspace: Sequence[Entry], *, seconds: float
+    ) -> JobResult:
+        """Run a command on a working folder; the result holds the folder that it left.
+
+        Raises:
+            TrajectoryError: the machine itself failed.
+        """
+        job = RunnerJob(argv=argv, env=self._task.env, seconds=seconds)
+        trees = [(".", file_entries({}, folders=FOLDERS)), ("app", workspace)]
+        return await self._run(job, trees, {})
 
     async def _run(
         self,

@@ -8,7 +8,7 @@ that could say something else.
 ::
 
     working folder ──► runner: entries, contents ──► read_result ──► Entry …
-    Entry … ──► pack_tree ──► runner of the tests
+    Entry … ──► pack_tree ──► runner of the tests, or a snapshot ──► read_tree ──► Entry …
 
 The format is described in :mod:`jax_agent_rl.agents.command.runner`. Reading and packing take time
 and memory in proportion to the limits; call them in a thread.
@@ -34,6 +34,7 @@ from jax_agent_rl.agents.command.runner import (
     is_inner_link,
     is_plain_name,
 )
+from jax_agent_rl.utils.bounded_json import decode_json
 
 MAX_HEADER_BYTES = 4 << 20
 """Size of the first line of a result: two outputs, and names of the working folder's entries."""
@@ -138,6 +139,24 @@ def pack_tree(entries: Sequence[Entry]) -> bytes:
             listed.append(["file", entry.name, entry.mode, len(entry.data)])
             contents.append(entry.data)
     return b"".join([json.dumps(listed).encode(), b"\n", *contents])
+
+
+def read_tree(packed: bytes, limits: WorkspaceLimits, place: str) -> tuple[Entry, ...]:
+    """Return the entries of a working folder that :func:`pack_tree` packed, perhaps into a file.
+
+    Args:
+        place: absolute path by which programs know the folder.
+
+    Raises:
+        ValueError: it is no such tree, or holds more than a working folder may.
+    """
+    line, _, contents = packed.partition(b"\n")
+    if len(line) > MAX_HEADER_BYTES:
+        raise ValueError(f"its list of entries has {len(line)} bytes")
+    listed = decode_json(line, lone_surrogates=True)  # in names that are no UTF-8
+    if not isinstance(listed, list):
+        raise ValueError("its first line is no list of entries")
+    return _entries(listed, contents, limits, place)
 
 
 # --- what comes back ------------------------------------------------------------------------------
@@ -254,7 +273,7 @@ def make_result(
 
 
 def _entries(
-    listed: Sequence[Sequence[Any]], contents: bytes, limits: WorkspaceLimits, place: str
+    listed: Sequence[Any], contents: bytes, limits: WorkspaceLimits, place: str
 ) -> tuple[Entry, ...]:
     """Make the entries of a working folder anew.
 

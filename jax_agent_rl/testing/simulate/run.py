@@ -1,6 +1,7 @@
 """``jax-agent-rl simulate``: a recipe in virtual time, and a comparison of ways to run it.
 
-It compares trainers, ways to manage KV caches, or rules for busy servers.
+It compares trainers, ways to manage KV caches, rules for busy servers, or environments that are
+started when they are needed with those that are started before.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.environments import EnvironmentPools
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.run_dir import RunDir, TokenValues
@@ -67,6 +69,7 @@ _ASSUME = "assume."
 _TRAINER = "trainer"
 _KV_CACHE = "KV cache"
 _BUSY = "busy server"
+_ENVIRONMENTS = "environment start"
 _COLUMNS = {
     _TRAINER: "trainer.mode, trainer.max_staleness, trainer.stragglers",
     _KV_CACHE: (
@@ -78,10 +81,15 @@ _COLUMNS = {
         "migrate: the session moves to a server with room, which computes its context again; wait:"
         " it waits for its server; by cost: whichever takes less time (what runs do)"
     ),
+    _ENVIRONMENTS: (
+        "cold: each is started when its trajectory begins; warm: so many are started before"
+        " (environments.warm_instances)"
+    ),
     "traj/s": "trajectories trained on in a second",
     "×": "that, over the first line's",
     "ideal": "that, over the rate of engines or learner, whoever is slower, if they never waited",
     "cached": "share of all prompt ids found in the KV cache",
+    "hits": "share of the trajectories whose environment was started before they began",
     "engines": "share of the time in which an engine decodes",
     "slots": "share of what the engines could sample with all slots full",
     "learner": "share of the time in which the learner computes",
@@ -90,9 +98,10 @@ _COLUMNS = {
     "lost": "trajectories given up, of all that ended",
 }
 _NOT_IN = {
-    _TRAINER: (_KV_CACHE, _BUSY, "cached"),
-    _KV_CACHE: (_TRAINER, _BUSY, "ideal"),
-    _BUSY: (_TRAINER, _KV_CACHE, "ideal"),
+    _TRAINER: (_KV_CACHE, _BUSY, _ENVIRONMENTS, "cached", "hits"),
+    _KV_CACHE: (_TRAINER, _BUSY, _ENVIRONMENTS, "ideal", "hits"),
+    _BUSY: (_TRAINER, _KV_CACHE, _ENVIRONMENTS, "ideal", "hits"),
+    _ENVIRONMENTS: (_TRAINER, _KV_CACHE, _BUSY, "ideal", "cached"),
 }
 """Columns that a comparison leaves out."""
 
@@ -106,6 +115,9 @@ class SimulationResult:
         samples_per_second: trajectories trained on per second.
         step_seconds: virtual seconds between learner steps.
         cached: prompt ids found in the KV cache, as a share of all prompt ids.
+        environment_start_seconds: mean time that a trajectory waited for its environment's start.
+        environment_hit_rate: trajectories whose environment was started before they began, as a
+            share of all.
         engines_busy: mean share of the time in which an engine decoded.
         slots_used: ids sampled, as a share of what full slots would have sampled all the time.
         learner_busy: share of the time in which the learner computed.
@@ -120,6 +132,8 @@ class SimulationResult:
     samples_per_second: float
     step_seconds: float
     cached: float
+    environment_start_seconds: float
+    environment_hit_rate: float
     engines_busy: float
     slots_used: float
     learner_busy: float
@@ -198,6 +212,7 @@ def simulate(
     trainer: Mapping[str, Any],
     kv_cache: KVCacheSize | None = None,
     moves: MoveRule = operator.le,
+    warm_instances: int = 0,
 ) -> SimulationResult:
     """Simulate a recipe under a policy.
 
@@ -208,13 +223,16 @@ def simulate(
         kv_cache: the engines' KV cache; None has no limit.
         moves: rule for sessions whose server is full, see
             :data:`~jax_agent_rl.rollout.request_queue.MoveRule`.
+        warm_instances: environments that are started ahead.
     """
-    config = _build_config(recipe, assumptions, trainer)
+    config = _build_config(recipe, assumptions, trainer, warm_instances)
     with closing(VirtualLoop()) as loop:
         return loop.run_until_complete(_simulate(config, assumptions, policy, kv_cache, moves))
 
 
-def _build_config(recipe: Config, assumptions: Assumptions, trainer: Mapping[str, Any]) -> Config:
+def _build_config(
+    recipe: Config, assumptions: Assumptions, trainer: Mapping[str, Any], warm_instances: int
+) -> Config:
     """Build a configuration with the recipe's batch sizes that needs no model, data or rewards."""
     rollout = recipe.rollout
     agent = assumptions.agent
@@ -234,6 +252,12 @@ def _build_config(recipe: Config, assumptions: Assumptions, trainer: Mapping[str
             "agent": {
                 "max_prompt_length": agent.prompt_tokens,
                 "max_response_length": agent.longest - agent.prompt_tokens,
+            },
+            "environments": {
+                "max_instances": recipe.environments.max_instances,
+                "warm_instances": warm_instances,
+                # Later than any start.
+                "start_timeout": 1.0 + agent.environment_start_seconds,
             },
             # Takes groups of any size, whatever the recipe's estimator does.
             "algorithm": {"adv_estimator": "reinforce_plus_plus"},
@@ -263,7 +287,8 @@ async def _simulate(
         engines.append(engine)
     learner = SimulatedLearner(assumptions.learner)
     folder = _StepTotals(engines, learner)
-    runtime = _runtime(config, assumptions, engines, learner)
+    environments = EnvironmentPools(**config.environments.model_dump(exclude={"path"}))
+    runtime = _runtime(config, assumptions, engines, learner, environments)
     runtime.client.pool.queue.moves = moves
     trainer = TRAINERS[config.trainer.mode](
         runtime=runtime,
@@ -274,6 +299,7 @@ async def _simulate(
         clock=asyncio.get_running_loop().time,
     )
     await trainer.run()
+    await environments.close()
     return _summarize(name, config, assumptions, folder.steps[margin - 1 : -margin])
 
 
@@ -282,6 +308,7 @@ def _runtime(
     assumptions: Assumptions,
     engines: Sequence[SimulatedEngine],
     learner: SimulatedLearner,
+    environments: EnvironmentPools,
 ) -> RunComponents:
     client = LLMServerClient(
         (AsyncServer(engine, name=f"engine-{i}") for i, engine in enumerate(engines)),
@@ -293,6 +320,7 @@ def _runtime(
         codec=cast(Any, codec),
         limits=config.agent,
         max_model_len=config.rollout.max_model_len,
+        environments=environments,
     )
 
     def make_collector() -> RolloutCollector:
@@ -348,6 +376,10 @@ def _summarize(
     dropped = last.dropped - first.dropped
 
     records = [record for _, record in steps[1:]]
+
+    def mean(name: str) -> float:
+        return float(np.mean([record.get(name, 0.0) for record in records]))
+
     samples_per_second = trained / seconds
     engines = assumptions.engines
     return SimulationResult(
@@ -355,10 +387,12 @@ def _summarize(
         samples_per_second=samples_per_second,
         step_seconds=seconds / len(records),
         cached=cached / (computed + cached),
+        environment_start_seconds=mean("environment/start_seconds_mean"),
+        environment_hit_rate=mean("environment/hit_rate"),
         engines_busy=engine_seconds / seconds / engines.count,
         slots_used=sampled / seconds / engines.tokens_per_second,
         learner_busy=learner_seconds / seconds,
-        staleness_mean=float(np.mean([record.get("staleness_mean", 0.0) for record in records])),
+        staleness_mean=mean("staleness_mean"),
         staleness_max=max(record.get("staleness_max", 0) for record in records),
         dropped=dropped / (trained + dropped),
         share_of_ideal=samples_per_second / ideal_samples_per_second(config, assumptions),
@@ -391,8 +425,9 @@ def run_command(
 ) -> list[SimulationResult]:
     """Compare ways to run a recipe, and print the comparison.
 
-    They are :data:`BUSY_RULES` if the recipe limits requests per server, KV caches if the
-    assumptions limit them, else :data:`POLICIES`.
+    They are environments if the assumptions say how long they take to start, :data:`BUSY_RULES` if
+    the recipe limits requests per server, KV caches if the assumptions limit them, else
+    :data:`POLICIES`.
 
     Args:
         recipe: configuration file of a run.
@@ -450,6 +485,12 @@ def _variants(config: Config, assumptions: Assumptions) -> tuple[str, dict[str, 
     """
     variants: dict[str, dict[str, Any]] = {}
     trainer = next(keys for keys in POLICIES.values() if keys["mode"] == config.trainer.mode)
+    if assumptions.agent.environment_start_seconds:
+        warm_instances = config.environments.warm_instances or config.rollout.max_in_flight
+        variants["cold"] = {"trainer": trainer}
+        variants[f"warm {warm_instances}"] = {"trainer": trainer, "warm_instances": warm_instances}
+        return _ENVIRONMENTS, variants
+
     cache = assumptions.kv_cache
     if config.rollout.max_in_flight_per_server is not None:
         kv_cache = cache.size(
@@ -498,14 +539,16 @@ def _tabulate(compared: str, columns: Sequence[str], outcomes: Sequence[Simulati
         table.add_column(heading, justify=justify, no_wrap=True)
     first_rate = outcomes[0].samples_per_second
     for outcome in outcomes:
-        ideal_or_cached = outcome.cached
+        ideal_or_found = outcome.cached
         if compared == _TRAINER:
-            ideal_or_cached = outcome.share_of_ideal
+            ideal_or_found = outcome.share_of_ideal
+        elif compared == _ENVIRONMENTS:
+            ideal_or_found = outcome.environment_hit_rate
         table.add_row(
             outcome.policy,
             f"{outcome.samples_per_second:.2f}",
             f"{outcome.samples_per_second / first_rate:.2f}",
-            f"{ideal_or_cached:.0%}",
+            f"{ideal_or_found:.0%}",
             f"{outcome.engines_busy:.0%}",
             f"{outcome.slots_used:.0%}",
             f"{outcome.learner_busy:.0%}",

@@ -7,9 +7,10 @@ import math
 import random
 import selectors
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,10 +18,14 @@ from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.request import EpisodeRequest, derive_seed
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.loading import load_tree
+from jax_agent_rl.environments import Environment, Observation, register_environment
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.transport import WeightTransport
 from jax_agent_rl.testing.fakes import FakeLearner
 from jax_agent_rl.types import FinishReason, Group, Trajectory
+
+if TYPE_CHECKING:
+    from jax_agent_rl.chat.reply import Reply
 
 
 class SimulationStuckError(RuntimeError):
@@ -92,6 +97,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -
 
 Seconds = Annotated[float, Field(ge=0)]
 AGENT = "simulated_agent"
+ENVIRONMENT = "simulated_environment"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +277,13 @@ class AgentAssumptions(Section):
         default=0.0, description="Shorter latencies are raised to this."
     )
     tool_seconds_max: Seconds = Field(default=10.0, description="Longer latencies are cut to this.")
+    environment_start_seconds: Seconds = Field(
+        default=0.0,
+        description=(
+            "To start the environment that each trajectory has to itself, such as a sandbox; 0: it"
+            " has none."
+        ),
+    )
 
     def turn_length(self, *key: int | str) -> int:
         """Return the length of the generation with this key, in ids."""
@@ -342,6 +355,22 @@ class SimulatedCodec:
         return ""
 
 
+@register_environment(ENVIRONMENT)
+class SimulatedEnvironment(Environment):
+    """An environment that takes its time to start, and then does nothing."""
+
+    prepared_by = ("start_seconds",)
+
+    async def prepare(self, *, start_seconds: float) -> None:
+        await asyncio.sleep(start_seconds)
+
+    async def reset(self, *, start_seconds: float) -> Observation:
+        return Observation()
+
+    async def step(self, reply: Reply) -> Observation:
+        return Observation()
+
+
 @register_agent(AGENT)
 class SimulatedAgent(AgentLoop):
     """An agent that generates and waits as assumed for its row and its place in the group."""
@@ -351,13 +380,23 @@ class SimulatedAgent(AgentLoop):
         agent = row["agent"]
         _, _, member = request.trajectory_id.rpartition("-")
         key = (row["seed"], row["number"], member)
-        episode = self.start(request)
-        for turn in range(agent.turns):
-            is_last = turn == agent.turns - 1
-            await episode.generate(session_ends=is_last, max_tokens=agent.turn_length(*key, turn))
-            if not is_last:
-                await asyncio.sleep(agent.tool_latency(*key, turn))
-                episode.append_ids([ID] * agent.observation_tokens, [])
+        async with AsyncExitStack() as stack:
+            start_metrics: Mapping[str, float] = {}
+            if agent.environment_start_seconds:
+                kwargs = {"start_seconds": agent.environment_start_seconds}
+                pool = self.context.environments.pool(ENVIRONMENT)
+                environment = await stack.enter_async_context(pool.lease(kwargs))
+                start_metrics = environment.start_metrics
+
+            episode = self.start(request)
+            episode.add_metrics(start_metrics)
+            for turn in range(agent.turns):
+                is_last = turn == agent.turns - 1
+                max_tokens = agent.turn_length(*key, turn)
+                await episode.generate(session_ends=is_last, max_tokens=max_tokens)
+                if not is_last:
+                    await asyncio.sleep(agent.tool_latency(*key, turn))
+                    episode.append_ids([ID] * agent.observation_tokens, [])
         return episode.finish(FinishReason.ANSWER)
 
 

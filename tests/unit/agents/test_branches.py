@@ -21,6 +21,7 @@ from jax_agent_rl.environments.users import BaseInteraction, Gsm8kInteraction, I
 from jax_agent_rl.errors import ConfigError, ReplayError
 from jax_agent_rl.tools import ToolRegistry
 from jax_agent_rl.types import Fork, SamplingParams, ToolCallRecord, Trajectory
+from jax_agent_rl.utils.failures import FailureLog
 from tests.agent_testbed import ACT, ROW, STOP, AgentHarness, assert_forks_are_exact, branch_request
 from tests.http_service import JSONResponse, ToolServer
 from tests.messages import raises
@@ -259,6 +260,140 @@ async def test_an_environment_that_cannot_be_replayed_is_refused_before_the_run(
     monkeypatch.setattr(game, "replayable", False)
     with raises(ConfigError, key="environment 'counter'", fix="rollout.strategy.name=chain"):
         selector.require_branching([row])
+
+
+# --- environments that take snapshots -------------------------------------------------------------
+
+
+class SavedGame(Game):
+    """Cannot be replayed, but saved; ``restored`` lists what it was restored from."""
+
+    replayable = False
+    takes_snapshots = True
+    restored: list[bytes]
+
+    async def snapshot(self):
+        return str(self.steps).encode()
+
+    async def restore(self, snapshot):
+        self.restored.append(snapshot)
+        self.steps = int(snapshot)
+
+
+@pytest.fixture
+def saved_game(monkeypatch):
+    cls = type("SavedGame", (SavedGame,), {"restored": [], "count": 0})
+    monkeypatch.setattr(base, "ENVIRONMENTS", {**base.ENVIRONMENTS, "counter": cls})
+    return cls
+
+
+def playing_saved(pools: EnvironmentPools | None = None, **shared) -> Branching:
+    words = [f"move number {n}" for n in range(4)]
+    pools = pools or EnvironmentPools(timeout=60.0)
+    settings = {"environments": pools, "keep_sessions": True, **shared}
+    return Branching(EnvironmentAgent, words, shared=settings)
+
+
+@pytest.mark.parametrize("fork", FORKS)
+async def test_a_branch_begins_with_a_snapshot_instead_of_a_replay(saved_game, fork):
+    stage = playing_saved()
+    parent = await stage.parent(GAME)
+    branch = await stage.branch(parent, *fork)
+    assert_same_course(parent, branch)
+    assert branch.turn_scores == (1.0, 2.0, 3.0, 14.0)
+    assert branch.metrics["steps"] == 4 - fork[0]
+    assert branch.metrics["replayed_calls"] == 0
+    assert branch.metrics["restored_turns"] == fork[0]
+    assert saved_game.restored == ([str(fork[0]).encode()] if fork[0] else [])
+
+
+async def test_turns_after_the_newest_snapshot_are_replayed(saved_game, monkeypatch):
+    monkeypatch.setattr(saved_game, "replayable", True)
+    stage = playing_saved()
+    parent = await stage.parent(GAME)
+    snapshots = stage.it.context.environments.snapshots
+    early = snapshots.newest("t", 1)
+    snapshots.forget("t")
+    snapshots.add("t", early)
+    branch = await stage.branch(parent, 3)
+    assert_same_course(parent, branch)
+    assert (branch.metrics["restored_turns"], branch.metrics["replayed_calls"]) == (1, 2)
+
+
+async def test_a_branch_leaves_a_branch_where_that_began(saved_game):
+    stage = playing_saved()
+    parent = await stage.parent(GAME)
+    await stage.branch(parent, 2)
+    assert stage.it.context.environments.snapshots.newest("b", 2).data == b"2"
+
+
+async def test_without_room_for_snapshots_the_branch_is_replayed_or_lost(saved_game, monkeypatch):
+    stage = playing_saved(EnvironmentPools(timeout=60.0, snapshot_mb=0))
+    parent = await stage.parent(GAME)
+    selector = AgentSelector(stage.it.context)
+    row = {**GAME, "agent_name": "environment_agent"}
+    with raises(ConfigError, key="environment 'counter'", fix="environments.snapshot_mb"):
+        selector.require_branching([row])
+    with raises(ReplayError, key="'counter'", fix="environments.snapshot_mb"):
+        await stage.branch(parent, 2)
+    monkeypatch.setattr(saved_game, "replayable", True)
+    selector.require_branching([row])
+    branch = await stage.branch(parent, 2)
+    assert_same_course(parent, branch)
+    assert branch.metrics["replayed_calls"] == 2
+
+
+async def test_an_environment_that_takes_snapshots_can_branch_though_it_cannot_be_replayed(
+    saved_game,
+):
+    selector = AgentSelector(playing_saved().it.context)
+    selector.require_branching([{**GAME, "agent_name": "environment_agent"}])
+
+
+@pytest.mark.parametrize("wrong", ["5", None, ValueError("disk full")])
+async def test_a_snapshot_that_fails_is_told_and_loses_no_trajectory(
+    saved_game, monkeypatch, wrong
+):
+    async def snapshot(self):
+        if isinstance(wrong, Exception):
+            raise wrong
+        return wrong
+
+    told = []
+    monkeypatch.setattr(saved_game, "snapshot", snapshot)
+    monkeypatch.setattr(saved_game, "replayable", True)
+    stage = playing_saved(failures=FailureLog(emit=told.append))
+    parent = await stage.parent(GAME)
+    assert "'counter'" in told[0] and "snapshot" in told[0]
+    assert_same_course(parent, await stage.branch(parent, 2))
+
+
+async def test_a_snapshot_that_cannot_be_restored_loses_the_branch(saved_game, monkeypatch):
+    stage = playing_saved()
+    parent = await stage.parent(GAME)
+
+    async def restore(self, snapshot):
+        raise ValueError("it is damaged")
+
+    monkeypatch.setattr(saved_game, "restore", restore)
+    with raises(ReplayError, key="'counter'", value="it is damaged"):
+        await stage.branch(parent, 2)
+
+
+async def test_no_snapshots_are_taken_of_what_nothing_goes_on_from(saved_game, monkeypatch):
+    taken = []
+
+    async def snapshot(self):
+        taken.append(self.steps)
+        return b"x"
+
+    monkeypatch.setattr(saved_game, "snapshot", snapshot)
+    await playing_saved(keep_sessions=False).parent(GAME)
+    assert taken == []
+    stage = playing_saved(keep_sessions=False, in_checkpoints=True)
+    await stage.parent(GAME)
+    assert taken == [1, 2, 3]
+    assert stage.it.context.environments.snapshots.num_bytes == 0, "it is over"
 
 
 # --- simulated users ------------------------------------------------------------------------------

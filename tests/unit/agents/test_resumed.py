@@ -3,14 +3,19 @@
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from jax_agent_rl.agents import SingleTurnAgent, TextToolAgent
+from jax_agent_rl.agents import EnvironmentAgent, SingleTurnAgent, TextToolAgent
 from jax_agent_rl.agents.request import Prefix
+from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.groups import GroupRecord
+from jax_agent_rl.collect.strategies import Chains
 from jax_agent_rl.config import ToolClientConfig
+from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, base
+from jax_agent_rl.environments.snapshots import EnvironmentSnapshot
 from jax_agent_rl.errors import ReplayError
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.types import PauseMode, SamplingParams, Trajectory
@@ -18,6 +23,7 @@ from tests.agent_testbed import ROW, AgentHarness, episode_request
 from tests.batching_engine import BatchingEngine
 from tests.fakes import EOS, FakeCodec
 from tests.http_service import JSONResponse, ToolServer
+from tests.messages import raises
 
 CODEC = FakeCodec()
 """Its words get their ids as they come, so all processes share it."""
@@ -63,8 +69,11 @@ def test_a_prefix_keeps_its_keys_in_checkpoints():
         fork=None, prompt_ids=(1,), prompt_media={}, turns=(), partial_turn=None, messages=()
     )
     state = GroupRecord(running={3: lambda: prefix}).state()
-    expected = {"fork", "prompt_ids", "prompt_media", "turns", "begun", "messages"}
-    assert set(state["begun"]["3"]) == expected, "an earlier version's checkpoint can be resumed"
+    earlier_keys = {"fork", "prompt_ids", "prompt_media", "turns", "begun", "messages"}
+    assert set(state["begun"]["3"]) == earlier_keys | {"snapshot"}
+    del state["begun"]["3"]["snapshot"]
+    restored = GroupRecord.restore(state).partial[3]
+    assert restored == prefix, "an earlier version's checkpoint can be resumed"
 
 
 async def resume(it: AgentHarness, prefix: Prefix, trajectory_id: str) -> Trajectory:
@@ -201,3 +210,156 @@ async def test_a_tool_that_answers_otherwise_refuses_the_continuation(server):
 async def test_before_its_first_id_there_is_nothing_to_continue(server):
     with pytest.raises(KeyError):
         await interrupted(server, 0)
+
+
+# --- environments that take snapshots -------------------------------------------------------------
+
+MOVES = ["move a", "move b", "move c", "move d"]
+ENVIRONMENT_ROW = {**ROW, "extra_info": {"environment_kwargs": {"name": "ledger"}}}
+
+
+class Ledger(Environment):
+    """Remembers all replies, and ends with the fourth; its snapshot is no UTF-8."""
+
+    takes_snapshots = True
+    replayable = False
+    steps: list[int]
+
+    async def reset(self):
+        self.replies = 0
+        return Observation.say("begin")
+
+    async def step(self, reply):
+        self.replies += 1
+        self.steps.append(self.replies)
+        return Observation.say(f"reply {self.replies}", score=1.0, done=self.replies == 4)
+
+    async def snapshot(self):
+        return bytes([255, self.replies])
+
+    async def restore(self, snapshot):
+        mark, self.replies = snapshot
+        if mark != 255:
+            raise ValueError("it is no snapshot of a ledger")
+
+
+@pytest.fixture
+def ledger(monkeypatch):
+    cls = type("Ledger", (Ledger,), {"steps": []})
+    monkeypatch.setattr(base, "ENVIRONMENTS", {**base.ENVIRONMENTS, "ledger": cls})
+    return cls
+
+
+def in_environment(**pools) -> AgentHarness:
+    it = AgentHarness(
+        EnvironmentAgent,
+        lambda request: it.codec.reply_ids(MOVES[int(request.request_id.rpartition("/")[2])]),
+        codec=CODEC,
+        shared={"environments": EnvironmentPools(**pools), "in_checkpoints": True},
+    )
+    return it
+
+
+async def interrupted_in_environment(turn: int) -> Prefix:
+    """Return what a checkpoint holds of a trajectory that samples a turn."""
+    it = in_environment()
+    reached = asyncio.Event()
+
+    def hold(request, sampled) -> bool:
+        if request.request_id == f"v/{turn}":
+            reached.set()
+            return True
+        return False
+
+    it.backend.hold = hold
+    running = asyncio.ensure_future(it.run(ENVIRONMENT_ROW, trajectory_id="v"))
+    async with asyncio.timeout(30):
+        await reached.wait()
+    prefix = it.context.episodes["v"].progress()
+    running.cancel()
+    await asyncio.wait({running})
+    return through_a_checkpoint(prefix)
+
+
+async def resume_in_environment(it: AgentHarness, prefix: Prefix) -> Trajectory:
+    request = episode_request(ENVIRONMENT_ROW, SAMPLING, trajectory_id="w", prefix=prefix)
+    return await it.agent.play(request)
+
+
+@pytest.mark.parametrize("turn", [1, 2, 3])
+async def test_an_environment_goes_on_from_its_newest_snapshot(ledger, turn: int):
+    uninterrupted = await in_environment().run(ENVIRONMENT_ROW, trajectory_id="u")
+    prefix = await interrupted_in_environment(turn)
+    assert prefix.snapshot == EnvironmentSnapshot(turns=turn, data=bytes([255, turn]))
+
+    ledger.steps.clear()
+    again = in_environment()
+    trajectory = await resume_in_environment(again, prefix)
+    assert trajectory.response_ids == uninterrupted.response_ids
+    assert trajectory.messages == uninterrupted.messages
+    assert trajectory.turn_scores == uninterrupted.turn_scores
+    assert ledger.steps == list(range(turn + 1, 5))
+    assert trajectory.metrics["restored_turns"] == turn
+    sampled = [request.request_id for request in again.backend.requests]
+    assert sampled == [f"w/{number}" for number in range(turn, 4)]
+
+
+@pytest.mark.parametrize(
+    "snapshot",
+    [
+        EnvironmentSnapshot(turns=2, data=b"no"),
+        EnvironmentSnapshot(turns=2, data=b""),
+        EnvironmentSnapshot(turns=3, data=bytes([255, 3])),
+        EnvironmentSnapshot(turns=2, data=bytes([255, 2]) * (1 << 20)),
+        EnvironmentSnapshot(turns=1, data=bytes([255, 1])),
+        None,
+    ],
+    ids=["foreign", "empty", "of the future", "too large", "too early to replay from", "missing"],
+)
+async def test_a_snapshot_of_a_file_that_does_not_fit_refuses_the_continuation(ledger, snapshot):
+    prefix = replace(await interrupted_in_environment(2), snapshot=snapshot)
+    with raises(ReplayError, key="'ledger'"):
+        await resume_in_environment(in_environment(snapshot_mb=1), through_a_checkpoint(prefix))
+
+
+def test_what_is_no_base64_in_a_checkpoint_is_refused():
+    prefix = Prefix(
+        fork=None,
+        prompt_ids=(1,),
+        prompt_media={},
+        turns=(),
+        partial_turn=None,
+        messages=(),
+        snapshot=EnvironmentSnapshot(turns=1, data=b"data"),
+    )
+    state = GroupRecord(running={3: lambda: prefix}).state()
+    for wrong in ({"turns": 0, "data": "AAAA"}, {"turns": 1, "data": "A"}, {"data": "AAAA"}):
+        state["begun"]["3"]["snapshot"] = wrong
+        with pytest.raises(ValueError, match="snapshot"):
+            GroupRecord.restore(state)
+
+
+async def test_a_member_whose_environment_cannot_go_on_starts_again_under_its_number(ledger):
+    prefix = replace(await interrupted_in_environment(2), snapshot=None)
+    it = in_environment()
+    collector = RolloutCollector(
+        it.context, score=no_score, max_in_flight=4, seed=0, strategy=Chains()
+    )
+    row = {**ENVIRONMENT_ROW, "agent_name": "environment_agent"}
+    group = await collector.collect_one(
+        row,
+        group_size=1,
+        sampling=SAMPLING,
+        step=0,
+        index=0,
+        record=GroupRecord(partial={0: prefix}),
+    )
+    (trajectory,) = group.trajectories
+    assert trajectory.trajectory_id == "train-0-0-0"
+    assert trajectory.num_turns == 4
+    assert ledger.steps[-4:] == [1, 2, 3, 4]
+    assert collector.accounting.summary()["started"] == 1
+
+
+async def no_score(trajectory: Trajectory) -> Trajectory:
+    return trajectory

@@ -102,6 +102,7 @@ class Stage:
             max_model_len=1000,
             tools=ToolRegistry([self.tool]),
         )
+        self.environments = context.environments
         self.collector = RolloutCollector(
             context, score=score or no_score, max_in_flight=max_in_flight, seed=0, strategy=strategy
         )

@@ -23,6 +23,7 @@ from jax_agent_rl.tools.registry import open_tools
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.types import FinishReason, SamplingParams
 from tests.agent_testbed import AgentHarness, assert_token_exact, episode_request
+from tests.capabilities import needs_bwrap
 from tests.http_service import serve
 from tests.tiny_chat import assert_exact, tiny_context
 from tests.unit.docs.pages import DOCS, ROOT, blocks, write_files
@@ -153,6 +154,35 @@ async def test_the_row_of_a_nemo_gym_server_is_played_and_verified():
     assert_token_exact(trajectory, stage.backend.requests)
     assert trajectory.turn_scores == (0.0, 1.0)
     assert [record.name for record in trajectory.tool_calls] == ["increment_counter"]
+
+
+async def test_the_environment_that_starts_slowly_is_prepared_once_per_catalogue(tmp_path: Path):
+    write_files(DOCS / "write" / "environment.md", tmp_path)
+    load_environments(str(tmp_path / "shop.py"))
+    (tmp_path / "goods.txt").write_text("lamp chair")
+    kwargs = {"name": "shop", "catalogue": str(tmp_path / "goods.txt"), "wish": "lamp"}
+    row = {"prompt": [], "extra_info": {"environment_kwargs": kwargs}}
+    pools = EnvironmentPools(warm_instances=1)
+    stage = AgentHarness(EnvironmentAgent, ["lamp"], shared={"environments": pools})
+    trajectory = await stage.run(row)
+    assert trajectory.turn_scores == (1.0,)
+    assert "2 goods." in trajectory.messages[0]["content"]
+    await pools.close()
+
+
+@needs_bwrap
+async def test_the_row_of_a_shell_is_solved_by_a_command(tmp_path: Path):
+    write_files(DOCS / "write" / "environment.md", tmp_path)
+    row = yaml.safe_load((tmp_path / "row.yaml").read_text())
+    row |= {"prompt": [{"role": "user", "content": "Correct sums.py."}]}
+    require_environment(row)
+    pools = EnvironmentPools(timeout=60.0)
+    replies = ["```bash\nsed -i s/-/+/ sums.py; cat sums.py\n```", "Now it adds."]
+    stage = AgentHarness(EnvironmentAgent, replies, shared={"environments": pools})
+    trajectory = await stage.run(row)
+    assert "return a + b" in trajectory.messages[2]["content"]
+    assert trajectory.turn_scores == (0.0, 1.0)
+    await pools.close()
 
 
 async def test_the_tools_load_by_the_keys_the_page_names(

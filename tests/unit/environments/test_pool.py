@@ -18,8 +18,14 @@ from jax_agent_rl.errors import (
     NothingToTrainError,
 )
 from jax_agent_rl.types import DropReason, Group
+from jax_agent_rl.utils.failures import FailureLog
 from tests.messages import raises
 from tests.trajectories import trajectory
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 class Room(Environment):
@@ -178,6 +184,118 @@ async def test_a_close_that_fails_does_not_lose_the_trajectory(room):
 
     async with pool_of(Untidy).lease() as leased:
         await leased.reset()
+
+
+# --- prepared ahead -------------------------------------------------------------------------------
+
+
+class House(Room):
+    """Is built of a material, which takes the builder."""
+
+    prepared_by = ("material",)
+    builder: asyncio.Event
+    residents: list["House"]
+    strikes = False
+
+    async def prepare(self, *, material):
+        await self.builder.wait()
+        if self.strikes:
+            raise OSError("on strike")
+        self.material = material
+
+    async def reset(self, *, material=None, size=1):
+        self.residents.append(self)
+        return Observation.say(f"{size} of {self.material}")
+
+
+@pytest.fixture
+def house(own_registry):
+    cls = type("House", (House,), {"instances": [], "residents": [], "builder": asyncio.Event()})
+    cls.builder.set()
+    environments.register_environment("house")(cls)
+    return cls
+
+
+async def live(pools, **kwargs):
+    """One trajectory; returns what it was shown and how its instance was started."""
+    async with pools.pool("house").lease(kwargs) as leased:
+        opening = await leased.reset(**kwargs)
+        return opening.messages[0]["content"], dict(leased.start_metrics)
+
+
+async def test_an_instance_is_prepared_with_the_declared_arguments_of_the_row(house):
+    pools = EnvironmentPools()
+    said, start = await live(pools, material="brick", size=3)
+    assert said == "3 of brick"
+    assert start["environment_was_ready"] == 0.0
+    assert (await live(pools, size=3))[0] == "3 of None"
+    await pools.close()
+
+
+async def test_warm_instances_are_ready_for_rows_of_the_same_kind_alone(house):
+    pools = EnvironmentPools(warm_instances=2)
+    starts = []
+    for size, material in enumerate(["brick", "brick", "wood", "brick"]):
+        said, start = await live(pools, material=material, size=size)
+        assert said == f"{size} of {material}"
+        starts.append(start["environment_was_ready"])
+        await settle()
+    assert starts == [0.0, 1.0, 0.0, 1.0]
+    await pools.close()
+    assert all(instance.closes == 1 for instance in house.instances)
+
+
+async def test_no_warm_instance_serves_two_trajectories(house):
+    pools = EnvironmentPools(warm_instances=3)
+    for _ in range(4):
+        await asyncio.gather(live(pools), live(pools), live(pools))
+        await settle()
+    assert len(set(house.residents)) == 12
+    assert len(house.instances) <= 12 + 3
+    await pools.close()
+    assert all(instance.closes == 1 for instance in house.instances)
+
+
+async def test_a_preparation_that_fails_loses_one_trajectory_and_leaves_no_instance(house):
+    house.strikes = True
+    pools = EnvironmentPools(warm_instances=2)
+    with raises(EnvironmentFailedError, key="'house'", value=("prepare", "OSError: on strike")):
+        await live(pools)
+    house.strikes = False
+    await live(pools)
+    assert [instance.closes for instance in house.instances[:2]] == [1, 1]
+    await pools.close()
+
+
+async def test_a_preparation_ahead_that_fails_is_counted_and_loses_nothing(house):
+    told = []
+    pools = EnvironmentPools(warm_instances=1, failures=FailureLog(emit=told.append))
+    async with pools.pool("house").lease():
+        house.strikes = True
+        await settle()
+    house.strikes = False
+    _, start = await live(pools)
+    assert start["environment_failed_preparations"] == 1.0
+    assert len(told) == 1 and "prepared ahead" in told[0] and "on strike" in told[0]
+    await pools.close()
+
+
+async def test_a_preparation_that_hangs_is_given_up_and_names_its_setting(house):
+    house.builder.clear()
+    pools = EnvironmentPools(start_timeout=0.05)
+    with raises(EnvironmentTimeoutError, key="environments.start_timeout", value=0.05):
+        await live(pools)
+    assert [instance.closes for instance in house.instances] == [1]
+
+
+async def test_global_instances_are_used_again_for_rows_of_the_same_kind(house):
+    pools = EnvironmentPools(scope="global", max_instances=2)
+    for material in ("brick", "wood", "brick", "wood"):
+        assert (await live(pools, material=material))[0] == f"1 of {material}"
+    assert len(house.instances) == 2
+    await live(pools, material="straw")
+    assert [instance.closes for instance in house.instances] == [1, 0, 0]
+    await pools.close()
 
 
 @pytest.fixture

@@ -66,3 +66,21 @@ def test_a_session_is_counted_with_all_its_segments():
 
 def test_a_run_without_sessions_counts_no_segments():
     assert "segments_mean" not in line_of(trajectory([1], [5]))
+
+
+def test_starts_of_environments_are_counted_where_there_are_any():
+    ready = {"environment_start_seconds": 0.0, "environment_was_ready": 1.0}
+    late = {
+        "environment_start_seconds": 30.0,
+        "environment_was_ready": 0.0,
+        "environment_failed_preparations": 1.0,
+    }
+    line = line_of(
+        replace(trajectory([1], [5], index=0), metrics=ready),
+        replace(trajectory([1], [5], index=1), metrics=late),
+        trajectory([1], [5], index=2),
+    )
+    assert line["environment/start_seconds_mean"] == 15.0
+    assert line["environment/hit_rate"] == 0.5
+    assert line["environment/failed_preparations"] == 1.0
+    assert not any(name.startswith("environment/") for name in line_of(trajectory([1], [5])))

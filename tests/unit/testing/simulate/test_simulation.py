@@ -51,6 +51,38 @@ def test_a_synchronous_step_takes_the_sum_of_its_parts():
     assert result.staleness_max == 0 and result.dropped == 0
 
 
+def environment_steps(warm_instances: int):
+    """The synchronous run above, each of whose trajectories needs an environment of 30 s."""
+    assumptions = [*BALANCED, "steps=12", "agent.environment_start_seconds=30"]
+    return simulate(
+        config.build(RECIPE),
+        load_assumptions(None, assumptions),
+        "sync",
+        POLICIES["sync"],
+        warm_instances=warm_instances,
+    )
+
+
+def test_a_step_waits_for_environments_that_are_started_when_they_are_needed():
+    result = environment_steps(0)
+    assert result.step_seconds == pytest.approx(30 + ROLLOUT + LEARNER + PUBLISH, rel=1e-6)
+    assert result.environment_start_seconds == pytest.approx(30.0)
+    assert result.environment_hit_rate == 0.0
+
+
+def test_a_step_waits_less_for_environments_that_are_started_ahead():
+    # 16 are taken at the begin of a step, and so many others begin to start.
+    result = environment_steps(16)
+    assert result.step_seconds == pytest.approx(30, rel=1e-2)
+
+
+def test_with_enough_warm_environments_only_the_first_steps_wait():
+    result = environment_steps(64)
+    assert result.environment_hit_rate == pytest.approx(9 / 12)
+    waits = result.step_seconds - (ROLLOUT + LEARNER + PUBLISH)
+    assert waits * 12 < 2 * 30
+
+
 def test_one_step_off_takes_the_slower_part_and_the_publication():
     result = outcome("one_step_off", BALANCED)
     assert result.step_seconds == pytest.approx(max(ROLLOUT, LEARNER) + PUBLISH, rel=1e-6)
@@ -130,6 +162,23 @@ def test_a_wrong_assumption_is_named(tmp_path):
             as_json=False,
             console=Console(file=io.StringIO()),
         )
+
+
+def test_the_command_compares_cold_and_warm_environments(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "run_dir: x\nmodel: {path: none}\ndata: {train: none}\nrollout: {prompts_per_step: 2}\n"
+    )
+    screen = Console(file=io.StringIO(), width=100)
+    overrides = ["environments.warm_instances=32", "assume.agent.environment_start_seconds=9"]
+    outcomes = run_command(
+        recipe, [*overrides, "assume.steps=2"], None, as_json=False, console=screen
+    )
+    assert [outcome.policy for outcome in outcomes] == ["cold", "warm 32"]
+    cold, warm = outcomes
+    assert cold.environment_start_seconds == pytest.approx(9.0)
+    assert warm.step_seconds < cold.step_seconds
+    assert "hits" in screen.file.getvalue() and "ideal" not in screen.file.getvalue()
 
 
 def rates_by_rule(*assumptions: str, engines: int) -> dict[str, float]:
