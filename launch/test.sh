@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Tests what is needed to trust a change: environment, model, lint, types, import rules, and the quick tests.
-#   ./launch/test.sh [--dry-run] [--all | --nightly | --only-vllm | --only-harbor] [pytest arguments]
+#   ./launch/test.sh [--dry-run] [--all | --nightly | --only-vllm | --only-harbor | --only-harnesses] [pytest arguments]
 # --all adds the slow tests, SkyPilot's parser, tests on a real vLLM (CPU build) and trials of Harbor, as CI does; --nightly
-# adds the slowest and has twenty times the examples of hypothesis; --only-vllm and --only-harbor run a part of --all. With
-# pytest arguments it is these tests that run, quick or slow.
+# adds the slowest and tests of agent harnesses (Claude Code, Codex, …), and has twenty times the examples of hypothesis;
+# --only-vllm and --only-harbor run a part of --all, --only-harnesses one of --nightly. With pytest arguments it is these
+# tests that run, quick or slow.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -11,12 +12,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 source "$ROOT/launch/vllm_environment.sh"
 # shellcheck source=launch/harbor_environment.sh
 source "$ROOT/launch/harbor_environment.sh"
+# shellcheck source=launch/harnesses.sh
+source "$ROOT/launch/harnesses.sh"
 help_or_go_on "${BASH_SOURCE[0]}" "$@"
 cd "$ROOT"
 LINTED=(jax_agent_rl gpu_backend tests benchmarks examples)
+TEST_EXTRAS=clients,dev,docs,environments,math,plan,tensorboard,tinker,trace,trackio,wandb
 
 PARTS=main
-SELECTED="not vllm and not slow"
+SELECTED="not vllm and not harnesses and not slow"
 VLLM_SELECTED="vllm and not nightly"
 HARBOR_SELECTED="harbor and not nightly"
 TYPED=(jax_agent_rl gpu_backend) # empty: what pyproject.toml includes, benchmarks and tests too
@@ -26,14 +30,20 @@ while true; do
     --dry-run) DRY_RUN=1 ;;
     --all | --nightly)
       PARTS="main vllm harbor"
-      SELECTED="not vllm and not nightly"
-      if [ "$1" = --nightly ]; then SELECTED="not vllm" VLLM_SELECTED=vllm HARBOR_SELECTED=harbor; fi
+      SELECTED="not vllm and not harnesses and not nightly"
+      if [ "$1" = --nightly ]; then
+        PARTS="main vllm harbor harnesses"
+        SELECTED="not vllm and not harnesses"
+        VLLM_SELECTED=vllm
+        HARBOR_SELECTED=harbor
+      fi
       export TEST_EXAMPLES="${1#--}" # read by tests/examples.py
       TYPED=()
       TIMED=1
       ;;
     --only-vllm) PARTS=vllm ;;
     --only-harbor) PARTS=harbor ;;
+    --only-harnesses) PARTS=harnesses ;;
     *) break ;;
   esac
   shift
@@ -41,11 +51,11 @@ done
 # Side by side, see tests/conftest.py: compiling takes one core at a time, and many tests wait. Slow
 # tests start runs, and engines of vLLM several processes each: fewer files at a time.
 WORKERS=5
-if [ "$PARTS" = "main vllm harbor" ]; then WORKERS=3; fi
+if [ "$PARTS" != main ]; then WORKERS=3; fi
 SIDE_BY_SIDE=(-n "$WORKERS" --no-loadscope-reorder)
 VLLM_SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
 if [ $# -gt 0 ]; then
-  SELECTED="not vllm"
+  SELECTED="not vllm and not harnesses"
   VLLM_SELECTED=vllm
   HARBOR_SELECTED=harbor
   SIDE_BY_SIDE=()
@@ -78,10 +88,10 @@ make_sky_environment() {
 }
 
 test_main() {
-  make_environment clients,dev,docs,environments,math,plan,tensorboard,tinker,trace,trackio,wandb
+  make_environment "$TEST_EXTRAS"
   # Where both parts run, vLLM's environment is installed meanwhile. What goes wrong in that is shown when the second part
   # asks for it again.
-  if [ "$PARTS" = "main vllm harbor" ] && [ "$DRY_RUN" = 0 ]; then
+  if [[ "$PARTS" = "main vllm"* ]] && [ "$DRY_RUN" = 0 ]; then
     (make_vllm_environment dev) >/dev/null 2>&1 &
   fi
   if [ "$PARTS" != main ]; then make_sky_environment || say "SkyPilot could not be installed: its parser is not asked"; fi
@@ -109,14 +119,21 @@ test_main() {
   return "$failed"
 }
 
+# names_tests ARGUMENTS…: whether a file or folder is among pytest's arguments.
+names_tests() {
+  local argument
+  for argument in "$@"; do
+    if [ -e "${argument%%::*}" ]; then return 0; fi
+  done
+  return 1
+}
+
 test_vllm() {
   make_vllm_environment dev
   say "tests on vLLM"
   # Other folders have none, and import what this environment lacks.
-  local tests=(tests/conformance tests/gpu_backend) argument
-  for argument in "$@"; do
-    if [ -e "${argument%%::*}" ]; then tests=(); fi
-  done
+  local tests=(tests/conformance tests/gpu_backend)
+  if names_tests "$@"; then tests=(); fi
   run "$VLLM_VENV/bin/python" -m pytest -m "$VLLM_SELECTED" --durations=10 "${VLLM_SIDE_BY_SIDE[@]}" "${tests[@]}" "$@"
 }
 
@@ -130,12 +147,20 @@ test_harbor() {
   say "tests of Harbor"
   export LITELLM_LOCAL_MODEL_COST_MAP=True # it would ask the network for one
   # Other files import what this environment lacks.
-  local tests argument
+  local tests
   mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.harbor' tests | sort)
-  for argument in "$@"; do
-    if [ -e "${argument%%::*}" ]; then tests=(); fi
-  done
+  if names_tests "$@"; then tests=(); fi
   run "$HARBOR_VENV/bin/python" -m pytest -m "$HARBOR_SELECTED" --durations=10 "${VLLM_SIDE_BY_SIDE[@]}" "${tests[@]}" "$@"
+}
+
+# One at a time: each is a program of hundreds of megabytes beside its engine.
+test_harnesses() {
+  make_environment "$TEST_EXTRAS"
+  make_harnesses
+  say "tests of harnesses"
+  local tests=(tests/harnesses)
+  if names_tests "$@"; then tests=(); fi
+  run env JAX_AGENT_RL_HARNESSES="$HARNESSES" "$VENV/bin/python" -m pytest -m harnesses --durations=10 "${tests[@]}" "$@"
 }
 
 for part in $PARTS; do

@@ -176,13 +176,17 @@ def reference_logprobs(ids: Sequence[int], supports: Sequence[Support | None] = 
     return normalized[np.arange(len(ids) - 1), list(ids)[1:]]
 
 
-def assert_exact(trajectory: Trajectory, backend: Watched) -> None:
-    """Everything trained on was sampled by the engine in exactly the context it stands in, and only
-    once.
+def assert_sampled_once(
+    trajectory: Trajectory, calls: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> None:
+    """Everything trained on was sampled in exactly the context it stands in, and only once.
+
+    Args:
+        calls: what an engine was asked and what it answered, in ids.
     """
-    answers = {request.prompt_ids: [] for request, _ in backend.seen}
-    for request, output in backend.seen:
-        answers[request.prompt_ids].append(output.token_ids)
+    answers: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for prompt_ids, token_ids in calls:
+        answers.setdefault(tuple(prompt_ids), []).append(tuple(token_ids))
     for sequence in trajectory.sequences:
         context = sequence.prompt_ids
         for turn in sequence.turns:
@@ -191,6 +195,16 @@ def assert_exact(trajectory: Trajectory, backend: Watched) -> None:
             )  # raises unless sampled there; removed: trained on once
             context += turn.output.token_ids + turn.appended_ids
         assert context == sequence.prompt_ids + sequence.response_ids
+
+
+def assert_exact(trajectory: Trajectory, backend: Watched) -> None:
+    """Everything trained on was sampled by the engine in exactly the context it stands in, and only
+    once, with the log-probs of a full pass.
+    """
+    calls = [(request.prompt_ids, output.token_ids) for request, output in backend.seen]
+    assert_sampled_once(trajectory, calls)
+    for sequence in trajectory.sequences:
+        context = sequence.prompt_ids + sequence.response_ids
         expected = reference_logprobs(context, sequence.supports)[len(sequence.prompt_ids) - 1 :]
         mask = np.asarray(sequence.response_mask, bool)
         free = np.asarray(sequence.loss_mask, bool)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jax_agent_rl.config.base import Positive, Section, Unless, WhenKey
 
@@ -13,6 +14,8 @@ _WORKSPACE_MB = (
     " one gives reward 0."
 )
 _WORKSPACE_ENTRIES = "Maximum number of files, folders and links that are handed to the tests."
+_MOUNT_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_TASK_FOLDERS = frozenset({"agent", "app", "logs", "tests"})  # of /tmp in the sandbox
 
 
 class ProgramLimits(Section):
@@ -50,6 +53,14 @@ class CommandConfig(ProgramLimits):
         default=None,
         description="Folder with the program, copied into the sandbox or container as /tmp/agent.",
     )
+    mounts: Annotated[dict[str, str], Unless("agent.command.container")] = Field(
+        default_factory=dict,
+        description=(
+            "Folders of this machine that the program sees, read-only, by their names below /tmp:"
+            " what is too large to copy, such as `{harness: ~/claude-code}`. The tests do not see"
+            " them."
+        ),
+    )
     container: Literal["docker", "podman"] | None = Field(
         default=None,
         description=(
@@ -75,3 +86,14 @@ class CommandConfig(ProgramLimits):
     max_running: Positive = Field(
         default=16, description="Maximum number of concurrent programs; further ones wait."
     )
+
+    @field_validator("mounts")
+    @classmethod
+    def _mount_names(cls, mounts: dict[str, str]) -> dict[str, str]:
+        for name in mounts:
+            if not _MOUNT_NAME.fullmatch(name) or name in _TASK_FOLDERS:
+                raise ValueError(
+                    f"{name!r} cannot be a folder of /tmp there; use letters, digits, _ and -, and"
+                    f" none of {', '.join(sorted(_TASK_FOLDERS))}"
+                )
+        return mounts

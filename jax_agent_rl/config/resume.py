@@ -70,7 +70,7 @@ DEFINES = _paths(
             " turn_end_token additional_eos_token_ids chat_template_kwargs call_tool_first"
             " force_finish_for_last_turn mask_overlong_loss mask_void_traj"
         ),
-        "agent.command": "argv container image",
+        "agent.command": "argv container image mounts",
         "agent.harbor": (
             "agent agent_options agent_env model environment environment_options reward_key"
         ),

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
         "test.sh",
         "vllm_environment.sh",
         "harbor_environment.sh",
+        "harnesses.sh",
         "../.ci/run",
     ]
     + ["tpu_pod.sh", "tpu_host.sh", "tpu_environment.sh"],
@@ -120,7 +121,7 @@ def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Pat
     )
     assert imports == "lint-imports"
     assert types.startswith("pyright --pythonpath")
-    assert tests == "python -m pytest -m not vllm --durations=10 -k config"
+    assert tests == "python -m pytest -m not vllm and not harnesses --durations=10 -k config"
 
 
 def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path: Path):
@@ -137,17 +138,28 @@ def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path
         " tests/conformance tests/gpu_backend",
     ]
     assert any(command.endswith("torchvision/_meta_registrations.py") for command in commands)
-    assert any("pytest -m not vllm and not nightly --durations" in command for command in commands)
+    selected = "pytest -m not vllm and not harnesses and not nightly --durations"
+    assert any(selected in command for command in commands)
     nightly = dry_run("test.sh", tmp_path, "--nightly")
-    assert any("pytest -m not vllm --durations" in command for command in nightly)
+    selected = "pytest -m not vllm and not harnesses --durations"
+    assert any(selected in command for command in nightly)
     assert any("pytest -m vllm --durations" in command for command in nightly)
     quick = dry_run("test.sh", tmp_path)
     assert not any("venv-vllm" in command for command in quick)
-    assert "pytest -m not vllm and not slow --durations" in quick[-2]
+    assert "pytest -m not vllm and not harnesses and not slow --durations" in quick[-2]
     assert not any(
         f"{tmp_path}/venv/" in command
         for command in dry_run("test.sh", tmp_path, "--only-vllm", "-x")
     )
+
+
+def claim_version(python: Path, minor: int) -> None:
+    """Write a Python that says it is 3.``minor``."""
+    python.write_text(
+        '#!/bin/bash\n[ "$1" = --version ] && exit\n'
+        f'exec {sys.executable} -c "import sys; sys.version_info = (3, {minor}); $2"\n'
+    )
+    python.chmod(0o755)
 
 
 def test_trials_of_harbor_run_in_an_environment_of_their_own_on_a_python_that_it_takes(
@@ -156,12 +168,7 @@ def test_trials_of_harbor_run_in_an_environment_of_their_own_on_a_python_that_it
     pythons = tmp_path / "pythons"
     pythons.mkdir()
     for name, version in (("old", 11), ("new", 12)):
-        python = pythons / name
-        python.write_text(
-            '#!/bin/bash\n[ "$1" = --version ] && exit\n'
-            f'exec {sys.executable} -c "import sys; sys.version_info = (3, {version}); $2"\n'
-        )
-        python.chmod(0o755)
+        claim_version(pythons / name, version)
     nowhere = {"PYENV_ROOT": str(tmp_path), "PATH": f"{pythons}:/usr/bin:/bin"}
     folder = tmp_path / "run"
     folder.mkdir()
@@ -171,3 +178,27 @@ def test_trials_of_harbor_run_in_an_environment_of_their_own_on_a_python_that_it
     assert commands[-1].startswith(f"{folder}/venv-harbor/bin/python -m pytest -m harbor")
     assert "tests/unit/agents/test_harbor.py" in commands[-1]
     assert dry_run("test.sh", folder, "--only-harbor", PYTHON=str(pythons / "old"), **nowhere) == []
+
+
+def test_harnesses_are_installed_from_one_list_of_versions_and_tested_at_night(tmp_path: Path):
+    claim_version(tmp_path / "new", 12)
+    run = tmp_path / "run"
+    run.mkdir()
+    folder = run / "harnesses"
+    place = {"JAX_AGENT_RL_HARNESSES": str(folder), "PYTHON": str(tmp_path / "new")}
+    commands = dry_run("test.sh", run, "--only-harnesses", "-x", **place)
+    pins = (ROOT / "third_party" / "harnesses.txt").read_text()
+    (npm,) = [command for command in commands if command.startswith("npm install")]
+    (pip,) = [command for command in commands if "mini-swe-agent==" in command]
+    for line in pins.splitlines():
+        installer, _, package = line.partition(" ")
+        if installer in ("npm", "pip"):
+            assert package in {"npm": npm, "pip": pip}[installer].split()
+    assert pip.startswith(f"{folder}/python/bin/python -m pip install")
+    assert commands[-1].endswith("pytest -m harnesses --durations=10 tests/harnesses -x")
+
+    assert dry_run("test.sh", run, "--nightly", **place)[-1].endswith(
+        "pytest -m harnesses --durations=10 tests/harnesses"
+    )
+    for command in dry_run("test.sh", run, "--all", **place):
+        assert "tests/harnesses" not in command

@@ -67,6 +67,7 @@ class CommandAgent(OpenAIAgentLoop):
                 " e.g. [python, agent.py]"
             )
         _ = self._program
+        _ = self._mounts
         await self._open_runtime()
 
     async def play(self, request: EpisodeRequest) -> Trajectory:
@@ -84,7 +85,8 @@ class CommandAgent(OpenAIAgentLoop):
             raise TrajectoryError(str(error)) from error  # of this task alone
         runtime = await self._open_runtime()
         if isinstance(runtime, Sandbox):
-            machine: TaskMachine = SandboxedTask(runtime, task, workspace_limits(self._settings))
+            limits = workspace_limits(self._settings)
+            machine: TaskMachine = SandboxedTask(runtime, task, limits, mounts=self._mounts)
         else:
             machine = ContainerTask(runtime, task)
 
@@ -160,6 +162,17 @@ class CommandAgent(OpenAIAgentLoop):
         except ValueError as error:
             raise ConfigError(f"agent.command.program_dir={str(folder)!r}: {error}") from None
         return files
+
+    @functools.cached_property
+    def _mounts(self) -> dict[str, Path]:
+        """The folders that programs see read-only, by name."""
+        folders = {}
+        for name, path in self._settings.mounts.items():
+            folder = Path(path).expanduser()
+            if not folder.is_dir():
+                raise ConfigError(f"agent.command.mounts.{name}={path!r} is not a folder")
+            folders[name] = folder
+        return folders
 
     async def _open_runtime(self) -> Sandbox | ContainerRuntime:
         """Return where tasks run, checked on first use."""

@@ -224,12 +224,22 @@ class SandboxedTask(TaskMachine):
     Args:
         sandbox: makes them.
         limits: of the working folder that the tests see.
+        mounts: folders of this machine that the program sees read-only, by their names below
+            ``/tmp``.
     """
 
-    def __init__(self, sandbox: Sandbox, task: CommandTask, limits: WorkspaceLimits) -> None:
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        task: CommandTask,
+        limits: WorkspaceLimits,
+        *,
+        mounts: Mapping[str, Path],
+    ) -> None:
         self._sandbox = sandbox
         self._task = task
         self._limits = limits
+        self._mounts = mounts
         self._program_result: JobResult | None = None
 
     async def run_program(
@@ -246,7 +256,8 @@ class SandboxedTask(TaskMachine):
             (".", file_entries(files, folders=FOLDERS)),
             ("app", file_entries(self._task.files)),
         ]
-        self._program_result = await self._run(job, trees, {"endpoint.sock": endpoint})
+        paths = {"endpoint.sock": endpoint, **self._mounts}
+        self._program_result = await self._run(job, trees, paths)
         return self._program_result
 
     async def run_tests(self, seconds: float) -> JobResult:

@@ -28,6 +28,7 @@ of its generations.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -66,6 +67,7 @@ from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, expositio
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+logger = logging.getLogger(__name__)
 PING_SECONDS = 15.0
 """Silence in a stream after which a comment is sent, so that no proxy takes the connection for
 dead."""
@@ -441,6 +443,8 @@ async def _failures(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def _error_response(request: web.Request, problem: ApiError) -> web.Response:
+    """Return a failure as an answer; log it, as many a program keeps it to itself."""
+    logger.info("refused %s %.200r: %d %s", request.method, request.path, problem.status, problem)
     body = dialect_of(request.path).failure(problem)
     retry = {"x-should-retry": "true" if problem.retry else "false"}
     return web.json_response(body, status=problem.status, headers=retry)

@@ -43,6 +43,9 @@ _ERRORS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_BILLING_HEADER = "x-anthropic-billing-header:"
+"""How a block of Claude Code's begins that is not for the model. It differs from conversation to
+conversation, so that no prompt would begin as another one does."""
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
@@ -414,8 +417,11 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any]:
 def _text(system: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(system, str):
         return system
+    texts = []
     for block in system:
         if not isinstance(block, Mapping) or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
             raise ApiError(400, f"system: a block of type {kind!r} is not text", param="system")
-    return "\n".join(block["text"] for block in system)
+        if not block["text"].startswith(_BILLING_HEADER):
+            texts.append(block["text"])
+    return "\n".join(texts)

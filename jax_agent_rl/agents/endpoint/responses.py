@@ -7,7 +7,8 @@
 
 Input items that belong to one assistant turn (reasoning, message, function calls) become one
 message, as the model wrote them. A session stores its responses, so that ``previous_response_id``
-continues one by its exact ids. Reference: the API reference of ``POST /v1/responses``.
+continues one by its exact ids. The model knows a function of a namespace as ``namespace.name``.
+Reference: the API reference of ``POST /v1/responses``.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class ResponsesRequest(ApiRequest):
         {
             "access_programs",
             "background_options",
+            "client_metadata",
             "context_management",
             "max_tool_calls",
             "moderation",
@@ -104,8 +106,20 @@ class ResponsesRequest(ApiRequest):
     @classmethod
     def _functions(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         for tool in value or ():
-            if tool.get("type") != "function" or not tool.get("name"):
-                raise ValueError(f'needs {{"type": "function", "name": …}}, got {tool!r:.120}')
+            functions = [tool]
+            if tool.get("type") == "namespace" and tool.get("name"):
+                functions = tool.get("tools")
+                if not isinstance(functions, list):
+                    raise ValueError(f"a namespace needs a list of tools, got {tool!r:.120}")
+            for function in functions:
+                if (
+                    not isinstance(function, dict)
+                    or function.get("type") != "function"
+                    or not function.get("name")
+                ):
+                    raise ValueError(
+                        f'needs {{"type": "function", "name": …}}, got {function!r:.120}'
+                    )
         return value
 
     @field_validator("include")
@@ -117,6 +131,18 @@ class ResponsesRequest(ApiRequest):
             )
         return value
 
+    @property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Namespace and name of each function of one, by the name that the model knows."""
+        names = {}
+        for tool in self.tools or ():
+            if tool["type"] != "namespace":
+                continue
+            for function in tool["tools"]:
+                pair = (tool["name"], function["name"])
+                names[_qualified(*pair)] = pair
+        return names
+
     def chat_fields(self, history: Sequence[Message]) -> dict[str, Any]:
         """Return the fields of the equivalent chat request, which continues ``history``."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -126,7 +152,7 @@ class ResponsesRequest(ApiRequest):
         return {
             "model": self.model,
             "messages": [*system, *history, *_chat_messages(self.input)],
-            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            "tools": _chat_tools(self.tools) if self.tools else None,
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "max_completion_tokens": self.max_output_tokens,
@@ -157,6 +183,7 @@ class ResponsesAnswer(ApiAnswer):
         request = ResponsesRequest.model_validate(call.body)
         stored = call.stored
         self._request = request
+        self._namespaces = request.namespaces
         self._stored = stored
 
         history: list[Message] = []
@@ -191,7 +218,7 @@ class ResponsesAnswer(ApiAnswer):
             if part.kind == "text":
                 items.append(_message_item(part.text))
             elif part.call is not None:
-                items.append(_call_item(part.call))
+                items.append(self._call_item(part.call))
             elif part.text:
                 items.append(_reasoning_item(part.text))
         if _is_empty(turn):
@@ -212,7 +239,7 @@ class ResponsesAnswer(ApiAnswer):
             yield from self._message_delta(piece.text)
         if piece.call is not None:
             yield from self._message_done()
-            yield from self._call(_call_item(piece.call))
+            yield from self._call(self._call_item(piece.call))
         if piece.turn is not None:
             yield from self._message_done()
 
@@ -329,6 +356,19 @@ class ResponsesAnswer(ApiAnswer):
     def _part_indices(self) -> dict[str, Any]:
         return {"item_id": self._message_id, "output_index": len(self._items), "content_index": 0}
 
+    def _call_item(self, call: ToolCall) -> dict[str, Any]:
+        item = {
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            "status": "completed",
+        }
+        if call.name in self._namespaces:
+            item["namespace"], item["name"] = self._namespaces[call.name]
+        return item
+
     def _call(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         arguments = item["arguments"]
         indices = {"item_id": item["id"], "output_index": len(self._items)}
@@ -380,21 +420,33 @@ def _reasoning_item(text: str) -> dict[str, Any]:
     return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": content}
 
 
-def _call_item(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": f"fc_{uuid.uuid4().hex}",
-        "type": "function_call",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": json.dumps(call.arguments, ensure_ascii=False),
-        "status": "completed",
-    }
-
-
 # --- input items as chat messages -----------------------------------------------------------------
 
 
-def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _qualified(namespace: Any, name: Any) -> str:
+    """Return the name by which the model knows a function of a namespace."""
+    return f"{namespace}.{name}"
+
+
+def _chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools as those of a chat request; a namespace's description is in each of its own."""
+    functions = []
+    for tool in tools:
+        if tool["type"] == "function":
+            functions.append(_chat_function(tool))
+            continue
+        for function in tool["tools"]:
+            texts = [tool.get("description"), function.get("description")]
+            described = {
+                **function,
+                "name": _qualified(tool["name"], function["name"]),
+                "description": "\n\n".join(text for text in texts if isinstance(text, str)),
+            }
+            functions.append(_chat_function(described))
+    return functions
+
+
+def _chat_function(tool: Mapping[str, Any]) -> dict[str, Any]:
     # In the client's order, which the prompt shows.
     function = {
         key: value for key, value in tool.items() if key in ("name", "description", "parameters")
@@ -441,7 +493,10 @@ def _chat_messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
         if kind == "message":
             turn["content"] += _joined_text(item.get("content"), number)
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            name = item.get("name")
+            if item.get("namespace"):
+                name = _qualified(item["namespace"], name)
+            function = {"name": name, "arguments": item.get("arguments")}
             call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
         else:

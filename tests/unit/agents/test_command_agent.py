@@ -4,6 +4,7 @@ trained on.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import textwrap
 from pathlib import Path
@@ -14,6 +15,7 @@ pytest.importorskip("openai")
 
 from jax_agent_rl.agents.command.agent import CommandAgent
 from jax_agent_rl.agents.command.task import read_harbor_task, read_task
+from jax_agent_rl.config import load
 from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError
 from jax_agent_rl.rewards import rules
 from jax_agent_rl.types import SamplingParams
@@ -134,6 +136,41 @@ async def test_a_program_sees_neither_tests_nor_network_nor_other_files(tmp_path
     _, output = await run(spy, task, tmp_path)
     assert output["exit_code"] == 0, output["stderr"]
     assert output["reward"] == 0.0  # what it wrote under /tests is not what runs
+
+
+@needs_bwrap
+async def test_a_program_sees_mounted_folders_and_its_tests_do_not(tmp_path: Path):
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness" / "name.txt").write_text("9")
+    program = f"""{URLLIB_ASK}
+ask([{{"role": "user", "content": "x"}}])
+try:
+    open("/tmp/harness/new.txt", "w")
+except OSError:
+    open("answer.txt", "w").write(open("/tmp/harness/name.txt").read())
+"""
+    check = (
+        "import os; assert open('/app/answer.txt').read() == '9';"
+        " assert not os.path.exists('/tmp/harness')"
+    )
+    task = row(tests={"check.py": check}, verifier="python3 /tests/check.py")
+    mounts = {"harness": str(tmp_path / "harness")}
+    (tmp_path / "program").mkdir()
+    _, output = await run(program, task, tmp_path / "program", mounts=mounts)
+    assert output["reward"] == 1.0, output["stderr"] + output["verifier"]
+
+
+@pytest.mark.parametrize("name", ["app", "a/b", "..", "0.tree", ""])
+def test_a_mount_is_a_folder_of_its_own(name: str):
+    with raises(ConfigError, key="agent.command.mounts", value=name):
+        load("quickstart", [f"agent.command.mounts={json.dumps({name: '/usr'})}"])
+
+
+async def test_a_mount_that_is_no_folder_is_refused():
+    mounts = {"harness": "/no/such"}
+    async with tiny_context(command={"argv": ["true"], "mounts": mounts}) as context:
+        with raises(ConfigError, key="agent.command.mounts.harness", value="/no/such"):
+            await CommandAgent(context).preflight()
 
 
 @needs_bwrap

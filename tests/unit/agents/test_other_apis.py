@@ -15,6 +15,7 @@ from tests.endpoint_testbed import ASK, CALL, serving  # noqa: E402
 
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}}
 FUNCTION = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+NAMESPACE = {"type": "namespace", "name": "sums", "description": "Sums.", "tools": [FUNCTION]}
 
 
 def claude(stage, path="", key="any"):
@@ -77,6 +78,18 @@ async def test_tool_use_and_its_result_extend_the_turn_by_its_ids(stream: bool):
         first_turn, second_turn = stage.store.known("s", "any").recorder.turns
     assert second_turn.parent is first_turn
     assert second_turn.context_ids[: len(first_turn.context_ids)] == first_turn.context_ids
+
+
+async def test_claude_codes_billing_header_is_no_part_of_the_prompt():
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.2de;"},
+        {"type": "text", "text": "be brief"},
+    ]
+    async with serving(["3"]) as stage, claude(stage) as client:
+        for given in (system, "be brief"):
+            await client.messages.create(model="policy", max_tokens=50, system=given, messages=ASK)
+    with_header, without = stage.backend.requests
+    assert with_header.prompt_ids == without.prompt_ids
 
 
 async def test_a_stream_of_text_adds_up_and_ends_with_its_usage():
@@ -194,6 +207,27 @@ async def test_a_function_call_and_its_output_extend_the_turn_by_its_ids(
     assert second_turn.context_ids[: len(first_turn.context_ids)] == first_turn.context_ids
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_function_of_a_namespace_is_called_by_both_names(stream: bool):
+    async def create(client, items):
+        fields = {"model": "x", "tools": [NAMESPACE], "input": items, "store": False}
+        if not stream:
+            return await client.responses.create(**fields)
+        events = await client.responses.create(**fields, stream=True)
+        return [event async for event in events][-1].response
+
+    call = CALL.replace("add", "sums.add")
+    async with serving([call, "it is 3"]) as stage, stage.client("/sessions/s/v1") as client:
+        first = await create(client, ASK)
+        (item,) = first.output
+        assert (item.namespace, item.name) == ("sums", "add")
+        output = {"type": "function_call_output", "call_id": item.call_id, "output": "3"}
+        await create(client, [*ASK, item.model_dump(exclude_none=True), output])
+        first_turn, second_turn = stage.store.known("s", "any").recorder.turns
+    assert second_turn.parent is first_turn
+    assert '"description": "Sums."' in stage.codec.decode(first_turn.prompt_ids)
+
+
 async def test_a_stream_of_text_adds_up_and_its_events_are_numbered():
     async with serving(["one two three four"]) as stage, stage.client() as client:
         stream = await client.responses.create(model="policy", input="count", stream=True)
@@ -221,6 +255,8 @@ async def test_a_response_that_is_cut_is_incomplete():
         ({"previous_response_id": "resp_none"}, "previous_response_not_found"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, None),
         ({"tools": [{"type": "web_search"}]}, None),
+        ({"tools": [{**NAMESPACE, "tools": [{"type": "web_search"}]}]}, None),
+        ({"tools": [{**NAMESPACE, "tools": 3}]}, None),
         ({"text": {"format": {"type": "json_object"}}}, None),
         ({"background": True}, None),
         ({"include": ["message.output_text.logprobs"]}, None),

@@ -1,0 +1,5 @@
+#!/bin/sh
+# OpenHands' SDK: Chat Completions, through LiteLLM.
+set -e
+. /tmp/agent/python.sh
+run_python "runpy.run_path('/tmp/agent/openhands_agent.py', run_name='__main__')"
