@@ -110,6 +110,24 @@ async def test_opencode_and_the_title_it_asks_for():
     assert result.refused == []
 
 
+async def test_gemini_cli():
+    replies = [
+        call("read_file", file_path="/tmp/app/total.py"),
+        call(
+            "replace",
+            file_path="/tmp/app/total.py",
+            old_string="4",
+            new_string="3",
+            instruction="take 3",
+        ),
+        call("run_shell_command", command="python3 total.py", description="run it"),
+        "It prints 6 now.",
+    ]
+    result = await finished("sh /tmp/agent/gemini.sh", replies)
+    assert graph(result.trajectory) == [(4, 0)]
+    assert result.refused == []
+
+
 async def test_claude_code_completes_a_call_and_so_leaves_its_context():
     """It sends the edit back with ``replace_all: false``, which the policy did not say: the turns
     after it are in a context of their own.

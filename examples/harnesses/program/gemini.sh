@@ -3,4 +3,6 @@
 set -e
 export PATH="/tmp/harnesses/node_modules/.bin:/tmp/node/bin:$PATH"
 export GOOGLE_GEMINI_BASE_URL="$ANTHROPIC_BASE_URL" GEMINI_API_KEY="$ANTHROPIC_API_KEY" GEMINI_CLI_TRUST_WORKSPACE=true
+mkdir -p "$HOME/.gemini"
+echo '{"security": {"auth": {"selectedType": "gemini-api-key"}}}' > "$HOME/.gemini/settings.json"
 gemini --model policy --yolo --prompt "$TASK_INSTRUCTION"
