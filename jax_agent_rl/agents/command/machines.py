@@ -234,12 +234,12 @@ class SandboxedTask(TaskMachine):
         task: CommandTask,
         limits: WorkspaceLimits,
         *,
-        mounts: Mapping[str, Path],
+        mounts: Mapping[str, Path] | None = None,
     ) -> None:
         self._sandbox = sandbox
         self._task = task
         self._limits = limits
-        self._mounts = mounts
+        self._mounts = mounts or {}
         self._program_result: JobResult | None = None
 
     async def run_program(

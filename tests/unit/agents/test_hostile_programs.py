@@ -65,7 +65,7 @@ async def task_machine(
         task = CommandTask(
             instruction="", files=files or {}, tests=tests, verifier=verifier, env=env or {}
         )
-        machine = SandboxedTask(open_here(as_root=as_root), task, LIMITS, mounts={})
+        machine = SandboxedTask(open_here(as_root=as_root), task, LIMITS)
 
         async def run_program(program, *, seconds=20.0):
             argv = ["python3", "-c", textwrap.dedent(program)]
