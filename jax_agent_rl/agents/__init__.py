@@ -17,6 +17,7 @@ Agents of other frameworks:
   ``langgraph``.
 - ``command``: any program; also the environment ``shell``.
 - ``harbor``: trials of Harbor.
+- ``inspect_tasks``: tasks of Inspect.
 """
 
 from jax_agent_rl.agents.command import shell as _shell  # it registers an environment
@@ -31,6 +32,7 @@ from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.frameworks import OpenAIAgentLoop, ReactAgentLoop, openai_agent
 from jax_agent_rl.agents.harbor.agent import HarborAgent
+from jax_agent_rl.agents.inspect_tasks import InspectAgentLoop
 from jax_agent_rl.agents.loop import (
     AgentLoop,
     AgentSelector,
@@ -57,6 +59,7 @@ __all__ = [
     "EpisodeRequest",
     "FrozenModel",
     "HarborAgent",
+    "InspectAgentLoop",
     "InteractionAgent",
     "OpenAIAgentLoop",
     "Prefix",

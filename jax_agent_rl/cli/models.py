@@ -1,4 +1,4 @@
-"""``jax-agent-rl fetch-model``, ``prepare``, ``convert``, ``export``: models and data."""
+"""``jax-agent-rl fetch-model``, ``prepare``, ``inspect-rows``, ``convert``, ``export``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def register(app: typer.Typer) -> None:
         "prepare shop --calls json --out data/shop_json",
         "prepare calculator --out data/mine --seed 1",
     )(prepare)
+    command(
+        app,
+        Panel.MODELS,
+        "inspect-rows arithmetic.py@arithmetic highest=5 --out data/arithmetic.jsonl",
+        name="inspect-rows",
+    )(inspect_rows)
     command(app, Panel.MODELS, "convert model.gguf ~/models/mine --dtype bfloat16")(convert)
     command(
         app,
@@ -73,6 +79,32 @@ def prepare(
         )
     for file in tasks[task](out or Path("data") / task, seed=seed, agent_name=agent):
         print(file)
+
+
+def inspect_rows(
+    task: Annotated[str, typer.Argument(help="FILE.py@NAME, or the name of an installed task.")],
+    out: Annotated[Path, typer.Option(help="File of rows to write, ending in .jsonl.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Arguments of the task, in YAML."),
+    ] = None,
+) -> None:
+    """Write the samples of a task of Inspect as rows, for eval, rollout and train."""
+    from jax_agent_rl.agents.inspect_tasks import task_arguments, task_rows
+    from jax_agent_rl.errors import ConfigError
+    from jax_agent_rl.utils.files import make_folder, replacing
+    from jax_agent_rl.utils.surrogates import json_line
+    from jax_agent_rl.utils.text import counted
+
+    if out.suffix != ".jsonl":
+        raise ConfigError(f"--out {out}: rows are written as JSON Lines; name a file FILE.jsonl")
+    make_folder(out.parent)
+    count = 0
+    with replacing(out) as stream:
+        for row in task_rows(task, task_arguments(arguments or ())):
+            stream.write(json_line(row).encode())
+            count += 1
+    print(f"{out}: {counted(count, 'row')}")
 
 
 def convert(

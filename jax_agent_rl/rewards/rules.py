@@ -266,6 +266,31 @@ def command(agent_output: Mapping[str, Any] | None = None) -> float:
     return float(agent_output["reward"])
 
 
+@register_reward("inspect")
+def inspect_task(
+    agent_output: Mapping[str, Any] | None = None, scorer: str | None = None
+) -> dict[str, float]:
+    """Return what the first scorer of an Inspect task gave, or the one that the row names.
+
+    All numbers of its scorers are parts. A trajectory that a limit ended before its solver did
+    gets 0.
+
+    Raises:
+        RewardError: the row's agent is not ``inspect``, or the scorer gave nothing.
+    """
+    if agent_output is None:
+        return {"score": 0.0, "scored": 0.0}
+    scores = agent_output.get("scores") if isinstance(agent_output, Mapping) else None
+    if not isinstance(scores, Mapping):
+        raise RewardError("data_source 'inspect' is for rows whose agent is 'inspect'")
+    name = scorer or next(iter(scores), "")
+    if name not in scores:
+        raise RewardError(
+            f"the Inspect task's scorers gave no {name!r}; they gave {sorted(scores)}"
+        )
+    return {**scores, "score": scores[name], "scored": 1.0}
+
+
 @register_reward("environment")
 def environment(turn_scores: Sequence[float]) -> float:
     """Return the sum of the rewards that the environment gave per turn."""

@@ -110,6 +110,7 @@ def test_install_adds_extras_in_the_versions_of_the_environments_lock(tmp_path: 
     assert "locks/cpu.txt" in install("ray")
     assert "locks/verifiers.txt" in install("verifiers")
     assert "locks/harbor.txt" in install("harbor")
+    assert "locks/inspect.txt" in install("inspect")
 
 
 def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Path):

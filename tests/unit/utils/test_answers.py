@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.config.kl import TeacherConfig
+from jax_agent_rl.environments import EnvironmentPool, get_environment
 from jax_agent_rl.environments.users.builtin import OpenAIChat
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError, ToolServerError
 from jax_agent_rl.rewards.judge import RemoteReward
@@ -26,7 +27,7 @@ from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime.served_teachers import CompletionsTeacher
 from jax_agent_rl.tools.client import ServerAction, ServerObservation, ToolServerClient
 from jax_agent_rl.tools.mcp import MAX_TOOLS, MCPConnection, MCPServerConfig
-from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.types import FinishReason, SamplingParams
 from jax_agent_rl.utils.bounded_json import MAX_NESTING, MAX_VALUES
 from jax_agent_rl.utils.network import JsonService, LineBuffer, UnreadableAnswerError
 from tests.messages import raises
@@ -168,8 +169,18 @@ async def ask_mcp(url: str, path: Path) -> Any:
         return await connection.tools()
 
 
+async def ask_environment(url: str, path: Path) -> Any:
+    pool = EnvironmentPool(
+        get_environment("nemo_gym"), name="e", scope="rollout", max_instances=1, timeout=SECONDS
+    )
+    async with pool.lease() as environment:
+        await environment.reset(url=url, row={"responses_create_params": {"input": "go"}})
+        return await environment.conclude([], FinishReason.ANSWER)
+
+
 CLIENTS = {
     "JSON": ask_json,
+    "environment": ask_environment,
     "tool server": ask_tools,
     "reward server": ask_reward,
     "simulated user": ask_user,
