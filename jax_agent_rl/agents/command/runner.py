@@ -54,6 +54,7 @@ import time
 
 OUTPUT_CHARACTERS = 16_000
 SERVICE_CHARACTERS = 100_000  # of each output of a command that was requested
+REQUEST_BYTES = 1 << 22  # of a request's line: a command with its variables
 FILE_BYTES = 4096  # of the file that is returned
 MAX_CONNECTIONS = 40  # of the command to the endpoint at the same time; further ones are closed
 CHUNK = 1 << 16
@@ -147,7 +148,7 @@ async def run(job, out, err):
             stderr=err,
             start_new_session=True,
         )
-    except OSError as error:  # no such program
+    except (OSError, ValueError) as error:  # no such program, or what no argument may hold
         err.write(f"{error}\n".encode())
         err.flush()
         return 127
@@ -480,7 +481,9 @@ def write_entries(tree, folder):
 
 async def serve(job):
     """Connect to the host and do what it asks for, until it asks for the end or is gone."""
-    reader, writer = await asyncio.open_unix_connection(os.path.abspath(job["control"]))
+    reader, writer = await asyncio.open_unix_connection(
+        os.path.abspath(job["control"]), limit=REQUEST_BYTES
+    )
     writer.write(job["token"].encode() + b"\n")
     await start_relay(job)
     await Service(job, reader, writer).run()
@@ -492,7 +495,8 @@ class Service:
     A request is a line of JSON with its ``number``, what to ``do``, and the ``size`` of the bytes
     that follow. So is an answer: ``number``, ``size``, and the fields of a result. What is done:
 
-    ``run``     ``argv`` with ``env`` in ``cwd`` for ``seconds``; several commands run side by side
+    ``run``     ``argv`` with ``env`` in ``cwd`` for ``seconds``; several commands run side by side,
+                but of a verifier, whose processes all end with each command
     ``write``   the tree that follows into ``folder``
     ``read``    the file or folder ``path``, within ``limits``
     ``cancel``  the command of that number, which gets no answer
@@ -542,14 +546,23 @@ class Service:
             "cwd": request["cwd"],
             "seconds": request["seconds"],
         }
+        try:
+            result = await self._result_of(job)
+        except OSError as error:  # no room left for its outputs
+            result = {"exit_code": 127, "stderr": f"{error}\n"}
+        # Nothing that tests ran may change what they leave, once they have ended.
+        if job["verifies"] and not end_all_processes():
+            result["pack_problem"] = _NOT_ENDED
+        await self._answer(request["number"], result)
+
+    async def _result_of(self, job):
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             exit_code = await run(job, out, err)
-            result = {
+            return {
                 "exit_code": exit_code,
                 "stdout": tail(out, SERVICE_CHARACTERS),
                 "stderr": tail(err, SERVICE_CHARACTERS),
             }
-        await self._answer(request["number"], result)
 
     def _write(self, request, data):
         os.makedirs(request["folder"], exist_ok=True)

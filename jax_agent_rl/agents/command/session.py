@@ -32,7 +32,7 @@ from jax_agent_rl.agents.command.machines import (
     RunnerJob,
     pack_job,
 )
-from jax_agent_rl.agents.command.runner import SERVICE_CHARACTERS
+from jax_agent_rl.agents.command.runner import REQUEST_BYTES, SERVICE_CHARACTERS
 from jax_agent_rl.agents.command.workspace import (
     MAX_HEADER_BYTES,
     Entry,
@@ -194,7 +194,7 @@ class SandboxSession:
             seconds: time limit; ``exit_code`` is None if it did not end within it.
 
         Raises:
-            ToolError: the sandbox has ended.
+            ToolError: the command is longer than requests may be, or the sandbox has ended.
         """
         request = {"argv": list(argv), "env": dict(env), "cwd": cwd, "seconds": seconds}
         return await self._request("run", timeout=seconds + GRACE_SECONDS, **request)
@@ -280,8 +280,11 @@ class SandboxSession:
             pass  # the answer, which does not come, says why
 
     def _write_line(self, request: Mapping[str, Any]) -> asyncio.StreamWriter:
+        line = json.dumps(request).encode() + b"\n"
+        if len(line) > REQUEST_BYTES:
+            raise ToolError(f"a request of {len(line)} bytes, more than {REQUEST_BYTES}")
         _, writer = self._connected.result()
-        writer.write(json.dumps(request).encode() + b"\n")
+        writer.write(line)
         return writer
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:

@@ -193,7 +193,7 @@ class LocalEnvironment(BaseEnvironment):
 
         Raises:
             RuntimeError: it did not end in time.
-            ToolError: the sandbox has ended.
+            ToolError: the sandbox has ended, or what the tests started has not.
         """
         result = await self._running.run(
             ["bash", "-c", command],
@@ -201,6 +201,8 @@ class LocalEnvironment(BaseEnvironment):
             cwd=cwd or self._workdir,
             seconds=timeout_sec or SESSION_SECONDS,
         )
+        if result.pack_problem is not None:
+            raise ToolError(f"the tests cannot be read: {result.pack_problem}")
         if result.exit_code is None:
             raise RuntimeError(f"Command timed out after {timeout_sec} seconds")
         return ExecResult(stdout=result.stdout, stderr=result.stderr, return_code=result.exit_code)
