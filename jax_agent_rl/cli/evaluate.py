@@ -295,14 +295,20 @@ def rescore(
     biggest: Annotated[
         int, typer.Option(min=0, help="Number of trajectories to name, the biggest changes.")
     ] = 10,
+    replay: Annotated[
+        bool,
+        typer.Option(
+            "--replay", help="Play the replies again in their environments, which may have changed."
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Score recorded trajectories again, with other reward functions, and tell what changed.
 
     Scoring is that of training: the run's reward section with the keys given here, its workers and
-    time limits. The policy is not needed, nor its model, unless the model is the judge. What
-    environments gave for turns stays as recorded. A trajectory that cannot be scored is counted by
-    reason, and left out of the new table.
+    time limits. The policy is not needed. What environments gave for turns stays as recorded,
+    unless --replay plays them again, which needs the policy's tokenizer. A trajectory that cannot
+    be scored is counted by reason, and left out of the new table.
     """
     from jax_agent_rl.deploy.preflight import check_rescoring
     from jax_agent_rl.evaluate.rescore import RescoringRequest
@@ -315,7 +321,12 @@ def rescore(
     if out is not None:
         check_rescoring(out)
     request = RescoringRequest(
-        source=run, config=command_line.file, overrides=keys, out=out, biggest=biggest
+        source=run,
+        config=command_line.file,
+        overrides=keys,
+        out=out,
+        biggest=biggest,
+        replay=replay,
     )
     console = console_of(json)
     summary = run_to_end(run_rescoring(request, console=console))

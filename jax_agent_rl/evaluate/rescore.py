@@ -8,7 +8,8 @@
 
 Scoring is that of training (:func:`~jax_agent_rl.runtime.scoring.open_scorer`): the same functions,
 workers, time limits and services. What an environment gave for its turns is read as it was
-recorded. A trajectory that cannot be scored is counted, and left out of the new table.
+recorded, or played again (:mod:`~jax_agent_rl.evaluate.replay`). A trajectory that cannot be scored
+is counted, and left out of the new table.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import heapq
 import itertools
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from jax_agent_rl.collect.collector import Score
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.data.reader import Row
+from jax_agent_rl.environments import EnvironmentPools, load_environments
 from jax_agent_rl.errors import ConfigError, DataError, DropReason, RewardError, TrajectoryError
 from jax_agent_rl.evaluate.export import (
     CALL_FIELDS,
@@ -43,11 +46,13 @@ from jax_agent_rl.evaluate.export import (
     write,
 )
 from jax_agent_rl.evaluate.journal import Journal
+from jax_agent_rl.evaluate.replay import EnvironmentReplay
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.report.command import RunData
 from jax_agent_rl.observe.run_dir import restore_trajectory
 from jax_agent_rl.observe.selection import group_of
 from jax_agent_rl.runtime.policy_choice import bare_tree, run_config
+from jax_agent_rl.runtime.rollouts import open_codec
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
 from jax_agent_rl.types import Group, Trajectory
 from jax_agent_rl.utils.failures import FailureLog
@@ -65,6 +70,7 @@ class RescoringRequest:
         overrides: ``key=value``.
         out: the table to write; None writes none.
         biggest: number of trajectories to name, those whose scores changed most.
+        replay: play trajectories of environments again, for scores of their turns.
     """
 
     source: Path
@@ -72,6 +78,7 @@ class RescoringRequest:
     overrides: Sequence[str] = ()
     out: Path | None = None
     biggest: int = 10
+    replay: bool = False
 
     def load_config(self, data: RunData) -> Config:
         """Return the configuration whose ``reward`` section scores.
@@ -136,6 +143,8 @@ def _with_reward(row: Row, trajectory: Trajectory) -> dict[str, Any]:
     new_row["tool_calls"] = [
         {name: call.get(name) for name in CALL_FIELDS} for call in row["tool_calls"]
     ]
+    if len(trajectory.turns) == len(row["turn_scores"]):  # else it is a segment's row
+        new_row["turn_scores"] = [turn.score for turn in trajectory.turns]
     new_row["reward"] = trajectory.reward
     new_row["reward_parts"] = json.dumps(trajectory.reward_parts, ensure_ascii=False)
     return new_row
@@ -254,12 +263,14 @@ class Rescoring:
         journal: takes the rows of the new table; None: there is none.
         steps: what changed, by split and step.
         biggest: number of changes to keep, the biggest ones.
+        replay: plays environments again; None: scores of turns stay as recorded.
     """
 
     score: Score
     failures: FailureLog
-    journal: Journal | None
     biggest: int
+    journal: Journal | None = None
+    replay: EnvironmentReplay | None = None
     steps: dict[tuple[str, int], StepChange] = field(default_factory=dict)
     prompts: int = 0
 
@@ -300,7 +311,10 @@ class Rescoring:
                 " table does not hold the whole; a run folder does"
             )
         # Penalties of algorithm.shaping are no part of a score.
-        new = await self.score(replace(trajectory, raw_score=None))
+        recorded = replace(trajectory, raw_score=None)
+        if self.replay is not None:
+            recorded = await self.replay.play(recorded)
+        new = await self.score(recorded)
         self._add(
             Change(
                 trajectory_id=trajectory.trajectory_id,
@@ -381,12 +395,38 @@ async def rescore(request: RescoringRequest, *, console: Console) -> dict[str, A
             services = needed_services(config, _RecordedRows(data))
             for note in data.trajectories.notes:
                 progress.print_line(note)
-            async with open_scorer(config, services) as score:
-                failures = FailureLog(emit=progress.print_line)
+            failures = FailureLog(emit=progress.print_line)
+            async with (
+                open_scorer(config, services) as score,
+                _open_replay(request, config, failures) as replay,
+            ):
+                rescoring = Rescoring(
+                    score=score, failures=failures, biggest=request.biggest, replay=replay
+                )
                 try:
-                    return await _run(request, config, data, target, score, failures, progress)
+                    return await _run(request, config, data, target, rescoring, progress)
                 finally:
                     failures.flush()
+
+
+@asynccontextmanager
+async def _open_replay(
+    request: RescoringRequest, config: Config, failures: FailureLog
+) -> AsyncIterator[EnvironmentReplay | None]:
+    """Yield what plays environments again, if it is asked for.
+
+    Raises:
+        ConfigError, ModelError: environments or the tokenizer cannot be loaded.
+    """
+    if not request.replay:
+        yield None
+        return
+    load_environments(config.environments.path)
+    pools = EnvironmentPools(**config.environments.model_dump(exclude={"path"}), failures=failures)
+    try:
+        yield EnvironmentReplay(pools, open_codec(config), config.agent)
+    finally:
+        await pools.close()
 
 
 async def _run(
@@ -394,8 +434,7 @@ async def _run(
     config: Config,
     data: RunData,
     target: Target | None,
-    score: Score,
-    failures: FailureLog,
+    rescoring: Rescoring,
     progress: Progress,
 ) -> dict[str, Any]:
     """Score everything, and write the table if there is a target."""
@@ -405,7 +444,7 @@ async def _run(
         make_folder(target.path.parent)
         folder = make_temp_folder(".rescoring-", target.path.parent)
         journal = Journal(folder / "journal.jsonl", {"rescored": str(request.source)})
-    rescoring = Rescoring(score=score, failures=failures, journal=journal, biggest=request.biggest)
+        rescoring.journal = journal
 
     try:
         progress.phase("scoring", lambda: counted(rescoring.prompts, "prompt"))
