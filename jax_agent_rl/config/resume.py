@@ -72,7 +72,7 @@ DEFINES = _paths(
         ),
         "agent.command": "argv container image mounts",
         "agent.harbor": (
-            "agent agent_options agent_env model environment environment_options reward_key"
+            "agent agent_options agent_env model environment environment_options reward_key mounts"
         ),
         "tool_config": "enabled max_tool_turns",
         "search": "topk max_turns",

@@ -25,6 +25,7 @@ from jax_agent_rl.agents.command.machines import (
     PORT,
     SandboxedTask,
     TaskMachine,
+    read_mounts,
     sandbox_limits,
     workspace_limits,
 )
@@ -166,13 +167,7 @@ class CommandAgent(OpenAIAgentLoop):
     @functools.cached_property
     def _mounts(self) -> dict[str, Path]:
         """The folders that programs see read-only, by name."""
-        folders = {}
-        for name, path in self._settings.mounts.items():
-            folder = Path(path).expanduser()
-            if not folder.is_dir():
-                raise ConfigError(f"agent.command.mounts.{name}={path!r} is not a folder")
-            folders[name] = folder
-        return folders
+        return read_mounts(self._settings.mounts, key="agent.command.mounts")
 
     async def _open_runtime(self) -> Sandbox | ContainerRuntime:
         """Return where tasks run, checked on first use."""

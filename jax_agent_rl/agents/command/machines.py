@@ -33,7 +33,7 @@ from jax_agent_rl.agents.command.workspace import (
     read_result,
 )
 from jax_agent_rl.config.command_agent import ProgramLimits
-from jax_agent_rl.errors import ToolError, TrajectoryError
+from jax_agent_rl.errors import ConfigError, ToolError, TrajectoryError
 from jax_agent_rl.tool_server.sandbox import Link, Sandbox, SandboxLimits
 
 RUNNER = Path(__file__).with_name("runner.py")
@@ -164,6 +164,24 @@ def workspace_limits(settings: ProgramLimits) -> WorkspaceLimits:
     return WorkspaceLimits(
         max_bytes=settings.workspace_mb << 20, max_entries=settings.workspace_entries
     )
+
+
+def read_mounts(mounts: Mapping[str, str], *, key: str) -> dict[str, Path]:
+    """Return the folders that programs see read-only, by name.
+
+    Args:
+        key: of the setting, for the message.
+
+    Raises:
+        ConfigError: one of them is no folder.
+    """
+    folders = {}
+    for name, path in mounts.items():
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(f"{key}.{name}={path!r} is not a folder")
+        folders[name] = folder
+    return folders
 
 
 FOLDERS = ("logs/verifier", "tests")

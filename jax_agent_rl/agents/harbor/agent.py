@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import secrets
 import sys
@@ -23,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.command.machines import sandbox_limits, workspace_limits
+from jax_agent_rl.agents.command.machines import read_mounts, sandbox_limits, workspace_limits
 from jax_agent_rl.agents.command.relay import UnixRelay
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.frameworks import OpenAIAgentLoop
@@ -87,6 +88,7 @@ class HarborAgent(OpenAIAgentLoop):
 
         await asyncio.to_thread(check_settings, self._settings)
         if self._settings.environment == LOCAL:
+            _ = self._mounts
             await self._open_sandbox()
 
     async def play(self, request: EpisodeRequest) -> Trajectory:
@@ -188,6 +190,7 @@ class HarborAgent(OpenAIAgentLoop):
                     limits=workspace_limits(self._settings.local),
                     endpoint=relay.path,
                     port=server.port,
+                    mounts=self._mounts,
                 )
 
             config = trial_config(
@@ -199,6 +202,11 @@ class HarborAgent(OpenAIAgentLoop):
                 agent_seconds=self.context.limits.run_timeout,
             )
             yield await HarborTrial.create(config, machine)
+
+    @functools.cached_property
+    def _mounts(self) -> dict[str, Path]:
+        """The folders that harnesses see read-only, by name."""
+        return read_mounts(self._settings.mounts, key="agent.harbor.mounts")
 
     async def _open_sandbox(self) -> Sandbox:
         """Return the sandbox of all trials, checked on first use."""

@@ -34,7 +34,7 @@ from jax_agent_rl.agents.command.session import SandboxSession
 from jax_agent_rl.agents.command.task import WorkingFolder, read_environment, read_files
 from jax_agent_rl.agents.command.workspace import Entry, WorkspaceLimits, file_entries
 from jax_agent_rl.config.harbor_agent import LOCAL
-from jax_agent_rl.errors import DataError, ToolError
+from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.sandbox import Link, Sandbox
 
 SESSION_SECONDS = 24 * 3600.0
@@ -51,24 +51,20 @@ class LocalMachine:
         limits: of the working folder that the tests see, and of each folder that is read.
         endpoint: Unix socket of the endpoint.
         port: where the endpoint is found inside, on loopback.
+        mounts: folders that the harness sees read-only, by their names below ``/tmp``.
     """
 
     sandbox: Sandbox
     limits: WorkspaceLimits
     endpoint: Path
     port: int
+    mounts: Mapping[str, Path]
 
 
 class LocalEnvironment(BaseEnvironment):
-    """A sandbox as an environment of Harbor; a run connects it with :meth:`connect`.
+    """A sandbox as an environment of Harbor; a run connects it with :meth:`connect`."""
 
-    Args:
-        folders: folders of this machine by their absolute paths in the sandbox, read-only: where
-            harnesses are installed, for example.
-    """
-
-    def __init__(self, *args: Any, folders: Mapping[str, str] | None = None, **kwargs: Any) -> None:
-        self._folders = dict(folders or {})
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._working_folder = WorkingFolder()
         self._machine: LocalMachine | None = None
         self._session: SandboxSession | None = None
@@ -90,19 +86,13 @@ class LocalEnvironment(BaseEnvironment):
         """Read the task's folder ``environment``.
 
         Raises:
-            DataError: the task needs a container, or a folder cannot be shown.
+            DataError: the task needs a container.
         """
         self._working_folder = read_environment(
             self.environment_dir,
             image=self.task_env_config.docker_image,
             key="agent.harbor.environment",
         )
-        for path, folder in self._folders.items():
-            if not PurePosixPath(path).is_absolute() or not Path(folder).expanduser().is_dir():
-                raise DataError(
-                    f"agent.harbor.environment_options.folders: {path}: {folder!r} is not an"
-                    " absolute path with a folder of this machine"
-                )
 
     def connect(self, machine: LocalMachine) -> None:
         """Give the environment its sandbox, before it starts."""
@@ -148,13 +138,10 @@ class LocalEnvironment(BaseEnvironment):
             raise ToolError("the environment 'local' runs in trials of agent 'harbor' alone")
 
         files: dict[str, Path | Link] = {}
-        for number, (path, folder) in enumerate(self._folders.items()):
-            name = f"mount{number}"
-            files[name] = Path(folder).expanduser()
-            files[path] = Link(name)
         for name in _SETUP_FOLDERS:
             files[f"/{name}"] = Link(name)
         if not self.verifies:
+            files |= machine.mounts
             files["endpoint.sock"] = machine.endpoint
 
         folders = [*FOLDERS, *_SETUP_FOLDERS, "logs/agent", "logs/artifacts"]
@@ -195,6 +182,9 @@ class LocalEnvironment(BaseEnvironment):
             RuntimeError: it did not end in time.
             ToolError: the sandbox has ended, or what the tests started has not.
         """
+        if self._machine is not None and self._machine.mounts and not self.verifies:
+            commands = ":".join(f"/tmp/{name}/bin" for name in self._machine.mounts)
+            command = f"export PATH={commands}:$PATH\n{command}"
         result = await self._running.run(
             ["bash", "-c", command],
             env=self._merge_env(env) or {},

@@ -137,11 +137,8 @@ def check_settings(settings: HarborConfig) -> None:
     """
     access = ModelAccess(host_url="http://127.0.0.1:1", api_key="key")
     try:
-        agent_class = AgentFactory.get_agent_class_from_config(_agent_config(settings, access, 1.0))
-        if agent_class.options_model is not None:
-            options = access.fill_in(settings.agent_options)
-            agent_class.parse_options(options, access.env)
-    except (ImportError, TypeError, ValueError) as error:
+        AgentFactory.run_preflight(_agent_config(settings, access, 1.0))
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"agent.harbor.agent={settings.agent!r}: {error}") from error
 
     key = f"agent.harbor.environment={settings.environment!r}"

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 pytest.importorskip("harbor")
 
 from jax_agent_rl.agents import HarborAgent
+from jax_agent_rl.config import load
 from jax_agent_rl.errors import (
     AgentTimeoutError,
     ConfigError,
     EnvironmentFailedError,
     TrajectoryError,
 )
+from jax_agent_rl.observe.run_dir import read_trajectories
 from jax_agent_rl.rewards import rules
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.runtime import build as runtime_build
+from jax_agent_rl.runtime import train as runtime_train
+from jax_agent_rl.runtime.rollouts import open_codec
+from jax_agent_rl.testing.fakes import NoCheckpoints
 from jax_agent_rl.tool_server.sandbox.limits import process_tree
 from tests.agent_testbed import AgentHarness
 from tests.capabilities import needs_bwrap
+from tests.fake_training import IdleLearner
+from tests.fakes import ScriptedBackend
 from tests.harbor_harnesses import BESIDE, INSIDE, play, row, stage, write_task
 from tests.messages import raises
+from tests.tiny_run import step_records, tiny_recipe
 
 pytestmark = [pytest.mark.harbor, needs_bwrap]
 SOLVES = ["cat data/number.txt", "echo 77 > answer.txt", "done"]
@@ -32,15 +46,16 @@ SOLVES = ["cat data/number.txt", "echo 77 > answer.txt", "done"]
 
 def processes() -> list[str]:
     """Command lines of what runs in sandboxes of this process."""
-    found = []
-    for pid in process_tree(os.getpid()):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if "runner.py" in command or "sleep 4321" in command:
-            found.append(command)
-    return found
+    commands = [_command(pid) for pid in process_tree(os.getpid())]
+    return [line for line in commands if "runner.py" in line or "sleep 4321" in line]
+
+
+def _command(pid: int) -> str:
+    """Return a process's command line; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
 
 
 @pytest.mark.parametrize("agent", [BESIDE, INSIDE])
@@ -140,6 +155,57 @@ async def test_a_cancelled_trial_leaves_nothing_behind(tmp_path: Path):
     assert processes() == []
 
 
+async def test_mini_swe_agent_runs_unmodified_inside(tmp_path: Path):
+    commands = ["cat data/number.txt", "echo 77 > answer.txt"]
+    commands.append("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    script = [f"I act. <call>bash {json.dumps({'command': line})}</call>" for line in commands]
+    folder = tmp_path / "mini"
+    (folder / "bin").mkdir(parents=True)
+    program = folder / "bin" / "mini-swe-agent"
+    program.write_text('#!/bin/sh\nexec python3 -m minisweagent.run.mini "$@"\n')
+    program.chmod(0o755)
+    tmp_path.chmod(0o755)
+    trajectory, output = await play(
+        script,
+        write_task(tmp_path / "task"),
+        agent="mini-swe-agent",
+        agent_options={"skip_install": True},
+        agent_env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        mounts={"mini": str(folder)},
+        local={"memory_mb": 4096},
+        max_response_length=100_000,
+    )
+    assert trajectory.num_turns == 3
+    assert trajectory.segments == ()
+    assert '"output": "7"' in trajectory.messages[3]["content"]
+    assert output["reward"] == 1.0
+
+
+async def test_a_killed_trainer_leaves_nothing_running(tmp_path: Path):
+    program = f"""
+import asyncio, pathlib
+from tests.harbor_harnesses import row, stage, write_task
+task = write_task(pathlib.Path({str(tmp_path)!r}))
+asyncio.run(stage(["setsid sleep 4321 & sleep 4321"]).run(row(task)))
+"""
+    root = Path(__file__).parents[3]
+    trainer = subprocess.Popen([sys.executable, "-c", program], cwd=root)
+    try:
+        sleeping: list[int] = []
+        async with asyncio.timeout(120):
+            while len(sleeping) < 2:
+                assert trainer.poll() is None
+                await asyncio.sleep(0.1)
+                tree = process_tree(trainer.pid)
+                sleeping = [pid for pid in tree if _command(pid).startswith("sleep 4321")]
+    finally:
+        trainer.kill()
+        trainer.wait()
+    async with asyncio.timeout(30):
+        while any(_command(pid).startswith("sleep 4321") for pid in sleeping):
+            await asyncio.sleep(0.05)
+
+
 async def test_harbors_client_fetches_a_task_that_a_row_names(tmp_path: Path):
     repository = tmp_path / "repository"
     write_task(repository / "tasks" / "twice")
@@ -173,9 +239,57 @@ async def test_an_environment_that_fails_is_tried_again_as_often_as_allowed(tmp_
         ({"agent": "terminus-99"}, "agent.harbor.agent"),
         ({"agent": BESIDE, "environment": "docke"}, "agent.harbor.environment"),
         ({"agent": "terminus-2", "agent_options": {"max_turn": 1}}, "agent.harbor.agent"),
+        ({"agent": BESIDE, "mounts": {"mini": "/missing"}}, "agent.harbor.mounts.mini"),
     ],
 )
 async def test_a_setting_that_is_wrong_names_its_key(settings: dict[str, Any], key: str):
     harness = AgentHarness(HarborAgent, [], harbor=settings)
     with raises(ConfigError, key=key):
         await harness.agent.preflight()
+
+
+async def test_a_run_counts_what_it_loses_by_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    good = write_task(tmp_path / "good")
+    needs_image = write_task(tmp_path / "image", dockerfile="FROM gcc\nRUN make\n")
+    recipe = tiny_recipe(
+        tmp_path,
+        agent={
+            "default_agent": "harbor",
+            "harbor": {"agent": BESIDE},
+            "max_prompt_length": 256,
+            "max_response_length": 256,
+        },
+        rollout={"max_model_len": 512, "group_size": 2, "max_in_flight": 4},
+        learner={"pack_length": 512},
+        data={"eval": None},
+    )
+    rows = [row(good), row(needs_image)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    overrides = ["trainer.steps=1", "trainer.checkpoint_every=0", "trainer.eval_every=0"]
+    config = load(recipe, overrides)
+    codec = open_codec(config)
+
+    def script(request: GenerateRequest) -> list[int]:
+        has_acted = "output:" in codec.decode(request.prompt_ids)
+        text = "done" if has_acted else "echo 77 > answer.txt"
+        return [*codec.encode_text(text), *codec.eos_token_ids]
+
+    engines = {"jetstream": lambda: ScriptedBackend(codec, script)}
+    monkeypatch.setattr(runtime_build, "backend_factories", lambda *_, **__: engines)
+    monkeypatch.setattr(runtime_build, "make_learner", lambda *_, **__: IdleLearner())
+    monkeypatch.setattr(runtime_train, "open_checkpointer", lambda *_, **__: NoCheckpoints())
+    monkeypatch.setattr(runtime_train, "reward_plot", lambda *_, **__: None)
+    await runtime_train.train(config, resume=False, console=Console(file=io.StringIO()))
+
+    (step,) = step_records(tmp_path / "run")
+    assert step["accounting"] == {
+        "started": 4,
+        "trained": 2,
+        "in_flight": 0,
+        "dropped": 2,
+        "dropped/environment_error": 2,
+    }
+    records = read_trajectories(tmp_path / "run" / "trajectories.jsonl")
+    assert [record["reward"] for record in records] == [1.0, 1.0]
