@@ -16,7 +16,7 @@ make_harnesses() {
     say "harnesses in $HARNESSES are up to date"
     return
   fi
-  say "harnesses: $HARNESSES (2.4 GB; a few minutes)"
+  say "harnesses: $HARNESSES (2.1 GB; a few minutes)"
   if [ "$DRY_RUN" = 0 ]; then need_space 4 "$HARNESSES"; fi
   mapfile -t packages < <(pinned npm)
   run npm install --prefix "$HARNESSES" --no-save --no-audit --no-fund --loglevel error "${packages[@]}"
@@ -24,7 +24,7 @@ make_harnesses() {
     mapfile -t packages < <(pinned pip)
     run "$python" -m venv "$HARNESSES/python"
     # With bytecode: the sandbox, where they are read-only, would compile them in every run.
-    run "$HARNESSES/python/bin/python" -m pip install --quiet --progress-bar off --disable-pip-version-check "${packages[@]}"
+    run "$HARNESSES/python/bin/python" -m pip install --quiet --quiet --progress-bar off --disable-pip-version-check "${packages[@]}"
   else
     say "no Python 3.12 or 3.13: OpenHands and mini-swe-agent are left out"
   fi

@@ -195,6 +195,7 @@ async def run(
     lines: Mapping[str, Sequence[str]],
     *,
     seconds: float = 400.0,
+    longest: int = LONGEST,
     **limits: Any,
 ) -> Run:
     """Run a harness on :data:`ROW` to its end.
@@ -202,6 +203,7 @@ async def run(
     Args:
         script: for the sandbox's shell.
         lines: what the policy says, see :class:`ScriptedPolicy`.
+        longest: ids of its context.
         limits: further keys of the ``agent`` section.
     """
     policy = ScriptedPolicy(lines)
@@ -218,14 +220,14 @@ async def run(
             {
                 "command": command,
                 "run_timeout": seconds,
-                "max_prompt_length": LONGEST // 2,
-                "max_response_length": LONGEST // 2,
+                "max_prompt_length": longest // 2,
+                "max_response_length": longest // 2,
                 "max_assistant_turns": 40,
                 "max_user_turns": 40,
                 **limits,
             }
         ),
-        max_model_len=LONGEST,
+        max_model_len=longest,
     )
     endpoint_logger = logging.getLogger("jax_agent_rl.agents.endpoint.app")
     refused = _Refused()

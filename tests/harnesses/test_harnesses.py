@@ -169,6 +169,16 @@ async def test_claude_code_with_a_sub_agent_and_a_compacted_history():
     _check_probes(result)
 
 
+async def test_of_claude_code_in_a_small_context_the_title_alone_remains():
+    lines = {"Write the title": ["Wrong sum"]}
+    result = await run("sh /tmp/agent/claude_code.sh", lines, longest=8192)
+    assert result.output["exit_code"] == 1
+    assert graph(result.trajectory) == [(1, 0)]
+    result.assert_all_on_record()
+    (refusal,) = [message for message in result.refused if "HEAD" not in message]
+    assert "rollout.max_model_len=8192" in refusal
+
+
 def _check_probes(result: Run) -> None:
     """Claude Code asks whether there is a server, without a key, and goes on when it is refused."""
     for message in result.refused:

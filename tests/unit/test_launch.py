@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+HARNESS_SCRIPTS = sorted((ROOT / "examples" / "harnesses" / "program").glob("*.sh"))
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,8 @@ ROOT = Path(__file__).parents[2]
         "harnesses.sh",
         "../.ci/run",
     ]
-    + ["tpu_pod.sh", "tpu_host.sh", "tpu_environment.sh"],
+    + ["tpu_pod.sh", "tpu_host.sh", "tpu_environment.sh"]
+    + [f"../{file.relative_to(ROOT)}" for file in HARNESS_SCRIPTS],
 )
 def test_scripts_are_valid_shell(script: str):
     subprocess.run(["bash", "-n", ROOT / "launch" / script], check=True)
