@@ -55,6 +55,7 @@ BENCHMARKS = {  # by script: its arguments
     "scaling": "",
     "prefix_routing": "",
     "sandboxes": "",
+    "long_prompts": "",
     "weight_publication": "",
     "recovery": "",
     "tool_server": "--seconds 60",

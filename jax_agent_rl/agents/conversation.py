@@ -91,14 +91,35 @@ def assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]
     return message
 
 
-def fingerprint(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return a digest of a plain conversation and its tools.
+class Fingerprints:
+    """Digests of a plain conversation's beginnings, and of its tools.
 
-    Two digests are equal iff the conversations read the same to a model.
+    Two digests are equal iff the beginnings read the same to a model. Each takes the time of one
+    message, so that a long conversation can be looked for by all of them.
     """
-    keys = [_content_key(message) for message in messages]
-    text = json.dumps([keys, list(tools)], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def __init__(
+        self, messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._update(list(tools))
+        self._of_lengths = [self._digest.hexdigest()]
+        for message in messages:
+            self.add(message)
+
+    def add(self, message: Mapping[str, Any]) -> str:
+        """Add a message, and return the digest of the conversation with it."""
+        self._update(_content_key(message))
+        self._of_lengths.append(self._digest.hexdigest())
+        return self._of_lengths[-1]
+
+    def first(self, count: int) -> str:
+        """Return the digest of the first messages."""
+        return self._of_lengths[count]
+
+    def _update(self, value: list[Any]) -> None:
+        # The JSON of a list says where it ends, so no two sequences of lists are the same bytes.
+        self._digest.update(json.dumps(value, sort_keys=True).encode())
 
 
 def _content_key(message: Mapping[str, Any]) -> list[Any]:

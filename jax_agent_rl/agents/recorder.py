@@ -42,10 +42,10 @@ from typing import Any
 from jax_agent_rl.agents.context import AgentContext, AgentEvent
 from jax_agent_rl.agents.conversation import (
     ChatReply,
+    Fingerprints,
     OnText,
     Traces,
     TurnStream,
-    fingerprint,
     first_difference,
     plain_messages,
     raw_parts,
@@ -157,7 +157,8 @@ class ChatRecorder:
 
             prefill = _take_prefill(plain) if continue_last else None
             traces = [Traces.of(message) for message in messages[: len(plain)]]
-            request = self._resolve_chat(codec, plain, schemas, traces)
+            fingerprints = Fingerprints(plain, schemas)
+            request = self._resolve_chat(codec, plain, schemas, traces, fingerprints)
             if prefill is not None:
                 request = _with_prefill(request, prefill, codec, schemas)
 
@@ -182,7 +183,7 @@ class ChatRecorder:
                 reply = stream.finish(reply)
 
             turn = self._record(request, output, reply, max_tokens=sampling.max_tokens)
-            conversation = fingerprint([*plain, turn.message], schemas)
+            conversation = fingerprints.add(turn.message)
             self._by_conversation.setdefault(conversation, []).append(turn)
             return turn
 
@@ -273,6 +274,7 @@ class ChatRecorder:
         plain: list[dict[str, Any]],
         schemas: Sequence[Mapping[str, Any]],
         traces: Sequence[Traces],
+        fingerprints: Fingerprints,
     ) -> TurnRequest:
         """Append to the longest recorded beginning of the conversation.
 
@@ -289,7 +291,7 @@ class ChatRecorder:
 
             # Samples of the same text differ in their reasoning and call ids. The last one counts
             # if several agree equally well.
-            candidates = self._by_conversation.get(fingerprint(plain[:end], schemas), ())
+            candidates = self._by_conversation.get(fingerprints.first(end), ())
             replies = [traces[i - 1] for i in ends[:count]]
             parent = max(
                 candidates,

@@ -155,6 +155,7 @@ CLIENTS = {
     "jax_agent_rl/deploy/launch/__main__.py": "Ray's client of the user's own cluster",
     "jax_agent_rl/agents/command/runner.py": "copies bytes of a program's connection, keeps none",
     "jax_agent_rl/agents/command/relay.py": "copies bytes of a program's connection, keeps none",
+    "benchmarks/long_prompts.py": "this machine's own server, with a time limit",
     "benchmarks/tool_server.py": "this machine's own server",
 }
 """Each file that makes a client of another program, and what bounds it."""

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.conversation import (
     ChatReply,
+    Fingerprints,
     TurnStream,
     assistant_message,
     cut_at_stop,
-    fingerprint,
     first_difference,
     plain_messages,
     raw_parts,
@@ -28,6 +28,11 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.messages import assert_message, raises
+
+
+def fingerprint(messages, tools) -> str:
+    return Fingerprints(messages, tools).first(len(messages))
+
 
 ARGUMENTS = st.dictionaries(
     st.text(max_size=4), st.integers() | st.text(max_size=6) | st.none(), max_size=3
@@ -78,6 +83,23 @@ def test_a_message_that_says_something_else_is_another(change):
     edited = plain_messages([{**message, **change}])
     assert fingerprint(original, []) != fingerprint(edited, [])
     assert fingerprint(original, []) != fingerprint(original, [{"type": "function"}])
+
+
+SAID = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant"]), "content": st.sampled_from(["", "a", "]["])}
+)
+
+
+@given(st.lists(SAID, max_size=4), st.lists(SAID, max_size=4))
+def test_beginnings_are_told_apart_as_conversations_are(first, second):
+    fingerprints = Fingerprints(first, [])
+    for message in second:
+        fingerprints.add(message)
+    whole = [*first, *second]
+    for count in range(len(whole) + 1):
+        assert fingerprints.first(count) == fingerprint(whole[:count], [])
+    assert (fingerprint(first, []) == fingerprint(second, [])) == (first == second)
+    assert fingerprint([], [whole]) != fingerprint(whole, [])
 
 
 def test_results_are_named_after_their_calls():

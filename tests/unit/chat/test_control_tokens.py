@@ -11,7 +11,15 @@ import json
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from jax_agent_rl.chat.codec import ChatCodec
@@ -347,6 +355,113 @@ def test_under_secret_names_a_tokenizer_of_any_kind_writes_ordinary_text_alike(
     rendered = f"<s>user:{text}</s><s>{text}</s>"
     expected = codec.tokenizer.encode(rendered, add_special_tokens=False)
     assert encode_under_secret_names(codec.control, rendered) == expected
+
+
+# --- passages that are remembered -----------------------------------------------------------------
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["a word, a b  c and the words"] * 9, trainer)
+    return tokenizer
+
+
+def prepending() -> Tokenizer:
+    """A tokenizer like Gemma's: a normalizer writes ``▁``, and nothing cuts words."""
+    pieces = ["▁", "a", "▁a", "aa", "<unk>", *"<>/suer:bcdxyz,"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("a", "a")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    return tokenizer
+
+
+PASSAGE_KINDS = {
+    "byte level": (byte_level, {}),
+    "prepending": (prepending, {}),
+    "first word": (bpe_that_merges_its_control_token, {}),
+    "unigram": (unigram_that_holds_its_control_token, {}),
+    "lower case": (words_in_lower_case, {"normalized": True}),
+    "takes space": (byte_level, {"rstrip": True, "lstrip": True}),
+}
+
+
+@functools.cache
+def passage_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    if kind in FAMILIES:
+        return codec_of(kind).tokenizer
+    make, options = PASSAGE_KINDS[kind]
+    tokenizer = make()
+    options = {"normalized": False, **options}
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, **options) for token in ("<s>", "</s>")]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+@functools.cache
+def control_of(kind: str, min_passage: int) -> ControlTokens:
+    return ControlTokens(passage_tokenizer(kind), min_passage=min_passage)
+
+
+SMALL_FAMILIES = [name for name in FAMILIES if name != "smollm2"]  # whose tokenizer is large
+
+
+@settings(max_examples=examples(60))
+@given(data=st.data())
+@pytest.mark.parametrize("kind", [*PASSAGE_KINDS, *SMALL_FAMILIES])
+def test_remembered_passages_have_the_ids_of_the_whole_text(kind: str, data):
+    """Between the template's control tokens stands text of any kind, with control tokens that a
+    mark breaks; each text is seen twice, so that its passages are remembered.
+    """
+    whole = control_of(kind, 10**9)
+    tokens = sorted(whole.ids)
+    texts = hostile(tokens) | st.text("ab c,\n", max_size=6) | st.sampled_from(["", " ", "aa a"])
+    rendered = ""
+    for text, token in data.draw(st.lists(st.tuples(texts, st.sampled_from(tokens)), max_size=5)):
+        rendered += whole.mark(text, "mark0x") + token
+    rendered += whole.mark(data.draw(texts), "mark0x")
+
+    expected = whole.encode_rendered(rendered, "mark0x")
+    for min_passage in (1, 4):
+        for _ in range(2):
+            ids = control_of(kind, min_passage).encode_rendered(rendered, "mark0x")
+            assert ids == expected
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen3"])
+def test_a_long_prompt_has_the_ids_of_its_text_however_often_it_is_encoded(name: str):
+    codec = codec_of(name)
+    instructions = {"role": "system", "content": " Be brief.\n été 12345" * 200}
+    conversations = [
+        [instructions, {"role": "user", "content": "q " * 800}],
+        [instructions, {"role": "user", "content": "another question\n"}],
+    ]
+    for messages in conversations * 2:
+        text = codec.template.render(messages, (), generation_prompt=True)
+        expected = codec.tokenizer.encode(text, add_special_tokens=False)
+        assert codec.encode_prompt(messages) == expected
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr("jax_agent_rl.chat.special_tokens.MAX_REMEMBERED", 100)
+    encoded = []
+    tokenizer = passage_tokenizer("byte level")
+    control = ControlTokens(tokenizer, min_passage=10)
+    encode_text = control.encode_text
+    monkeypatch.setattr(
+        control, "encode_text", lambda text: encoded.append(text) or encode_text(text)
+    )
+    first, second = "a" * 60, "b" * 60
+    for passage in (first, first, second, second, first):
+        control.encode_rendered(f"<s>{passage}</s>", "mark0x")
+    assert encoded == [first, second, first]
 
 
 def test_added_tokens_that_are_pieces_of_text_stay_pieces_of_text():
