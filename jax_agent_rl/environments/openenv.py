@@ -229,8 +229,8 @@ class OpenEnvEnvironment(Environment):
         if self._shown_field is not None:
             if self._shown_field not in observation:
                 raise EnvironmentFailedError(
-                    f"openenv: the observation has no field {self._shown_field!r} to show; it has"
-                    f" {sorted(observation)}"
+                    f"openenv: the observation has no field {self._shown_field!r} to show:"
+                    f" {brief_repr(observation)}"
                 )
             return _plain_text(observation[self._shown_field])
 

@@ -62,8 +62,12 @@ class ServerSession:
         """Begin a session without cookies."""
         import aiohttp
 
+        # A WebSocket is opened by a request that follows redirects, and has no option against it.
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_redirect.append(self._refuse_redirect)
         self._http = aiohttp.ClientSession(
             headers=IDENTITY,
+            trace_configs=[tracing],
             auto_decompress=False,
             # Also of servers that are known by their IP address.
             cookie_jar=aiohttp.CookieJar(unsafe=True),
@@ -76,10 +80,12 @@ class ServerSession:
         socket = self._socket
         self._http = None
         self._socket = None
-        if socket is not None:
-            await socket.close()
-        if http is not None:
-            await http.close()
+        try:
+            if socket is not None:
+                await socket.close()
+        finally:
+            if http is not None:
+                await http.close()
 
     # --- HTTP -------------------------------------------------------------------------------------
 
@@ -171,6 +177,9 @@ class ServerSession:
         if self._http is None:
             raise self.error(f"there is no session with {self.url}; reset comes first")
         return self._http
+
+    async def _refuse_redirect(self, *_: object) -> None:
+        raise self.error(f"{self.url} redirects to elsewhere, which is not followed")
 
     def _unreachable(self, url: str, error: Exception) -> EnvironmentFailedError:
         return self.error(

@@ -6,6 +6,7 @@ episodes with the package itself.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -339,6 +340,31 @@ async def test_a_reward_that_is_no_score_loses_the_trajectory(reward: Any):
             async with leased() as environment:
                 await environment.reset(url=url, reset={"seed": 1})
                 await environment.step(Reply("pear"))
+
+
+async def test_a_server_does_not_send_the_session_to_another_one():
+    paths: list[str] = []
+
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        paths.append(request.decode().split()[1])
+        writer.write(b"HTTP/1.1 307 -\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(redirect, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with raises(EnvironmentFailedError, value=port, fix="not followed"):
+            async with leased() as environment:
+                await environment.reset(url=f"http://127.0.0.1:{port}")
+    assert paths == ["/ws"]
+
+
+async def test_a_field_to_show_that_an_observation_lacks_is_named():
+    async with serve(recorded_app(RECORDED["place"], ACTIONS["place"])) as url:
+        with raises(EnvironmentFailedError, value="score", fix="board"):
+            async with leased() as environment:
+                await environment.reset(url=url, show="score")
 
 
 async def test_a_message_without_end_is_not_read():
