@@ -123,8 +123,9 @@ class EnvironmentResponder(Responder):
         turns = len(prefix.turns)
         snapshots = self.context.environments.snapshots
         snapshot = prefix.snapshot
-        if prefix.fork is not None:
-            snapshot = snapshots.newest(prefix.fork.parent_id, turns)
+        if snapshot is None and prefix.fork is not None:
+            # The parent went on after the fork, which is no state of the branch.
+            snapshot = snapshots.newest(prefix.fork.parent_id, prefix.fork.turns)
 
         restored_turns = 0
         if snapshot is not None and self.environment.takes_snapshots:

@@ -508,7 +508,7 @@ class EnvironmentPool(Generic[E]):
                     self._idle.remove(idle)
                     return idle
             if self._idle and self._num_leased + len(self._idle) > self._max_instances:
-                await self._close(self._idle.pop(0).instance)
+                await asyncio.shield(self._close(self._idle.pop(0).instance))
 
             started = await self._warm.take(key, lambda: self._start(arguments))
             return Acquired(instance=started.instance, key=key, start=started)

@@ -4,6 +4,7 @@ refusals.
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -15,14 +16,24 @@ from jax_agent_rl.agents import (
     ServerToolAgent,
     TextToolAgent,
 )
+from jax_agent_rl.agents.request import Prefix
 from jax_agent_rl.config import ToolClientConfig
 from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, base
+from jax_agent_rl.environments.snapshots import EnvironmentSnapshot
 from jax_agent_rl.environments.users import BaseInteraction, Gsm8kInteraction, InteractionRegistry
 from jax_agent_rl.errors import ConfigError, ReplayError
 from jax_agent_rl.tools import ToolRegistry
 from jax_agent_rl.types import Fork, SamplingParams, ToolCallRecord, Trajectory
 from jax_agent_rl.utils.failures import FailureLog
-from tests.agent_testbed import ACT, ROW, STOP, AgentHarness, assert_forks_are_exact, branch_request
+from tests.agent_testbed import (
+    ACT,
+    ROW,
+    STOP,
+    AgentHarness,
+    assert_forks_are_exact,
+    branch_request,
+    episode_request,
+)
 from tests.http_service import JSONResponse, ToolServer
 from tests.messages import raises
 from tests.unit.collect.test_branching import Counting
@@ -325,6 +336,23 @@ async def test_a_branch_leaves_a_branch_where_that_began(saved_game):
     parent = await stage.parent(GAME)
     await stage.branch(parent, 2)
     assert stage.it.context.environments.snapshots.newest("b", 2).data == b"2"
+
+
+async def test_a_resumed_branch_begins_with_its_own_snapshot_or_its_parents_at_the_fork(
+    saved_game, monkeypatch
+):
+    monkeypatch.setattr(saved_game, "replayable", True)
+    stage = playing_saved()
+    parent = await stage.parent(GAME)
+    fork = Fork(tree_id="t", parent_id="t", turns=1)
+    three_turns = replace(Prefix.of(parent, replace(fork, turns=3)), fork=fork)
+    own_snapshot = EnvironmentSnapshot(turns=2, data=b"2")
+    for snapshot in (own_snapshot, None):
+        prefix = replace(three_turns, snapshot=snapshot)
+        sampling = SamplingParams(max_tokens=1000, seed=1)
+        request = episode_request(GAME, sampling, trajectory_id="b", prefix=prefix)
+        await stage.it.agent.play(request)
+    assert saved_game.restored == [b"2", b"1"]
 
 
 async def test_without_room_for_snapshots_the_branch_is_replayed_or_lost(saved_game, monkeypatch):
