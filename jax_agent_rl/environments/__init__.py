@@ -1,9 +1,9 @@
 """Environments: worlds a policy lives in, turn by turn.
 
-``base`` the interface, environments by name, and pools of them · ``environment_tool`` tools that
-lease one · ``users`` simulated users · ``calls`` tools of an episode · ``adapters`` reasoning-gym
-and TextWorld · ``verifiers`` its tasksets · ``openenv``, ``nemo_gym`` servers of environments, by
-``server_session``.
+``base`` the interface, environments by name, and pools of them · ``snapshots`` their states between
+turns · ``environment_tool`` tools that lease one · ``users`` simulated users · ``calls`` tools of
+an episode · ``adapters`` reasoning-gym and TextWorld · ``verifiers`` its tasksets · ``openenv``,
+``nemo_gym`` servers of environments, by ``server_session``.
 """
 
 from jax_agent_rl.environments import adapters as _adapters  # these register environments

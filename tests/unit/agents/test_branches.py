@@ -410,18 +410,22 @@ async def test_a_snapshot_that_cannot_be_restored_loses_the_branch(saved_game, m
 
 async def test_no_snapshots_are_taken_of_what_nothing_goes_on_from(saved_game, monkeypatch):
     taken = []
+    kept_bytes = []
 
     async def snapshot(self):
         taken.append(self.steps)
+        kept_bytes.append(pools.snapshots.num_bytes)
         return b"x"
+
+    pools = EnvironmentPools(timeout=60.0)
 
     monkeypatch.setattr(saved_game, "snapshot", snapshot)
     await playing_saved(keep_sessions=False).parent(GAME)
     assert taken == []
-    stage = playing_saved(keep_sessions=False, in_checkpoints=True)
-    await stage.parent(GAME)
+    await playing_saved(pools, keep_sessions=False, in_checkpoints=True).parent(GAME)
     assert taken == [1, 2, 3]
-    assert stage.it.context.environments.snapshots.num_bytes == 0, "it is over"
+    assert kept_bytes == [0, 1, 1], "a checkpoint needs the newest alone"
+    assert pools.snapshots.num_bytes == 0, "it is over"
 
 
 # --- simulated users ------------------------------------------------------------------------------

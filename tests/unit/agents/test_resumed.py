@@ -18,7 +18,7 @@ from jax_agent_rl.environments import Environment, EnvironmentPools, Observation
 from jax_agent_rl.environments.snapshots import EnvironmentSnapshot
 from jax_agent_rl.errors import ReplayError
 from jax_agent_rl.rollout.protocol import Capabilities
-from jax_agent_rl.types import PauseMode, SamplingParams, Trajectory
+from jax_agent_rl.types import Group, PauseMode, SamplingParams, Trajectory
 from tests.agent_testbed import ROW, AgentHarness, episode_request
 from tests.batching_engine import BatchingEngine
 from tests.fakes import EOS, FakeCodec
@@ -359,6 +359,49 @@ async def test_a_member_whose_environment_cannot_go_on_starts_again_under_its_nu
     assert trajectory.num_turns == 4
     assert ledger.steps[-4:] == [1, 2, 3, 4]
     assert collector.accounting.summary()["started"] == 1
+
+
+async def collect_group(it: AgentHarness, record: GroupRecord) -> Group:
+    collector = RolloutCollector(
+        it.context, score=no_score, max_in_flight=4, seed=0, strategy=Chains()
+    )
+    row = {**ENVIRONMENT_ROW, "agent_name": "environment_agent"}
+    return await collector.collect_one(
+        row, group_size=2, sampling=SAMPLING, step=0, index=0, record=record
+    )
+
+
+async def test_an_interrupted_group_continues_its_members_with_their_environments(ledger):
+    uninterrupted = await collect_group(in_environment(), GroupRecord())
+
+    it = in_environment()
+    held = {"train-0-0-0/2", "train-0-0-1/3"}
+    reached: set[str] = set()
+
+    def hold(request, sampled) -> bool:
+        if request.request_id in held:
+            reached.add(request.request_id)
+        return request.request_id in held
+
+    it.backend.hold = hold
+    record = GroupRecord()
+    running = asyncio.ensure_future(collect_group(it, record))
+    async with asyncio.timeout(30):
+        while reached != held:
+            await asyncio.sleep(0)
+    saved = json.dumps(record.state())
+    running.cancel()
+    await asyncio.wait({running})
+
+    ledger.steps.clear()
+    again = in_environment()
+    group = await collect_group(again, GroupRecord.restore(json.loads(saved)))
+    assert sorted(ledger.steps) == [3, 4, 4]
+    for one, other in zip(group.trajectories, uninterrupted.trajectories, strict=True):
+        assert one.trajectory_id == other.trajectory_id
+        assert one.turns == other.turns
+        assert one.messages == other.messages
+    assert again.context.environments.snapshots.num_bytes == 0
 
 
 async def no_score(trajectory: Trajectory) -> Trajectory:

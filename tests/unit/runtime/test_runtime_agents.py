@@ -4,10 +4,12 @@ out before it.
 
 import functools
 
+import pytest
 from starlette.responses import JSONResponse
 
 from jax_agent_rl.config import build
 from jax_agent_rl.data.reader import LocatedRow
+from jax_agent_rl.environments import Environment, Observation, base
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.rewards import register_reward, score
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -41,6 +43,44 @@ async def agents(rows, *overrides):
     )
     client.pool.add_server(AsyncServer(ScriptedBackend(codec, ["act </py>"])))
     return run_agents
+
+
+class Saved(Environment):
+    """Ends with the second reply; counts its snapshots."""
+
+    takes_snapshots = True
+    count = 0
+
+    async def reset(self):
+        self.replies = 0
+        return Observation.say("begin")
+
+    async def step(self, reply):
+        self.replies += 1
+        return Observation.say("go on", done=self.replies == 2)
+
+    async def snapshot(self):
+        type(self).count += 1
+        return b"x"
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("sync", 0), ("fully_async", 1)])
+async def test_snapshots_are_taken_where_checkpoints_hold_running_trajectories(
+    monkeypatch: pytest.MonkeyPatch, mode: str, expected: int
+):
+    saved = type("Saved", (Saved,), {})
+    monkeypatch.setattr(base, "ENVIRONMENTS", {**base.ENVIRONMENTS, "saved": saved})
+    row = {
+        **ROW,
+        "agent_name": "environment_agent",
+        "extra_info": {"environment_kwargs": {"name": "saved"}},
+    }
+    run_agents = await agents([row], f"trainer.mode={mode}")
+    counts = []
+    for collector in (run_agents.collector, run_agents.evaluator):
+        await collector.collect([row], group_size=1, sampling=SamplingParams(max_tokens=50), step=0)
+        counts.append(saved.count)
+    assert counts == [expected, expected], "evaluations are not continued"
 
 
 async def test_evaluations_run_with_the_val_settings():

@@ -140,6 +140,16 @@ async def test_the_key_that_was_taken_longest_ago_makes_room():
     await pool.close()
 
 
+async def test_a_key_that_is_taken_again_does_not_make_room():
+    factory = Factory()
+    pool = factory.pool(3)
+    for key in ("a", "b", "a", "c"):
+        await factory.take(pool, key)
+        await factory.let_start()
+    assert [instance.key for instance in factory.instances if instance.closes] == ["b"]
+    await pool.close()
+
+
 async def test_a_start_in_the_background_that_fails_costs_nobody_an_instance():
     factory = Factory()
     pool = factory.pool(1)
