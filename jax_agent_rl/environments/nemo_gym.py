@@ -19,6 +19,7 @@ The server reads what the policy wrote as items of OpenAI's Responses API.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 import uuid
@@ -182,7 +183,7 @@ class NemoGymEnvironment(Environment):
                 name=name,
                 description=tool.get("description") or "",
                 parameters=tool.get("parameters") or {"type": "object", "properties": {}},
-                run=lambda arguments, name=name: self._call(name, arguments),
+                run=functools.partial(self._call, name),
             )
         return tools
 

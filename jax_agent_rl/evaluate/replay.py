@@ -106,8 +106,9 @@ def _check(
     """
     is_last = turn == trajectory.num_turns - 1
     had_ended = is_last and trajectory.finish_reason is FinishReason.ENVIRONMENT_DONE
-    if had_ended != (answer is None):
-        ending = "ended the episode" if answer is None else "went on"
+    has_ended = answer is None
+    if has_ended != had_ended:
+        ending = "ended the episode" if has_ended else "went on"
         raise ReplayError(
             f"{source} {ending} after turn {turn}, other than when it was recorded; {_REMEDY}"
         )
