@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 from harbor.agents.base import BaseAgent
-from harbor.environments.base import BaseEnvironment
+from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.models.agent.context import AgentContext
 
 from jax_agent_rl.agents import HarborAgent
@@ -112,6 +112,39 @@ class Quiet(Beside):
         self, instruction: str, environment: BaseEnvironment, context: AgentContext
     ) -> None:
         return None
+
+
+class Elsewhere(BaseEnvironment):
+    """An environment of another provider: it takes every command, and its tests give 1."""
+
+    @staticmethod
+    def type() -> str:
+        return "elsewhere"
+
+    def _validate_definition(self) -> None:
+        return None
+
+    async def start(self, force_build: bool) -> None:
+        return None
+
+    async def stop(self, delete: bool) -> None:
+        return None
+
+    async def exec(self, command: str, *args: Any, **kwargs: Any) -> ExecResult:
+        return ExecResult(stdout="", stderr="", return_code=0)
+
+    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        return None
+
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        return None
+
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        return None
+
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        if source_dir == "/logs/verifier":
+            Path(target_dir, "reward.txt").write_text("1")
 
 
 TEST_SH = (

@@ -49,6 +49,7 @@ from jax_agent_rl.errors import AgentTimeoutError, ConfigError, TrajectoryError
 from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.failures import user_code_error
 from jax_agent_rl.utils.loop_watch import at_work
+from jax_agent_rl.utils.network import is_loopback
 from jax_agent_rl.utils.packages import install_command
 from jax_agent_rl.utils.timeouts import DaemonThreads
 
@@ -84,6 +85,10 @@ class OpenAIAgentLoop(AgentLoop):
 
     name: ClassVar[str] = "openai_agent"
     function: RunAgent
+    endpoint_host = "127.0.0.1"
+    """Address that the endpoint listens on."""
+    endpoint_port = 0
+    """Its port; 0 takes a free one."""
 
     def __init__(self, context: AgentContext) -> None:
         super().__init__(context)
@@ -168,7 +173,15 @@ class OpenAIAgentLoop(AgentLoop):
 
             limits = self.context.limits.endpoint
             self._store = SessionStore(max_sessions=limits.max_sessions, ttl=limits.session_ttl)
-            self._server = Endpoint(self._store, model="policy", limits=limits).server
+            endpoint = Endpoint(
+                self._store,
+                model="policy",
+                limits=limits,
+                host=self.endpoint_host,
+                port=self.endpoint_port,
+                session_keys=not is_loopback(self.endpoint_host),
+            )
+            self._server = endpoint.server
             self._server.listen()
             self._starting = asyncio.create_task(self._server.start())
         return self._server, self._store

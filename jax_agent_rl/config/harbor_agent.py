@@ -6,11 +6,33 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from jax_agent_rl.config.base import Positive, Section, WhenKey
+from jax_agent_rl.config.base import Positive, Section, Unless, WhenKey
 from jax_agent_rl.config.command_agent import Mounts, ProgramLimits
 
 LOCAL = "local"
 """The environment that is this project's sandbox."""
+
+
+class HarborEndpoint(Section):
+    """How an environment that is not on this machine reaches the policy."""
+
+    host: str = Field(
+        default="127.0.0.1",
+        description=(
+            "Address that the endpoint listens on, such as 0.0.0.0; each request has to send the"
+            " key of its trial. Without TLS: for networks that are trusted, or behind a tunnel."
+        ),
+    )
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=0, description="Its port, for tunnels and firewalls; 0: a free one."
+    )
+    url: str | None = Field(
+        default=None,
+        description=(
+            "Address by which the environment reaches it, `{port}` being its port, such as"
+            " `http://host.docker.internal:{port}`; null: loopback."
+        ),
+    )
 
 
 class HarborConfig(Section):
@@ -54,6 +76,9 @@ class HarborConfig(Section):
     reward_key: str = Field(
         default="reward",
         description="Name of the reward, where the verifier gives several.",
+    )
+    endpoint: Annotated[HarborEndpoint, Unless("agent.harbor.environment", LOCAL)] = Field(
+        default_factory=HarborEndpoint
     )
     mounts: Annotated[Mounts, WhenKey("agent.harbor.environment", LOCAL)] = Field(
         default_factory=dict,

@@ -179,6 +179,7 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
     "addresses and tokens of servers": _paths(
         {
             "agent": "tool_server_url tool_server_token_env",
+            "agent.harbor.endpoint": "host port url",
             "tool_config": "server_url token_env",
             "search": "server_url token_env",
             "reward.remote": "url",

@@ -67,6 +67,7 @@ class HttpServer:
         host: address to listen on; anything but loopback needs a token.
         port: 0 takes a free one.
         token: token that requests must send, or None.
+        admits: in place of one token: decides whether a request with this key has access.
         token_key: setting that names the token's variable, for messages.
         open_paths: paths that need no token.
         max_body_bytes: limit of a JSON body.
@@ -89,6 +90,7 @@ class HttpServer:
     host: str = "127.0.0.1"
     port: int = 0
     token: str | None = None
+    admits: Callable[[str], bool] | None = None
     token_key: str
     open_paths: Sequence[str] = ()
     max_body_bytes: int
@@ -102,7 +104,8 @@ class HttpServer:
     _runner: web.AppRunner | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        require_token(self.host, self.token, key=self.token_key)
+        if self.admits is None:
+            require_token(self.host, self.token, key=self.token_key)
         self.app = web.Application(
             client_max_size=self.max_body_bytes,
             middlewares=[*self.middlewares, self._guard],
@@ -180,15 +183,19 @@ class HttpServer:
     def _check(self, request: web.Request) -> None:
         """Raise Refused unless the client has access, and sends what can be read."""
         self._check_origin(request)
-        if self.token is not None and request.path not in self.open_paths:
-            _check_token(request, self.token)
+        if request.path not in self.open_paths:
+            if self.token is not None:
+                _check_token(request, self.token)
+            elif self.admits is not None and not self.admits(sent_key(request)):
+                raise Refused(401, "the key is missing, or of no session that is open")
         self._check_content(request)
 
     def _check_origin(self, request: web.Request) -> None:
         """Refuse requests of pages in a browser that are not this server's."""
         hosts = request.headers.getall("Host", [])
         host = hosts[0] if len(hosts) == 1 else ""
-        if self.token is None and not names_this_machine(host, listening_on=self.host):
+        is_open = self.token is None and self.admits is None
+        if is_open and not names_this_machine(host, listening_on=self.host):
             raise Refused(
                 403,
                 "without a token only requests to localhost are answered, not to"

@@ -85,6 +85,7 @@ class _PrintableFormatter(logging.Formatter):
 def quiet_logging() -> None:
     """Show this package's warnings on the screen, and silence other libraries."""
     handler = _StderrHandler()
+    handler.setLevel(logging.WARNING)  # Harbor's loggers ask for every record themselves
     handler.setFormatter(_PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for library in ("jax", "orbax"):

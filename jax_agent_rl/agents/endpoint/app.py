@@ -82,6 +82,7 @@ class Endpoint:
         adapters: LoRA adapters of the engines, served as models of their names.
         host, port: where it listens, see :class:`HttpServer`.
         api_key: what every request must send, except for ``/health``; None asks for nothing.
+        session_keys: every request must send the key of an open session instead.
         stateless: makes the session of one request outside sessions; None refuses such requests.
         able: reads what the engines can do; a request for more is refused.
         require_engine: raises ``EngineDiedError`` when no engine is left, for ``/health``.
@@ -102,6 +103,7 @@ class Endpoint:
         host: str = "127.0.0.1",
         port: int = 0,
         api_key: str | None = None,
+        session_keys: bool = False,
         stateless: Callable[[], Session] | None = None,
         able: Callable[[], Iterable[Capabilities]] = tuple,
         require_engine: Callable[[], None] = lambda: None,
@@ -138,12 +140,16 @@ class Endpoint:
             host=host,
             port=port,
             token=api_key,
+            admits=self._has_session if session_keys else None,
             token_key="--token-env",
             open_paths=("/health",),
             max_body_bytes=limits.max_body_bytes,
             body_key=f"agent.endpoint.max_body_bytes={limits.max_body_bytes}",
             middlewares=[counted(self._requests), _failures],
         )
+
+    def _has_session(self, key: str) -> bool:
+        return self._store.with_key(key) is not None
 
     async def _health(self, request: web.Request) -> web.Response:
         try:

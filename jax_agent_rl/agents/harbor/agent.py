@@ -69,6 +69,8 @@ class HarborAgent(OpenAIAgentLoop):
     def __init__(self, context: AgentContext) -> None:
         super().__init__(context)
         self._settings = context.limits.harbor
+        self.endpoint_host = self._settings.endpoint.host
+        self.endpoint_port = self._settings.endpoint.port
         self._slots = asyncio.Semaphore(self._settings.max_running)
         self._sandbox: Sandbox | None = None
         self._opening = asyncio.Lock()
@@ -169,9 +171,11 @@ class HarborAgent(OpenAIAgentLoop):
 
         server, _ = self._serve()
         await self._starting
+        address = server.url
+        if self._settings.endpoint.url is not None:
+            address = self._settings.endpoint.url.replace("{port}", str(server.port)).rstrip("/")
         access = ModelAccess(
-            host_url=f"{server.url}/sessions/{session.session_id}",
-            api_key=session.api_key or "",
+            host_url=f"{address}/sessions/{session.session_id}", api_key=session.api_key or ""
         )
         async with contextlib.AsyncExitStack() as stack:
             if self._settings.trials_dir is not None:

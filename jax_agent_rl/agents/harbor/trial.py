@@ -277,11 +277,16 @@ class HarborTrial:
         await self._local.begin_tests()
 
     async def run(self) -> TrialResult:
-        """Run the trial to its end; nothing of it is left, also if it is cancelled."""
+        """Run the trial to its end; nothing of it is left, also if it is cancelled.
+
+        Harbor stops the environment. The sandbox is stopped once more, for a cancellation may come
+        while Harbor does so.
+        """
         try:
             return await self._trial.run()
         finally:
-            await self._trial.agent_environment.stop(delete=True)
+            if self._local is not None:
+                await self._local.stop(delete=True)
 
     def verdict(self, result: TrialResult, *, is_cut: bool) -> Verdict:
         """Return what the verifier said.

@@ -181,6 +181,16 @@ async def test_mini_swe_agent_runs_unmodified_inside(tmp_path: Path):
     assert output["reward"] == 1.0
 
 
+async def test_a_harness_elsewhere_is_told_the_address_of_the_settings(tmp_path: Path):
+    options = {"environment": "tests.harbor_harnesses:Elsewhere"}
+    endpoint = {"host": "0.0.0.0", "url": "http://127.0.0.2:{port}/"}
+    trajectory, output = await play(
+        ["echo 77 > answer.txt", "done"], write_task(tmp_path), endpoint=endpoint, **options
+    )
+    assert trajectory.num_turns == 2
+    assert output["reward"] == 1.0
+
+
 async def test_a_killed_trainer_leaves_nothing_running(tmp_path: Path):
     program = f"""
 import asyncio, pathlib

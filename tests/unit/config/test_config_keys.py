@@ -109,6 +109,7 @@ READ_ELSEWHERE = {
     # Harbor has to be installed, which needs Python 3.12
     "agents/harbor/agent.py": {
         "agent.harbor.environment": "self._settings.environment",
+        "agent.harbor.endpoint.url": "self._settings.endpoint.url",
         "agent.harbor.mounts": "self._settings.mounts",
         "agent.harbor.reward_key": "self._settings.reward_key",
         "agent.harbor.start_attempts": "self._settings.start_attempts",

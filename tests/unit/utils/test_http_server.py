@@ -10,11 +10,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
+import httpx
 import pytest
 from aiohttp import web
 
+from jax_agent_rl.agents import OpenAIAgentLoop
 from jax_agent_rl.agents.endpoint.app import Endpoint
-from jax_agent_rl.agents.endpoint.sessions import SessionStore
+from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
+from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.config import EndpointConfig
 from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.config.loading import build_tree
@@ -23,8 +26,10 @@ from jax_agent_rl.observe.sinks.metrics import TrainerMetrics, trainer_server
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.tool_server.server import ToolServer
+from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.bounded_json import MAX_NESTING
 from jax_agent_rl.utils.http_server import HttpServer, read_json
+from tests.agent_testbed import AgentHarness
 from tests.messages import raises
 from tests.toy_backend import ToyBackend
 
@@ -311,6 +316,39 @@ def test_an_address_others_can_reach_needs_a_token():
         Endpoint(
             SessionStore(max_sessions=1, ttl=1), model="m", limits=EndpointConfig(), host="0.0.0.0"
         )
+
+
+async def test_keys_of_sessions_give_access_in_place_of_a_token():
+    """Under whatever name the server is reached: pages do not know the keys."""
+    harness = AgentHarness(OpenAIAgentLoop, [])
+    recorder = ChatRecorder(harness.context, session_id="t")
+    store = SessionStore(max_sessions=2, ttl=60)
+    for name in ("a", "b"):
+        sampling = SamplingParams(max_tokens=1)
+        store.add(
+            Session(session_id=name, recorder=recorder, sampling=sampling, api_key=f"key-{name}")
+        )
+    server = Endpoint(
+        store, model="m", limits=EndpointConfig(), host="0.0.0.0", session_keys=True
+    ).server
+    await server.start()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.2:{server.port}") as client:
+
+            async def status(path: str, **headers: str) -> int:
+                headers["Host"] = "trainer.example"
+                return (await client.get(path, headers=headers)).status_code
+
+            key = {"Authorization": "Bearer key-a"}
+            assert await status("/v1/models", **key) == 200
+            assert await status("/v1/models", Authorization="Bearer key-c") == 401
+            assert await status("/v1/models") == 401
+            assert await status("/sessions/b", **key) == 401
+            assert await status("/health") == 200
+            store.end("a")
+            assert await status("/v1/models", **key) == 401
+    finally:
+        await server.close()
 
 
 def test_no_module_listens_by_other_means():

@@ -76,6 +76,19 @@ def test_a_warning_is_printed_above_a_live_display(monkeypatch, terminal):
     ]
 
 
+def test_a_library_that_logs_every_step_does_not_fill_the_screen(monkeypatch):
+    errors = Stream(False)
+    monkeypatch.setattr(sys, "stderr", errors)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    quiet_logging()
+    library = logging.getLogger("a_library_that_logs_every_step")
+    library.setLevel(logging.DEBUG)
+    library.debug("step 1")
+    library.info("step 2")
+    library.warning("careful")
+    assert errors.getvalue() == "WARNING a_library_that_logs_every_step: careful\n"
+
+
 FORGING = """
 import logging, sys
 from jax_agent_rl.cli import main
