@@ -57,6 +57,19 @@ async def anthropic_parsed(base_url, key):
     return answer.parsed_output
 
 
+async def gemini_json_schema(base_url, key):
+    genai = pytest.importorskip("google.genai")
+    # Google's own kind of schema has no enums of numbers.
+    config = {
+        "response_mime_type": "application/json",
+        "response_json_schema": Plan.model_json_schema(),
+    }
+    options = {"base_url": without_version(base_url)}
+    async with genai.Client(api_key=key, http_options=options).aio as client:
+        answer = await client.models.generate_content(model="m", contents=QUESTION, config=config)
+    return Plan.model_validate(answer.parsed)
+
+
 async def langchain_schema(base_url, key, method: Any = "json_schema"):
     module = pytest.importorskip("langchain_openai")
     model = module.ChatOpenAI(model="gpt-5", base_url=base_url, api_key=key)
@@ -112,6 +125,7 @@ TYPED = [
     openai_chat_parsed,
     openai_responses_parsed,
     anthropic_parsed,
+    gemini_json_schema,
     langchain_schema,
     langchain_named_tool,
     openai_agents_output_type,
