@@ -94,13 +94,15 @@ def assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]
 class Fingerprints:
     """Digests of a plain conversation's beginnings, and of its tools.
 
-    Two digests are equal iff the beginnings read the same to a model. Each takes the time of one
-    message, so that a long conversation can be looked for by all of them.
+    Two digests are equal iff the beginnings read the same to a model, but for arguments that a call
+    may leave out: some clients write out what the tool's schema has as their default. Each takes
+    the time of one message, so that a long conversation can be looked for by all of them.
     """
 
     def __init__(
         self, messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> None:
+        self._defaults = _argument_defaults(tools)
         self._digest = hashlib.blake2b(digest_size=16)
         self._update(list(tools))
         self._of_lengths = [self._digest.hexdigest()]
@@ -109,7 +111,7 @@ class Fingerprints:
 
     def add(self, message: Mapping[str, Any]) -> str:
         """Add a message, and return the digest of the conversation with it."""
-        self._update(_content_key(message))
+        self._update(_content_key(message, self._defaults))
         self._of_lengths.append(self._digest.hexdigest())
         return self._of_lengths[-1]
 
@@ -122,11 +124,40 @@ class Fingerprints:
         self._digest.update(json.dumps(value, sort_keys=True).encode())
 
 
-def _content_key(message: Mapping[str, Any]) -> list[Any]:
-    """Return what a model reads of a message; without call ids, which frameworks rename."""
+def _argument_defaults(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the defaults in the schemas of tools, by tool and argument."""
+    defaults: dict[str, dict[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function", {})
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        if not isinstance(properties, Mapping):
+            continue
+        for name, schema in properties.items():
+            if isinstance(schema, Mapping) and "default" in schema:
+                defaults.setdefault(function["name"], {})[name] = schema["default"]
+    return defaults
+
+
+_NO_DEFAULTS: Mapping[str, Mapping[str, Any]] = {}
+
+
+def _content_key(
+    message: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]] = _NO_DEFAULTS
+) -> list[Any]:
+    """Return what a model reads of a message.
+
+    Call ids are left out, as frameworks rename them, and arguments that have their default.
+    """
     calls = []
     for call in message.get("tool_calls", ()):
-        calls.append([call["function"]["name"], call["function"]["arguments"]])
+        name = call["function"]["name"]
+        arguments = dict(call["function"]["arguments"])
+        for argument, default in defaults.get(name, {}).items():
+            value = arguments.get(argument)
+            if value == default and type(value) is type(default):  # 0 is equal to False
+                arguments.pop(argument, None)
+        calls.append([name, arguments])
 
     if isinstance(message["content"], str):
         return [message["role"], message["content"].strip(), calls]

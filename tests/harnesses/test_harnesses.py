@@ -128,10 +128,8 @@ async def test_gemini_cli():
     assert result.refused == []
 
 
-async def test_claude_code_completes_a_call_and_so_leaves_its_context():
-    """It sends the edit back with ``replace_all: false``, which the policy did not say: the turns
-    after it are in a context of their own.
-    """
+async def test_claude_code_and_the_title_it_asks_for():
+    """It sends the edit back with ``replace_all: false``, the default that the policy left out."""
     replies = [
         call("Read", file_path="/app/total.py"),
         call("Edit", file_path="/app/total.py", old_string="4", new_string="3"),
@@ -141,7 +139,7 @@ async def test_claude_code_completes_a_call_and_so_leaves_its_context():
     result = await finished(
         "sh /tmp/agent/claude_code.sh", replies, {"Write the title": ["Wrong sum"]}
     )
-    assert sorted(graph(result.trajectory)) == [(1, 0), (1, 1), (3, 0)]
+    assert sorted(graph(result.trajectory)) == [(1, 0), (4, 0)]
     _check_probes(result)
 
 
@@ -149,7 +147,7 @@ async def test_claude_code_with_a_sub_agent_and_a_compacted_history():
     replies = [
         call("Agent", description="look", prompt="HELPER: look", subagent_type="general-purpose"),
         call("Read", file_path="/app/total.py"),
-        call("Edit", file_path="/app/total.py", old_string="4", new_string="3", replace_all=False),
+        call("Edit", file_path="/app/total.py", old_string="4", new_string="3"),
         "It prints 6 now.",
     ]
     lines = {

@@ -99,7 +99,37 @@ def test_beginnings_are_told_apart_as_conversations_are(first, second):
     for count in range(len(whole) + 1):
         assert fingerprints.first(count) == fingerprint(whole[:count], [])
     assert (fingerprint(first, []) == fingerprint(second, [])) == (first == second)
-    assert fingerprint([], [whole]) != fingerprint(whole, [])
+    assert fingerprint([], [{"messages": whole}]) != fingerprint(whole, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "same"),
+    [
+        ({"path": "a", "every": False}, True),
+        ({"path": "a", "every": True}, False),
+        ({"path": "a", "every": 0}, False),
+        ({"path": "b", "every": False}, False),
+        ({"path": "a", "other": False}, False),
+    ],
+)
+def test_an_argument_that_is_written_out_as_its_default_changes_nothing(arguments, same):
+    schema = {"properties": {"path": {"type": "string"}, "every": {"default": False}}}
+    tools = [{"type": "function", "function": {"name": "edit", "parameters": schema}}]
+
+    def calling(arguments):
+        call = {"id": "1", "function": {"name": "edit", "arguments": json.dumps(arguments)}}
+        return plain_messages([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+    sampled = calling({"path": "a"})
+    completed = calling(arguments)
+    assert (fingerprint(sampled, tools) == fingerprint(completed, tools)) is same
+    assert fingerprint(sampled, []) != fingerprint(completed, [])
+
+
+@pytest.mark.parametrize("parameters", [None, [], {"properties": []}, {"properties": {"a": 3}}])
+def test_schemas_without_defaults_may_be_anything(parameters):
+    tools = [{"type": "function", "function": {"name": "edit", "parameters": parameters}}]
+    assert fingerprint([], tools) != fingerprint([], [])
 
 
 def test_results_are_named_after_their_calls():
