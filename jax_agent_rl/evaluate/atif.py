@@ -28,7 +28,7 @@ from pydantic import ValidationError
 
 from jax_agent_rl import __version__
 from jax_agent_rl.agents.request import turn_positions
-from jax_agent_rl.checks import is_number
+from jax_agent_rl.checks import as_score, is_number
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.observe.report.command import RunData, config_value, decoder
 from jax_agent_rl.observe.run_dir import Decode, Record, json_line, trajectory_record
@@ -41,7 +41,7 @@ from jax_agent_rl.types import (
     Trajectory,
     Turn,
 )
-from jax_agent_rl.utils.bounded_json import read_json_object
+from jax_agent_rl.utils.bounded_json import parse_json, read_json_object
 from jax_agent_rl.utils.files import make_folder, write_atomically
 from jax_agent_rl.utils.packages import import_installed, install_command
 from jax_agent_rl.utils.wrong_values import describe_problems
@@ -264,7 +264,7 @@ def _message_calls(message: Mapping[str, Any]) -> dict[str, Any]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = parse_json(arguments)
             except ValueError:
                 arguments = {"text": arguments}
         if not isinstance(arguments, dict):
@@ -361,6 +361,10 @@ class Words:
             ids.append(self._ids[word])
         return ids
 
+    def is_word(self, token_id: int) -> bool:
+        """Return whether an id is that of a word."""
+        return _FIRST_WORD <= token_id < _FIRST_WORD + len(self._texts)
+
     def word(self, token_id: int) -> str:
         """Return the word of an id."""
         return self._texts[token_id - _FIRST_WORD]
@@ -416,7 +420,7 @@ class AtifRecords:
 
         def decode(ids: Sequence[int]) -> str:
             text = ""
-            for is_word, run in itertools.groupby(ids, key=_is_word):
+            for is_word, run in itertools.groupby(ids, key=self._words.is_word):
                 if is_word:
                     text += "".join(self._words.word(token_id) for token_id in run)
                 elif tokens_of_model is not None:
@@ -426,10 +430,6 @@ class AtifRecords:
             return text
 
         return decode
-
-
-def _is_word(token_id: int) -> bool:
-    return token_id >= _FIRST_WORD
 
 
 def _read(file: Path) -> atif.Trajectory:
@@ -456,7 +456,8 @@ def as_record(document: atif.Trajectory, *, words: Words, name: str) -> Record:
         name: id of a trajectory that has none.
 
     Raises:
-        DataError: it holds no step of an agent, or what was written here was changed since.
+        DataError: it holds no step of an agent or a reward that cannot be, or what was written here
+            was changed since.
     """
     own = (document.extra or {}).get(_KEY)
     if isinstance(own, dict):
@@ -464,7 +465,11 @@ def as_record(document: atif.Trajectory, *, words: Words, name: str) -> Record:
         if not is_trajectory_record(record):
             raise DataError(f"{name}: what jax-agent-rl wrote of it does not fit its steps")
         return record
-    return trajectory_record(_foreign(document, words, name), step=0, split="train")
+    try:
+        trajectory = _foreign(document, words, name)
+    except ValueError as error:
+        raise DataError(f"{name}: {error}") from None
+    return trajectory_record(trajectory, step=0, split="train")
 
 
 def _recorded(document: atif.Trajectory) -> Record:
@@ -477,23 +482,27 @@ def _recorded(document: atif.Trajectory) -> Record:
     versions: list[int] = []
     mask: list[int] = []
     appended = 0
+    longest = max((len(_context_ids(step)) for step in document.steps), default=0)
     for step in document.steps:
         own = (step.extra or {}).get(_KEY)
         if step.metrics is None or not isinstance(own, dict):
             continue
         own = dict(own)
-        context_ids = step.metrics.prompt_token_ids or []
+        context_ids = _context_ids(step)
         sampled_ids = step.metrics.completion_token_ids or []
         if not turns:
             prompt_ids = context_ids
         elif appended:
             response_ids += context_ids[-appended:]
-        last_ids = own.pop("appended_ids", [])
-        appended = own.get("appended", 0) if isinstance(own.get("appended"), int) else 0
+        last_ids = _list(own.pop("appended_ids", None))
+        # A number that does not fit is noticed when the record is checked.
+        appended = 0
+        if isinstance(own.get("appended"), int):
+            appended = min(own["appended"], max(longest, len(last_ids)))
 
         response_ids += [*sampled_ids, *last_ids]
         logprobs += [*(step.metrics.logprobs or []), *itertools.repeat(0.0, appended)]
-        versions += [*own.pop("policy_versions", []), *itertools.repeat(-1, appended)]
+        versions += [*_list(own.pop("policy_versions", None)), *itertools.repeat(-1, appended)]
         mask += [1] * len(sampled_ids) + [0] * appended
         turns.append(own)
 
@@ -508,6 +517,18 @@ def _recorded(document: atif.Trajectory) -> Record:
         "policy_versions": versions,
         "segments": segments,
     }
+
+
+def _context_ids(step: atif.Step) -> list[int]:
+    """Return the ids in front of what a step sampled; none where it has none."""
+    if step.metrics is None:
+        return []
+    return step.metrics.prompt_token_ids or []
+
+
+def _list(value: Any) -> list[Any]:
+    """Return a value of a document that has to be a list; an empty one for anything else."""
+    return value if isinstance(value, list) else []
 
 
 # --- documents of others --------------------------------------------------------------------------
@@ -525,6 +546,7 @@ def _foreign(document: atif.Trajectory, words: Words, name: str) -> Trajectory:
 
     Raises:
         DataError: no step of it was sampled.
+        ValueError: a float32 does not hold the reward.
     """
     sequences = _sequences(document, words)
     if not sequences:
@@ -564,7 +586,7 @@ def _reward(document: atif.Trajectory) -> float:
     for extra in (final.extra if final is not None else None, document.extra):
         reward = (extra or {}).get("reward")
         if is_number(reward):
-            return float(reward)
+            return as_score(reward, "the reward")
     return 0.0
 
 

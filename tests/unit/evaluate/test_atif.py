@@ -115,6 +115,34 @@ def test_a_document_that_was_changed_is_refused():
         as_record(document, words=Words(), name="x")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("appended", 10**12),
+        ("appended", -1),
+        ("policy_versions", 5),
+        ("policy_versions", {"a": 1}),
+    ],
+)
+def test_what_was_added_to_a_step_is_checked(name: str, value: Any):
+    document = as_document(record(conversation()), decode=decode, model_name=None)
+    document.steps[2].extra["jax_agent_rl"][name] = value
+    with raises(DataError, value="does not fit"):
+        as_record(document, words=Words(), name="x")
+
+
+def test_calls_that_a_client_sent_nested_too_deep_are_written_as_text():
+    call = {"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}
+    turns = conversation()
+    answer = {"role": "assistant", "content": "one", "tool_calls": [call]}
+    messages = [message | answer if message["content"] == "one" else message
+                for message in turns.messages]  # fmt: skip
+    written = record(replace(turns, messages=tuple(messages)))
+    written["turns"][0]["tool_calls"] = []
+    document = as_document(written, decode=decode, model_name=None)
+    assert document.steps[2].tool_calls[0].arguments["text"].startswith("[[[")
+
+
 # --- documents of others --------------------------------------------------------------------------
 
 
@@ -217,3 +245,22 @@ def test_a_table_is_exported_by_the_command(tmp_path: Path):
     assert result.exit_code == 0, result.output
     assert "1 document" in result.output
     assert list(read_atif(tmp_path / "out").trajectories) == list(read_atif(source).trajectories)
+
+
+@pytest.mark.parametrize("reward", [10**400, 1e300])
+def test_a_reward_that_cannot_be_skips_a_document_alone(reward: float, tmp_path: Path):
+    good = foreign(sampled([1], [2]))
+    bad = foreign(sampled([1], [2]), final_metrics={"extra": {"reward": reward}})
+    (tmp_path / "a.json").write_text(json.dumps(bad))
+    (tmp_path / "b.json").write_text(json.dumps(good))
+    data = read_atif(tmp_path)
+    assert len(list(data.trajectories)) == 1
+    (note,) = data.trajectories.notes
+    assert "reward" in note
+
+
+def test_ids_above_every_vocabulary_are_shown_as_numbers(tmp_path: Path):
+    (tmp_path / "a.json").write_text(json.dumps(foreign(sampled([1], [2**30, 2**40]))))
+    data = read_atif(tmp_path)
+    (shown,) = data.trajectories
+    assert data.open_decoder([])(shown["response_ids"]) == f"[{2**30}][{2**40}]"
