@@ -7,21 +7,13 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from jax_agent_rl.agents.command.pytest_task import write_pytest_task
 from jax_agent_rl.data.rows import write_rows
 
 NOUNS = (
     "apple bridge candle desert engine forest garden hammer island jacket kettle ladder market"
     " needle orange".split()
 )
-TOML = 'version = "1.0"\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 60.0\n'
-TEST_SH = """#!/bin/bash
-export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1  # start seven times as fast
-# -P, -c and --rootdir: a pytest.py, a conftest.py or a pytest.ini in the working folder is the
-# program's, not ours.
-options="-q -p no:cacheprovider -c /dev/null --rootdir=/tests"
-if python3 -P -m pytest $options /tests/test_state.py; then reward=1; else reward=0; fi
-echo $reward > /logs/verifier/reward.txt
-"""
 TEST_PY = """from pathlib import Path
 
 EXPECTED = {expected!r}
@@ -63,18 +55,9 @@ def tasks(rng: random.Random) -> Iterator[Task]:
 
 def write_task(folder: Path, task: Task) -> None:
     """Write one task folder."""
-    instruction, before, after = task
-    files = {
-        "task.toml": TOML,
-        "instruction.md": instruction + "\n",
-        "tests/test.sh": TEST_SH,
-        "tests/test_state.py": TEST_PY.format(expected=after),
-        **{f"environment/{name}": text for name, text in before.items()},
-    }
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    instruction, files, expected = task
+    tests = {"test_state.py": TEST_PY.format(expected=expected)}
+    write_pytest_task(folder, instruction=instruction, files=files, tests=tests)
 
 
 def main() -> None:

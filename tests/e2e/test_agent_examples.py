@@ -66,46 +66,45 @@ def test_an_example_trains_with_every_trajectory_accounted_for(
 
 
 @needs_bwrap
-def test_a_program_in_the_sandbox_trains_on_task_folders(small_model: Path, tmp_path: Path):
-    prepare = [
-        *python(),
-        "examples/terminal_tasks/prepare.py",
-        "--out",
-        str(tmp_path),
-        "--train",
-        "6",
-        "--heldout",
-        "2",
-    ]
-    subprocess.run([*prepare, "--heldout", "2"], check=True, timeout=300, cwd=ROOT, env=ENVIRONMENT)
-    paths = [
+@pytest.mark.parametrize(
+    ("example", "size", "tests"),
+    [
+        ("terminal_tasks", ["--train", "6", "--heldout", "2"], "test_state.py"),
+        ("swe_mini", [], "test_solution.py"),
+    ],
+)
+def test_a_program_in_the_sandbox_trains_on_task_folders(
+    example: str, size: list[str], tests: str, small_model: Path, tmp_path: Path
+):
+    folder = ROOT / "examples" / example
+    prepare = [*python(), str(folder / "prepare.py"), "--out", str(tmp_path), *size]
+    subprocess.run(prepare, check=True, timeout=300, cwd=ROOT, env=ENVIRONMENT)
+    settings = [
         f"run_dir={tmp_path / 'run'}",
         f"model.path={small_model}",
         f"data.train={tmp_path / 'train.jsonl'}",
-    ]
-    command = [
-        *python(),
-        *COMMAND,
-        "train",
-        str(ROOT / "examples" / "terminal_tasks" / "config.yaml"),
-        *paths,
-    ]
-    command += [
         f"data.eval={tmp_path / 'heldout.jsonl'}",
+        "data.eval_limit=2",
         *SMALL,
         "trainer.steps=1",
         "agent.max_prompt_length=400",
+        "rollout.max_model_len=448",
+        "learner.pack_length=512",
     ]
-    command += ["rollout.max_model_len=448", "learner.pack_length=512"]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT
+        [*python(), *COMMAND, "train", str(folder / "config.yaml"), *settings],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=ROOT,
+        env=ENVIRONMENT,
     )
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["started"] == summary["trained"] == 4
     assert summary["token_drift"] == 0
     for record in read_records(tmp_path / "run" / "trajectories.jsonl"):
-        assert "test_state.py" in record["row"]["extra_info"]["agent_output"]["verifier"]
+        assert tests in record["row"]["extra_info"]["agent_output"]["verifier"]
 
 
 def test_serve_answers_an_openai_client_until_it_is_told_to_stop(small_model: Path):

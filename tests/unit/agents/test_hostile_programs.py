@@ -13,6 +13,7 @@ import pytest
 
 from jax_agent_rl.agents.command.agent import read_verdict
 from jax_agent_rl.agents.command.machines import ISOLATED, SandboxedTask
+from jax_agent_rl.agents.command.pytest_task import TEST_SH
 from jax_agent_rl.agents.command.runner import environment, read_back
 from jax_agent_rl.agents.command.task import CommandTask
 from jax_agent_rl.agents.command.workspace import WorkspaceLimits
@@ -37,7 +38,7 @@ def example_tests(expected):
     prepare = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(prepare)
     return {
-        "test.sh": prepare.TEST_SH.encode(),
+        "test.sh": TEST_SH.encode(),
         "test_state.py": prepare.TEST_PY.format(expected=expected).encode(),
     }
 
