@@ -55,13 +55,16 @@ class HarborConfig(Section):
     agent_env: dict[str, str] = Field(
         default_factory=dict,
         description=(
-            "Variables of the harness, besides OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL"
-            " and ANTHROPIC_API_KEY."
+            "Variables of the harness, besides those that lead clients of OpenAI, Anthropic and"
+            " Google to the policy (OPENAI_BASE_URL, OPENAI_API_KEY and so on)."
         ),
     )
     model: str = Field(
         default="openai/policy",
-        description="Name of the model that the harness is told; the policy answers to any.",
+        description=(
+            "Name of the model that the harness is told, with the provider whose API it speaks,"
+            " such as `anthropic/policy`; the policy answers to any."
+        ),
     )
     environment: str = Field(
         default=LOCAL,

@@ -28,6 +28,7 @@ from typing import Any
 
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
+from harbor.models.task.config import NetworkPolicy
 
 from jax_agent_rl.agents.command.machines import FOLDERS, TESTS, RunnerJob, with_settings
 from jax_agent_rl.agents.command.session import SandboxSession
@@ -39,6 +40,7 @@ from jax_agent_rl.tool_server.sandbox import Link, Sandbox
 
 SESSION_SECONDS = 24 * 3600.0
 """Limit of a sandbox; the trial's own limits end it before."""
+_ENDPOINT_HOST = "127.0.0.1"
 _SETUP_FOLDERS = ("solution", "installed-agent")
 """Further folders that harnesses write to: Harbor's ``oracle``, and installed ones."""
 
@@ -80,7 +82,24 @@ class LocalEnvironment(BaseEnvironment):
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
-        return EnvironmentCapabilities(disable_internet=True)
+        return EnvironmentCapabilities(
+            disable_internet=True, network_allowlist=True, network_allowlist_ipv4_addresses=True
+        )
+
+    def validate_network_policy_support(self, network_policy: NetworkPolicy | None = None) -> None:
+        """Check that a list of allowed hosts names the endpoint alone, the only one in reach.
+
+        Raises:
+            ValueError: it names others.
+        """
+        super().validate_network_policy_support(network_policy)
+        policy = network_policy or self.network_policy
+        others = set(policy.allowed_hosts) - {_ENDPOINT_HOST}
+        if others:
+            raise ValueError(
+                f"the allowlist names {sorted(others)}, which the sandbox does not reach; set"
+                " agent.harbor.environment"
+            )
 
     def _validate_definition(self) -> None:
         """Read the task's folder ``environment``.

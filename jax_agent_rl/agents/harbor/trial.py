@@ -96,6 +96,8 @@ class ModelAccess:
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.host_url,
             "ANTHROPIC_API_KEY": self.api_key,
+            "GOOGLE_GEMINI_BASE_URL": self.host_url,
+            "GEMINI_API_KEY": self.api_key,
         }
 
     def fill_in(self, value: Any) -> Any:

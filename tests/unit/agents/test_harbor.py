@@ -41,6 +41,7 @@ from tests.messages import raises
 from tests.tiny_run import step_records, tiny_recipe
 
 pytestmark = [pytest.mark.harbor, needs_bwrap]
+ALLOWLIST = '[environment]\nnetwork_mode = "allowlist"\n'
 SOLVES = ["cat data/number.txt", "echo 77 > answer.txt", "done"]
 
 
@@ -128,7 +129,8 @@ async def test_a_verifier_that_says_nothing_is_reward_0_with_a_note(
         ({"dockerfile": "FROM ubuntu:24.04\nRUN apt-get install git\n"}, "line 2"),
         ({"dockerfile": "", "settings": '[environment]\ndocker_image = "gcc"\n'}, "gcc"),
         ({"settings": '[verifier.environment]\ndocker_image = "gcc"\n'}, "the verifier"),
-        ({"settings": '[environment]\nnetwork_mode = "allowlist"\n'}, "allowlist"),
+        ({"settings": f'{ALLOWLIST}allowed_hosts = ["pypi.org"]\n'}, "allowlist"),
+        ({"settings": f'{ALLOWLIST}allowed_hosts = ["8.8.8.8"]\n'}, "8.8.8.8"),
     ],
 )
 async def test_a_task_that_the_sandbox_cannot_run_is_refused(
@@ -167,7 +169,7 @@ async def test_mini_swe_agent_runs_unmodified_inside(tmp_path: Path):
     tmp_path.chmod(0o755)
     trajectory, output = await play(
         script,
-        write_task(tmp_path / "task"),
+        write_task(tmp_path / "task", settings='[environment]\nnetwork_mode = "no-network"\n'),
         agent="mini-swe-agent",
         agent_options={"skip_install": True},
         agent_env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
