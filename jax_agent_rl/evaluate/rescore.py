@@ -34,6 +34,7 @@ from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.data.reader import Row
 from jax_agent_rl.environments import EnvironmentPools, load_environments
 from jax_agent_rl.errors import ConfigError, DataError, DropReason, RewardError, TrajectoryError
+from jax_agent_rl.evaluate.atif import is_atif
 from jax_agent_rl.evaluate.export import (
     CALL_FIELDS,
     TableRecords,
@@ -48,7 +49,7 @@ from jax_agent_rl.evaluate.export import (
 from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.evaluate.replay import EnvironmentReplay
 from jax_agent_rl.observe.progress import Progress
-from jax_agent_rl.observe.report.command import RunData
+from jax_agent_rl.observe.report.command import RunData, config_value
 from jax_agent_rl.observe.run_dir import restore_trajectory
 from jax_agent_rl.observe.selection import group_of
 from jax_agent_rl.runtime.policy_choice import bare_tree, run_config
@@ -65,8 +66,9 @@ class RescoringRequest:
     """The options of ``rescore``.
 
     Attributes:
-        source: a run folder, or a table of ``rollout``.
-        config: YAML file of another configuration; None: the run's. A table has none: the default.
+        source: a run folder, a table of ``rollout``, or ATIF documents.
+        config: YAML file of another configuration; None: the run's. Tables and documents have none:
+            the default.
         overrides: ``key=value``.
         out: the table to write; None writes none.
         biggest: number of trajectories to name, those whose scores changed most.
@@ -90,6 +92,8 @@ class RescoringRequest:
             tree = read_tree(self.config)
         elif is_table(self.source):
             tree = bare_tree(Path(data.summary.get("model") or "."))
+        elif is_atif(self.source):
+            tree = bare_tree(Path(config_value(data.config, "model", "path") or "."))
         else:
             tree = run_config(self.source).model_dump(mode="json")
         return build_tree(Config, tree, self.overrides, file=self.config)

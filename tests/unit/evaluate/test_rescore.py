@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 from jax_agent_rl.cli import app
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError, DataError
-from jax_agent_rl.evaluate.export import Target, read_table, records, write
+from jax_agent_rl.evaluate.atif import write_atif
+from jax_agent_rl.evaluate.export import Target, read_recorded, read_table, records, write
 from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.observe.run_dir import RunDir, restore_trajectory, trajectory_record
 from jax_agent_rl.rewards import registry
@@ -108,6 +109,15 @@ def rescore(source: Path, *words: str, code: str = REWARD, workers: int = 0) -> 
     reward.write_text(code)
     keys = [f"reward.workers={workers}", *words]
     return CliRunner().invoke(app, ["rescore", str(source), "--reward", str(reward), *keys])
+
+
+def test_atif_documents_are_scored_like_the_run_that_they_are_of(tmp_path: Path):
+    source = run_folder(tmp_path / "run", [member("4", index=0)])
+    documents = tmp_path / "documents"
+    write_atif(read_recorded(source), documents)
+    result = rescore(documents, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["trajectories"] == 1
 
 
 def summary_of(result: Result) -> dict[str, Any]:
