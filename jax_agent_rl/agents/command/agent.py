@@ -59,8 +59,8 @@ class CommandAgent(OpenAIAgentLoop):
         """Check the command, and the sandbox or the container runtime.
 
         Raises:
-            ConfigError: ``agent.command.argv`` is empty, or neither sandboxes nor containers work
-                here.
+            ConfigError: ``agent.command.argv`` is empty, a folder that the configuration names is
+                not there, or neither sandboxes nor containers work here.
         """
         if not self._settings.argv:
             raise ConfigError(
