@@ -18,7 +18,6 @@ import functools
 import re
 import secrets
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from jax_agent_rl.config.harbor_agent import LOCAL
 from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError
 from jax_agent_rl.tool_server.sandbox import Sandbox, open_sandbox
 from jax_agent_rl.types import Trajectory
+from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.packages import install_command, is_installed
 
 if TYPE_CHECKING:
@@ -181,8 +181,9 @@ class HarborAgent(OpenAIAgentLoop):
             if self._settings.trials_dir is not None:
                 trials_dir = Path(self._settings.trials_dir).expanduser()
             else:
-                folder = tempfile.TemporaryDirectory(prefix="jax-agent-rl-trial-")
-                trials_dir = Path(stack.enter_context(folder))
+                # That of a run that was killed is removed by the next one.
+                trials_dir = make_temp_folder("jax-agent-rl-trial-")
+                stack.callback(remove_temp_folder, trials_dir)
 
             machine = None
             if self._settings.environment == LOCAL:

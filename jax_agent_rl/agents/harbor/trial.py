@@ -27,6 +27,7 @@ tests run could be the cause.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
@@ -37,10 +38,12 @@ from typing import Any
 
 from harbor.agents.factory import AgentFactory
 from harbor.environments.factory import EnvironmentFactory
+from harbor.models.task.task import Task
 from harbor.models.task.verifier_mode import task_has_any_separate_verifier
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
 from harbor.models.trial.error_policy import ErrorPolicyOverride
 from harbor.models.trial.result import ExceptionInfo, TrialResult
+from harbor.tasks.client import TaskClient
 from harbor.trial.hooks import TrialEvent, TrialHookEvent
 from harbor.trial.trial import Trial
 from pydantic import ValidationError
@@ -246,7 +249,7 @@ class HarborTrial:
             EnvironmentFailedError: the task cannot be had, or the environment cannot run it.
         """
         try:
-            trial = await Trial.create(config)
+            trial = await Trial.create(await _with_limit(config))
         except Exception as error:  # of Harbor, its client and its environments: any
             raise EnvironmentFailedError(
                 f"task {config.task.path or config.task.name}: {type(error).__name__}: {error}"
@@ -317,6 +320,23 @@ class HarborTrial:
             note = f"{failure.exception_type}: {failure.exception_message[:500]}"
             return Verdict(rewards={"reward": 0.0}, note=note, test_output=output)
         raise as_error(failure, result)
+
+
+async def _with_limit(config: TrialConfig) -> TrialConfig:
+    """Return a configuration in which the harness has a time limit, also where the task has none.
+
+    Harbor takes ``max_timeout_sec`` for the maximum of the task's own limit alone.
+    """
+    task = config.task
+    fetched = await TaskClient().download_tasks(
+        task_ids=[task.get_task_id()], overwrite=task.overwrite, output_dir=task.download_dir
+    )
+    folder = fetched.results[0].path
+    settings = await asyncio.to_thread(lambda: Task(task_dir=folder).config)
+    if settings.agent.timeout_sec is not None:
+        return config
+    limit = {"override_timeout_sec": config.agent.max_timeout_sec}
+    return config.model_copy(update={"agent": config.agent.model_copy(update=limit)})
 
 
 def failure_of(result: TrialResult) -> ExceptionInfo | None:

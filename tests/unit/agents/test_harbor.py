@@ -79,9 +79,13 @@ async def test_a_wrong_answer_earns_what_the_verifier_gives(tmp_path: Path):
     assert "AssertionError" in output["verifier"]
 
 
-async def test_a_harness_that_takes_too_long_drops_its_trajectory(tmp_path: Path):
+@pytest.mark.parametrize("own_limit", ["timeout_sec = 60.0", ""])
+async def test_a_harness_that_takes_too_long_drops_its_trajectory(own_limit: str, tmp_path: Path):
+    task = write_task(tmp_path)
+    toml = (task / "task.toml").read_text().replace("timeout_sec = 60.0", own_limit)
+    (task / "task.toml").write_text(toml)
     with raises(AgentTimeoutError, value="timed out"):
-        await play(["sleep 4321"], write_task(tmp_path), run_timeout=3.0)
+        await play(["sleep 4321"], task, run_timeout=3.0)
     assert processes() == []
 
 
