@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +44,12 @@ class EnvironmentResponder(Responder):
 
     Attributes:
         trajectory_id: under which the environment's snapshots are kept.
+        messages_not_shown: the environment's last answer, if it did not fit.
     """
 
     environment: LeasedEnvironment
     trajectory_id: str
+    messages_not_shown: Sequence[Mapping[str, Any]] = ()
 
     async def respond(
         self, episode: Episode, output: TokenOutput, limit: FinishReason | None
@@ -80,7 +82,9 @@ class EnvironmentResponder(Responder):
             return FinishReason.ENVIRONMENT_DONE
         if limit is not None:
             return limit
-        if not episode.append(self._shortened_messages(observation)):
+        messages = self._shortened_messages(observation)
+        if not episode.append(messages):
+            self.messages_not_shown = messages
             return FinishReason.RESPONSE_LENGTH
         if snapshot is not None:
             self._keep(snapshot)
@@ -230,7 +234,8 @@ class EnvironmentAgent(AgentLoop):
                 responder.check(0, recorded, replayed)
 
             reason = await run_turns(episode, responder)
-            outcome = dict(await environment.conclude(tuple(episode.messages), reason))
+            conversation = (*episode.messages, *responder.messages_not_shown)
+            outcome = dict(await environment.conclude(conversation, reason))
 
         episode.add_score(outcome.pop("score"))
         episode.add_metrics(outcome)

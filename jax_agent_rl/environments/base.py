@@ -177,6 +177,10 @@ class Environment(ABC):
 
         It is called once, when the trajectory is over, whatever ended it.
 
+        Args:
+            messages: the conversation. The last one is the policy's if that was cut off and did not
+                get to :meth:`step`; an observation that did not fit is there as well.
+
         Returns:
             ``score`` is added to the score of the last turn; other numbers become metrics. The
             default adds nothing.

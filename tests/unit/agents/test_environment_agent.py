@@ -145,13 +145,16 @@ async def test_a_reply_that_is_cut_off_never_reaches_the_environment(countdown):
     assert trajectory.turn_scores == (0.25,)
 
 
-async def test_an_observation_that_does_not_fit_ends_the_trajectory_with_its_score():
+async def test_an_observation_that_does_not_fit_ends_the_trajectory_with_its_score(countdown):
     trajectory = await Stage(["3"], max_response_length=6, max_tool_response_length=50).run(
         row(start=3, words=9)
     )
     assert trajectory.finish_reason is FinishReason.RESPONSE_LENGTH
     assert trajectory.turn_scores == (1.25,)
     assert trajectory.turns[0].appended_ids == ()
+    assert len(trajectory.messages) == 3
+    # The environment can tell it from a reply that was cut off, which it has not answered.
+    assert countdown.instances[0].concluded == [(4, FinishReason.RESPONSE_LENGTH)]
 
 
 async def test_a_long_observation_is_shortened_as_a_tool_result_is():
