@@ -157,6 +157,7 @@ CLIENTS = {
     "jax_agent_rl/agents/command/relay.py": "copies bytes of a program's connection, keeps none",
     "benchmarks/long_prompts.py": "this machine's own server, with a time limit",
     "benchmarks/tool_server.py": "this machine's own server",
+    "examples/swe_mini/program/agent.py": "timeout=; the endpoint alone is in its reach",
 }
 """Each file that makes a client of another program, and what bounds it."""
 
