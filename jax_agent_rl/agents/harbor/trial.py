@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,6 +48,7 @@ from harbor.trial.trial import Trial
 from pydantic import ValidationError
 
 from jax_agent_rl.agents.harbor.environment import LocalEnvironment, LocalMachine
+from jax_agent_rl.checks import as_score
 from jax_agent_rl.config.harbor_agent import LOCAL, HarborConfig
 from jax_agent_rl.data.task_folder import task_folder
 from jax_agent_rl.errors import (
@@ -369,20 +369,20 @@ def reward_of(rewards: Mapping[str, float], key: str) -> float:
     """Return the reward among those of a verifier.
 
     Raises:
-        RewardError: there are several, none of which has the name ``key``, or it is no finite
-            number.
+        RewardError: there are several, none of which has the name ``key``, or it is no score.
     """
     if key in rewards:
-        reward = float(rewards[key])
+        reward = rewards[key]
     elif len(rewards) == 1:
-        reward = float(next(iter(rewards.values())))
+        (reward,) = rewards.values()
     else:
         raise RewardError(
             f"the verifier gave {sorted(rewards)} and no {key!r}; set agent.harbor.reward_key"
         )
-    if not math.isfinite(reward):
-        raise RewardError(f"the verifier's reward is {reward}, which is no finite number")
-    return reward
+    try:
+        return as_score(reward, "the verifier's reward")
+    except ValueError as error:
+        raise RewardError(str(error)) from None
 
 
 def _tail(path: Path) -> str:

@@ -22,6 +22,7 @@ from jax_agent_rl.errors import (
     AgentTimeoutError,
     ConfigError,
     EnvironmentFailedError,
+    RewardError,
     TrajectoryError,
 )
 from jax_agent_rl.observe.run_dir import read_trajectories
@@ -125,6 +126,13 @@ async def test_a_verifier_that_says_nothing_is_reward_0_with_a_note(
     assert output["reward"] == 0.0
     assert note in output["verifier"]
     assert processes() == []
+
+
+@pytest.mark.parametrize("reward", ["1e39", "1" + "0" * 400])
+async def test_a_reward_that_is_no_score_drops_its_trajectory(reward: str, tmp_path: Path):
+    test_sh = f"echo '{{\"reward\": {reward}}}' > /logs/verifier/reward.json"
+    with raises(RewardError, value="the verifier's reward"):
+        await play(SOLVES, write_task(tmp_path, test_sh=test_sh))
 
 
 @pytest.mark.parametrize(
