@@ -35,6 +35,7 @@ from jax_agent_rl.agents.endpoint.requests import (
     ApiRequest,
     ChatRequest,
     CompletionRequest,
+    Texts,
     read_chat,
 )
 from jax_agent_rl.agents.endpoint.sessions import Piece
@@ -139,7 +140,9 @@ class GeminiFunctionResponse(_GoogleObject):
     id: str = ""
     name: str
     response: dict[str, Any] = Field(default_factory=dict)
-    parts: list[GeminiFunctionResponsePart] = Field(default_factory=list)
+    parts: Annotated[list[GeminiFunctionResponsePart], Field(fail_fast=True)] = Field(
+        default_factory=list
+    )
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
@@ -247,7 +250,9 @@ class GeminiTool(_GoogleObject):
         "url_context": _OWN_FUNCTION,
     }
 
-    function_declarations: list[GeminiFunctionDeclaration] = Field(default_factory=list)
+    function_declarations: Annotated[list[GeminiFunctionDeclaration], Field(fail_fast=True)] = (
+        Field(default_factory=list)
+    )
 
 
 class GeminiFunctionCallingConfig(_GoogleObject):
@@ -256,7 +261,7 @@ class GeminiFunctionCallingConfig(_GoogleObject):
     WITHOUT_EFFECT = frozenset({"stream_function_call_arguments"})
 
     mode: Literal["MODE_UNSPECIFIED", "AUTO", "ANY", "NONE"] = "AUTO"
-    allowed_function_names: list[str] = Field(default_factory=list)
+    allowed_function_names: Texts = Field(default_factory=list)
 
     def tool_choice(self, names: Sequence[str]) -> Any:
         """Return a chat request's ``tool_choice``; ``names`` are those of all functions.
@@ -381,7 +386,7 @@ class GeminiGenerationConfig(_GoogleObject):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     candidate_count: Annotated[int, Field(ge=1)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Texts | None = None
     response_logprobs: bool = False
     response_mime_type: Literal["text/plain", "application/json"] | None = None
     response_schema: dict[str, Any] | None = None
@@ -415,7 +420,7 @@ class GeminiRequest(_GoogleObject):
 
     contents: Annotated[list[GeminiContent], Field(min_length=1, fail_fast=True)]
     system_instruction: GeminiContent | None = None
-    tools: list[GeminiTool] = Field(default_factory=list)
+    tools: Annotated[list[GeminiTool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_config: GeminiToolConfig = Field(default_factory=GeminiToolConfig)
     generation_config: GeminiGenerationConfig = Field(default_factory=GeminiGenerationConfig)
     chat_template_kwargs: dict[str, Any] | None = None

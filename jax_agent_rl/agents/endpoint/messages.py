@@ -25,6 +25,8 @@ from jax_agent_rl.agents.endpoint.requests import (
     ApiRequest,
     ChatRequest,
     CompletionRequest,
+    Objects,
+    Texts,
     nested_schema,
     read_chat,
 )
@@ -124,8 +126,8 @@ class CountTokensRequest(ApiRequest):
 
     model: str
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[AnthropicTool] | None = None
+    system: str | Objects | None = None
+    tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
@@ -176,7 +178,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Texts | None = None
     stream: bool | None = None
 
     def chat_fields(self) -> dict[str, Any]:

@@ -29,8 +29,11 @@ from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.types.token_ids import ID_BOUND
 
 Prompt = str | list[int]
+# Lists of clients are read up to what is wrong first: a problem is an object for each wrong value.
 _Ids = Annotated[list[int], Field(fail_fast=True)]
 _ListOfIds = Annotated[list[_Ids], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class ApiError(Exception):
@@ -164,7 +167,7 @@ class _Sampled(ApiRequest):
     top_k: Annotated[int, Field(ge=-1, lt=ID_BOUND)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -227,7 +230,7 @@ class ChatRequest(_Sampled):
     }
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tools: Objects | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -337,9 +340,7 @@ class ChatRequest(_Sampled):
 class CompletionRequest(_Sampled):
     """``POST /v1/completions``: text or ids, one prompt or several."""
 
-    prompt: Annotated[
-        str | _Ids | Annotated[list[str], Field(fail_fast=True)] | _ListOfIds, Field(min_length=1)
-    ]
+    prompt: Annotated[str | _Ids | Texts | _ListOfIds, Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] = 16
     logprobs: Literal[0, 1] | bool | None = None
     echo: Literal[False] | None = None

@@ -33,6 +33,8 @@ from jax_agent_rl.agents.endpoint.requests import (
     ApiRequest,
     ChatRequest,
     CompletionRequest,
+    Objects,
+    Texts,
     nested_schema,
     read_chat,
 )
@@ -83,13 +85,13 @@ class ResponsesRequest(ApiRequest):
     }
 
     model: str
-    input: Annotated[str | list[dict[str, Any]], Field(min_length=1)]
+    input: Annotated[str | Objects, Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: _TextConfig | None = None
@@ -98,7 +100,7 @@ class ResponsesRequest(ApiRequest):
     truncation: Literal["disabled"] | None = None
     top_logprobs: Literal[0] | None = None
     background: Literal[False] | None = None
-    include: list[str] | None = None
+    include: Texts | None = None
     metadata: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
