@@ -172,6 +172,11 @@ class OpenEnvEnvironment(Environment):
 
         self._text_field = None
         if calls_by_action:
+            if not tools:
+                raise server.error(
+                    f"{server.url} has no tools, and its actions have no fields: there is nothing"
+                    " that a policy could do"
+                )
             return tools
         self._text_field = _only_text(action, properties)
         if self._text_field is None:

@@ -35,7 +35,7 @@ from jax_agent_rl.agents.command.session import SandboxSession
 from jax_agent_rl.agents.command.task import WorkingFolder, read_environment, read_files
 from jax_agent_rl.agents.command.workspace import Entry, WorkspaceLimits, file_entries
 from jax_agent_rl.config.harbor_agent import LOCAL
-from jax_agent_rl.errors import ToolError
+from jax_agent_rl.errors import DataError, ToolError
 from jax_agent_rl.tool_server.sandbox import Link, Sandbox
 
 SESSION_SECONDS = 24 * 3600.0
@@ -112,6 +112,16 @@ class LocalEnvironment(BaseEnvironment):
             image=self.task_env_config.docker_image,
             key="agent.harbor.environment",
         )
+        workdir = self.task_env_config.workdir
+        copied_to = self._working_folder.path
+        has_copies = (
+            bool(self._working_folder.files) and (self.environment_dir / "Dockerfile").is_file()
+        )
+        if has_copies and workdir is not None and workdir != copied_to:
+            raise DataError(
+                f"[environment] workdir={workdir!r} is not the folder {copied_to} that the"
+                " Dockerfile copies to, and the sandbox has but one; set agent.harbor.environment"
+            )
 
     def connect(self, machine: LocalMachine) -> None:
         """Give the environment its sandbox, before it starts."""

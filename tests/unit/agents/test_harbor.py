@@ -140,6 +140,7 @@ async def test_a_reward_that_is_no_score_drops_its_trajectory(reward: str, tmp_p
     [
         ({"dockerfile": "FROM ubuntu:24.04\nRUN apt-get install git\n"}, "line 2"),
         ({"dockerfile": "", "settings": '[environment]\ndocker_image = "gcc"\n'}, "gcc"),
+        ({"settings": '[environment]\nworkdir = "/elsewhere"\n'}, "/elsewhere"),
         ({"settings": '[verifier.environment]\ndocker_image = "gcc"\n'}, "the verifier"),
         ({"settings": f'{ALLOWLIST}allowed_hosts = ["pypi.org"]\n'}, "allowlist"),
         ({"settings": f'{ALLOWLIST}allowed_hosts = ["8.8.8.8"]\n'}, "8.8.8.8"),

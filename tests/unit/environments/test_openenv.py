@@ -321,6 +321,7 @@ def errors(code: str, **data: Any) -> list[Exchange]:
         ([], {"value": "ended the session"}),
         ([observed(reset(), None, False), tools_list(result={"tools": [{}]})], {"value": "name"}),
         ([observed(reset(), None, False), tools_list(result=None)], {"value": "no tools"}),
+        ([observed(reset(), None, False), tools_list(error=NO_MCP)], {"value": "has no tools"}),
     ],
 )
 async def test_a_server_that_fails_or_lies_loses_the_trajectory(
