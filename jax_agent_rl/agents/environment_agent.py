@@ -209,11 +209,14 @@ class EnvironmentAgent(AgentLoop):
         return super().branching_problem(row)
 
     async def play(self, request: EpisodeRequest) -> Trajectory:
+        snapshots = self.context.environments.snapshots
+        # A member that starts again has the id of the attempt before it, but not its states.
+        snapshots.forget(request.trajectory_id)
         try:
             return await self._play(request)
         finally:
             if not self.context.keep_sessions:
-                self.context.environments.snapshots.forget(request.trajectory_id)
+                snapshots.forget(request.trajectory_id)
 
     async def _play(self, request: EpisodeRequest) -> Trajectory:
         name, kwargs = row_environment(request.row)

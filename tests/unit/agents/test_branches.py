@@ -355,6 +355,23 @@ async def test_a_resumed_branch_begins_with_its_own_snapshot_or_its_parents_at_t
     assert saved_game.restored == [b"2", b"1"]
 
 
+async def test_a_trajectory_that_starts_again_has_no_snapshots_of_the_attempt_before(
+    saved_game, monkeypatch
+):
+    async def no_snapshot(self):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(saved_game, "replayable", True)
+    monkeypatch.setattr(saved_game, "snapshot", no_snapshot)
+    stage = playing_saved()
+    earlier = EnvironmentSnapshot(turns=1, data=b"77")
+    stage.it.context.environments.snapshots.add("t", earlier)
+    parent = await stage.parent(GAME)
+    branch = await stage.branch(parent, 1)
+    assert_same_course(parent, branch)
+    assert saved_game.restored == []
+
+
 async def test_without_room_for_snapshots_the_branch_is_replayed_or_lost(saved_game, monkeypatch):
     stage = playing_saved(EnvironmentPools(timeout=60.0, snapshot_mb=0))
     parent = await stage.parent(GAME)
