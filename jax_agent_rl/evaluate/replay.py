@@ -3,7 +3,7 @@
 ::
 
     recorded trajectory ─► reset ─► each recorded turn ─► step ─► the same answer? ─► its new score
-                                                                  └─ no: ReplayError
+                             └─ another opening: ReplayError      └─ no: ReplayError
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.environments import EnvironmentPools, get_environment, row_environment
 from jax_agent_rl.errors import DataError, ReplayError
 from jax_agent_rl.types import FinishReason, StopReason, Trajectory
+from jax_agent_rl.utils.media import text_message
 
 _REMEDY = "score such trajectories without --replay"
 
@@ -60,9 +61,11 @@ class EnvironmentReplay:
                 f"environment {name!r} cannot be replayed (its `replayable` is False); {_REMEDY}"
             )
 
+        source = f"environment {name!r}"
         scores: list[float | None] = [None] * trajectory.num_turns
         async with self._pools.pool(name).lease(kwargs) as environment:
-            await environment.reset(**kwargs)
+            opening = await environment.reset(**kwargs)
+            _check_opening(trajectory, source, opening.messages)
             for number, turn in enumerate(trajectory.turns):
                 if turn.output.stop_reason is StopReason.LENGTH:
                     break  # it was cut off, and did not get to the environment
@@ -74,7 +77,7 @@ class EnvironmentReplay:
                 answer = None
                 if not observation.done:
                     answer = self._texts(observation.messages)
-                _check(trajectory, number, f"environment {name!r}", answer)
+                _check(trajectory, number, source, answer)
             outcome = await environment.conclude(trajectory.messages, trajectory.finish_reason)
 
         scores[-1] = (scores[-1] or 0.0) + outcome["score"]
@@ -94,6 +97,21 @@ class EnvironmentReplay:
             )
             texts.append((message["role"], content))
         return texts
+
+
+def _check_opening(
+    trajectory: Trajectory, source: str, opening: Sequence[Mapping[str, Any]]
+) -> None:
+    """Check that an environment begins as it had when it was recorded."""
+    first_turn = turn_positions(trajectory.messages, trajectory.num_turns)[0]
+    start = max(0, first_turn - len(opening))  # the row's prompt comes before
+    recorded = _spoken(trajectory.messages[start:first_turn])
+    replayed = _spoken([text_message(message) for message in opening])
+    if recorded != replayed:
+        raise ReplayError(
+            f"{source} begins with {replayed!s:.300} where it had begun with {recorded!s:.300};"
+            f" {_REMEDY}"
+        )
 
 
 def _check(
@@ -116,11 +134,14 @@ def _check(
         return  # what followed it was not recorded
 
     positions = turn_positions(trajectory.messages, trajectory.num_turns)
-    recorded = []
-    for message in trajectory.messages[positions[turn] + 1 : positions[turn + 1]]:
-        recorded.append((message["role"], message["content"]))
+    recorded = _spoken(trajectory.messages[positions[turn] + 1 : positions[turn + 1]])
     if recorded != answer:
         raise ReplayError(
             f"{source} answered {answer!s:.300} where it had answered {recorded!s:.300} in turn"
             f" {turn}; {_REMEDY}"
         )
+
+
+def _spoken(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return role and text of messages of text."""
+    return [(message["role"], message["content"]) for message in messages]

@@ -38,10 +38,11 @@ class Count(Environment):
 
     factor = 1.0
     hint = "more"
+    opening = "Count."
 
     async def reset(self, *, target: int) -> Observation:
         self._target = target
-        return Observation.say("Count.")
+        return Observation.say(self.opening)
 
     async def step(self, reply) -> Observation:
         number = int(reply.content)
@@ -103,6 +104,9 @@ async def test_an_environment_that_answers_otherwise_is_told(monkeypatch: pytest
         await recorded.replay.play(replace(trajectory, row={**ROW_OF_COUNT, "extra_info": sooner}))
     monkeypatch.setattr(Count, "hint", "less")
     with raises(ReplayError, value=("less", "more", "turn 0")):
+        await recorded.replay.play(trajectory)
+    monkeypatch.setattr(Count, "opening", "Count down.")
+    with raises(ReplayError, value=("Count down.", "Count."), fix="--replay"):
         await recorded.replay.play(trajectory)
     monkeypatch.setattr(Count, "replayable", False)
     with raises(ReplayError, key="replayable"):
