@@ -289,8 +289,9 @@ def _add_result(step: dict[str, Any], message: Mapping[str, Any], text: str) -> 
         return  # its record has the results
     result: dict[str, Any] = {"content": text}
     known = {call["tool_call_id"] for call in step.get("tool_calls", ())}
-    if message.get("tool_call_id") in known:
-        result["source_call_id"] = message["tool_call_id"]
+    call_id = message.get("tool_call_id")
+    if isinstance(call_id, str) and call_id in known:
+        result["source_call_id"] = call_id
     step.setdefault("observation", {"results": []})["results"].append(result)
 
 

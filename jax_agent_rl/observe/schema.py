@@ -94,6 +94,10 @@ class _Trajectory(_Record):
 
     @model_validator(mode="after")
     def _of_one_length(self) -> _Trajectory:
+        # Before a mask of that length is made: a few bytes can say any number.
+        num_ids = sum(turn.sampled + turn.appended for turn in self.turns)
+        if num_ids != len(self.response_mask):
+            raise ValueError(f"turns of {num_ids} ids, and a response_mask of other length")
         mask: list[int] = []
         for turn in self.turns:
             mask += [1] * turn.sampled

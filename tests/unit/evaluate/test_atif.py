@@ -143,6 +143,19 @@ def test_calls_that_a_client_sent_nested_too_deep_are_written_as_text():
     assert document.steps[2].tool_calls[0].arguments["text"].startswith("[[[")
 
 
+def test_a_result_whose_call_id_is_no_text_belongs_to_no_call():
+    call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+    before = [
+        {"role": "assistant", "content": "earlier", "tool_calls": [call]},
+        {"role": "tool", "content": "seen", "tool_call_id": ["1"]},
+    ]
+    turns = conversation()
+    written = record(replace(turns, messages=(*before, *turns.messages)))
+    document = as_document(written, decode=decode, model_name=None)
+    (result,) = document.steps[0].observation.results
+    assert (result.content, result.source_call_id) == ("seen", None)
+
+
 # --- documents of others --------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ damaged.
 import io
 import json
 import math
+import tracemalloc
 from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -365,6 +366,17 @@ def changed(record: dict, path: tuple, value) -> dict:
     else:
         at[path[-1]] = value
     return copy
+
+
+def test_a_turn_of_more_ids_than_there_are_is_no_record():
+    record = json.loads(json.dumps(next(iter(records_of(trajectory([1, 3], [8, 2]))))))
+    record["turns"][0]["appended"] = 20_000_000
+    tracemalloc.start()
+    try:
+        assert not is_trajectory_record(record)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("logprob", [710.0, 1e308, math.inf, -math.inf, math.nan])
