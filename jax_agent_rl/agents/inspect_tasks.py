@@ -28,6 +28,7 @@ import yaml
 
 from jax_agent_rl.agents.frameworks import OpenAIAgentLoop
 from jax_agent_rl.agents.loop import register_agent
+from jax_agent_rl.agents.prompt import openai_prompt
 from jax_agent_rl.checks import brief_repr
 from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError
 from jax_agent_rl.utils.packages import install_command, is_installed
@@ -120,6 +121,7 @@ class InspectAgentLoop(OpenAIAgentLoop):
         problem = problem_of(task, sample)
         if problem:
             raise TrajectoryError(f"Inspect's task {settings['task']} cannot run here: {problem}")
+        _check_prompt(settings, row["prompt"], sample)
 
         roles = settings.get("model_roles") or {}
         # In tasks of their own: what Inspect keeps in context variables belongs to one sample.
@@ -188,6 +190,24 @@ def _prompt(sample: Sample) -> list[dict[str, str]]:
     if isinstance(sample.input, str):
         return [{"role": "user", "content": sample.input}]
     return [{"role": message.role, "content": message.text} for message in sample.input]
+
+
+def _check_prompt(settings: Mapping[str, Any], prompt: Any, sample: Sample) -> None:
+    """Check that a sample is the one that the row was written of.
+
+    A data set that is shuffled without a seed has others at the same places each time it is loaded,
+    so that the members of a group, or training and held-out rows, could be mixed up.
+
+    Raises:
+        TrajectoryError: it is another one.
+    """
+    loaded_prompt = openai_prompt({"prompt": _prompt(sample)})
+    if loaded_prompt != prompt:
+        raise TrajectoryError(
+            f"sample {settings['sample']} of Inspect's task {settings['task']} is now"
+            f" {brief_repr(loaded_prompt)}, and was {brief_repr(prompt)} when the row was written;"
+            " give the task's data set a seed, and run `jax-agent-rl inspect-rows` again"
+        )
 
 
 async def _solve(

@@ -183,6 +183,13 @@ async def test_the_task_of_the_page_is_solved(tmp_path: Path):
     assert [turn["role"] for turn in trajectory.messages[-3:]] == ["assistant", "tool", "assistant"]
 
 
+async def test_a_sample_that_is_another_one_than_the_rows_is_not_played(tasks: Path):
+    row = next(task_rows(f"{tasks}@sums", {}))
+    row["prompt"] = [{"role": "user", "content": "what is 9 + 2 ?"}]
+    with raises(TrajectoryError, value="what is 1 + 2 ?", fix="inspect-rows"):
+        await played(stage(["It is 3"]), row)
+
+
 async def test_a_limit_of_the_task_ends_the_solver_and_what_was_said_is_scored(tasks: Path):
     row = next(task_rows(f"{tasks}@short", {}))
     trajectory = await played(stage(['<call> add {"a": 1, "b": 2} </call>', "It is 3"]), row)
