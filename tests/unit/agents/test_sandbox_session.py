@@ -213,6 +213,7 @@ async def test_what_a_command_left_in_the_background_ends_with_it_in_tests_alone
     verifies: bool, count: str
 ):
     async with open_session(verifies=verifies) as session:
-        await shell(session, "setsid sleep 4321 &")
-        counted = await shell(session, "grep -lx sleep /proc/[0-9]*/comm | wc -l")
+        begin = "setsid bash -c 'touch begun; exec sleep 4321' &"
+        await shell(session, begin + " until [ -e begun ]; do sleep 0.01; done")
+        counted = await shell(session, "grep -l '[4]321' /proc/[0-9]*/cmdline | wc -l")
         assert counted.stdout == count
