@@ -180,6 +180,7 @@ class OpenAIAgentLoop(AgentLoop):
                 host=self.endpoint_host,
                 port=self.endpoint_port,
                 session_keys=not is_loopback(self.endpoint_host),
+                failures=self.context.failures,
             )
             self._server = endpoint.server
             self._server.listen()

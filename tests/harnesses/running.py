@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput, Trajectory
+from jax_agent_rl.utils.failures import FailureLog
 from jax_agent_rl.utils.files import cache_root
 from tests.agent_testbed import episode_request
 from tests.fakes import ScriptedBackend
@@ -130,7 +130,7 @@ class Run:
 
     Attributes:
         calls: what the policy was asked and what it answered, in ids.
-        refused: the requests that the endpoint refused, as it logs them.
+        refused: the first request of each kind that the endpoint refused, as it reports them.
     """
 
     trajectory: Trajectory
@@ -147,19 +147,6 @@ class Run:
         recorded = sum(sequence.num_turns for sequence in self.trajectory.sequences)
         assert recorded == len(self.calls)
         assert self.trajectory.metrics["lost_requests"] == 0
-
-
-class _Refused(logging.Handler):
-    """Keeps what the endpoint says of requests that it refused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        if message.startswith("refused "):
-            self.messages.append(message)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -213,6 +200,7 @@ async def run(
         "mounts": mounts(),
         **LIMITS,
     }
+    reported: list[str] = []
     context = AgentContext(
         client=LLMServerClient([AsyncServer(policy)]),
         codec=codec(),
@@ -228,19 +216,14 @@ async def run(
             }
         ),
         max_model_len=longest,
+        failures=FailureLog(emit=reported.append),
     )
-    endpoint_logger = logging.getLogger("jax_agent_rl.agents.endpoint.app")
-    refused = _Refused()
-    level = endpoint_logger.level
-    endpoint_logger.addHandler(refused)
-    endpoint_logger.setLevel(logging.INFO)
     loop = CommandAgent(context)
     try:
         await loop.preflight()
         request = episode_request(ROW, SamplingParams(max_tokens=2048, seed=1))
         trajectory = await loop.play(request)
     finally:
-        endpoint_logger.removeHandler(refused)
-        endpoint_logger.setLevel(level)
         await loop.close()
-    return Run(trajectory=trajectory, calls=policy.calls, refused=refused.messages)
+    refused = [text for text in reported if text.startswith("the endpoint refused")]
+    return Run(trajectory=trajectory, calls=policy.calls, refused=refused)

@@ -28,7 +28,6 @@ of its generations.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -61,13 +60,13 @@ from jax_agent_rl.config import EndpointConfig
 from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.utils.failures import FailureLog
 from jax_agent_rl.utils.http_server import Handler, HttpServer, counted, read_json, sent_key
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text, gauges
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-logger = logging.getLogger(__name__)
 PING_SECONDS = 15.0
 """Silence in a stream after which a comment is sent, so that no proxy takes the connection for
 dead."""
@@ -88,6 +87,8 @@ class Endpoint:
         require_engine: raises ``EngineDiedError`` when no engine is left, for ``/health``.
         engines: reads what the engines did, for ``/metrics``; None: requests alone are counted
             there.
+        failures: told of requests that are refused, as many a program keeps that to itself; None: a
+            log of its own.
 
     Raises:
         ConfigError: an address that others can reach, without a key.
@@ -108,6 +109,7 @@ class Endpoint:
         able: Callable[[], Iterable[Capabilities]] = tuple,
         require_engine: Callable[[], None] = lambda: None,
         engines: Callable[[], Awaitable[list[Metric]]] | None = None,
+        failures: FailureLog | None = None,
     ) -> None:
         self._store = store
         self._model = model
@@ -117,6 +119,7 @@ class Endpoint:
         self._able = able
         self._require_engine = require_engine
         self._engines = engines
+        self._failures = failures or FailureLog()
         self._running = 0
         self._requests = RequestCounts()
         routes = [web.get("/health", self._health), web.get("/metrics", self._metrics)]
@@ -136,7 +139,7 @@ class Endpoint:
         ]
         self.server = HttpServer(
             routes,
-            refuse=_refuse,
+            refuse=self._refuse,
             host=host,
             port=port,
             token=api_key,
@@ -145,11 +148,34 @@ class Endpoint:
             open_paths=("/health",),
             max_body_bytes=limits.max_body_bytes,
             body_key=f"agent.endpoint.max_body_bytes={limits.max_body_bytes}",
-            middlewares=[counted(self._requests), _failures],
+            middlewares=[counted(self._requests), self._answer_failures],
         )
 
     def _has_session(self, key: str) -> bool:
         return self._store.with_key(key) is not None
+
+    @web.middleware
+    async def _answer_failures(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Return failures as answers in the shape of the request's API."""
+        try:
+            return await handler(request)
+        except Exception as error:
+            return self._error_response(request, as_api_error(error))
+
+    def _refuse(self, request: web.Request, status: int, message: str) -> web.Response:
+        """Return a refusal of the server itself."""
+        code = {401: "invalid_api_key", 404: "unknown_url"}.get(status)
+        return self._error_response(request, ApiError(status, message, code=code))
+
+    def _error_response(self, request: web.Request, problem: ApiError) -> web.Response:
+        """Return a failure as an answer, and report it."""
+        kind = f"the endpoint refused a request ({problem.code or problem.status})"
+        self._failures.report(
+            kind, f"{kind}: {request.method} {request.path!r:.200}: {problem.status} {problem}"
+        )
+        body = dialect_of(request.path).failure(problem)
+        retry = {"x-should-retry": "true" if problem.retry else "false"}
+        return web.json_response(body, status=problem.status, headers=retry)
 
     async def _health(self, request: web.Request) -> web.Response:
         try:
@@ -437,29 +463,6 @@ def _recorded_turn(turn: RecordedTurn) -> dict[str, Any]:
         "loss_mask": output.loss_mask,
         "note": turn.note,
     }
-
-
-@web.middleware
-async def _failures(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return failures as answers in the shape of the request's API."""
-    try:
-        return await handler(request)
-    except Exception as error:
-        return _error_response(request, as_api_error(error))
-
-
-def _error_response(request: web.Request, problem: ApiError) -> web.Response:
-    """Return a failure as an answer; log it, as many a program keeps it to itself."""
-    logger.info("refused %s %.200r: %d %s", request.method, request.path, problem.status, problem)
-    body = dialect_of(request.path).failure(problem)
-    retry = {"x-should-retry": "true" if problem.retry else "false"}
-    return web.json_response(body, status=problem.status, headers=retry)
-
-
-def _refuse(request: web.Request, status: int, message: str) -> web.Response:
-    """Return a refusal of the server itself."""
-    code = {401: "invalid_api_key", 404: "unknown_url"}.get(status)
-    return _error_response(request, ApiError(status, message, code=code))
 
 
 def _session_id(request: web.Request) -> str | None:

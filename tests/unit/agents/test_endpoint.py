@@ -120,13 +120,17 @@ async def test_what_cannot_be_honoured_is_refused_with_the_parameters_name(field
         assert stage.backend.requests == []
 
 
-async def test_a_refusal_is_logged_with_its_path_and_reason(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO, "jax_agent_rl.agents.endpoint.app")
+async def test_a_refusal_is_a_warning_with_its_path_and_reason_and_repetitions_are_none(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.WARNING)
     async with serving(["hello"]) as stage, stage.client() as client:
-        with pytest.raises(openai.BadRequestError):
-            await client.chat.completions.create(model="policy", messages=ASK, top_logprobs=2)
+        for _ in range(3):
+            with pytest.raises(openai.BadRequestError):
+                await client.chat.completions.create(model="policy", messages=ASK, top_logprobs=2)
     (message,) = caplog.messages
-    assert message.startswith("refused POST '/v1/chat/completions': 400 top_logprobs=2: ")
+    refused = "the endpoint refused a request (400)"
+    assert message.startswith(f"{refused}: POST '/v1/chat/completions': 400 top_logprobs=2: ")
 
 
 async def test_unknown_models_and_paths_and_bad_bodies_are_refused():
