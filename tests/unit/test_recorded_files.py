@@ -93,6 +93,8 @@ def changing(call: ast.Call) -> str | None:
         return "os.replace"
     if name == "remove" and owner != "os":
         return None  # of a list
+    if name == "truncate" and len(call.args) > 1:
+        return None  # of a text
     if name in CHANGES and isinstance(function, ast.Attribute):
         return name
     modes = [
