@@ -36,6 +36,7 @@ import inspect
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jax_agent_rl.agents.context import AgentContext
@@ -80,6 +81,55 @@ def openai_agent(name: str = "openai_agent") -> Callable[[RunAgent], RunAgent]:
     return register
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelAccess:
+    """How a program reaches the policy in its session.
+
+    Attributes:
+        host_url: the session's address, as Anthropic's clients take it; OpenAI's add ``/v1``.
+        api_key: the session's key.
+    """
+
+    host_url: str
+    api_key: str = field(repr=False)
+
+    @classmethod
+    def of_session(cls, session: Session, address: str) -> ModelAccess:
+        """Return the way to a session of the endpoint at ``address``, a URL without a path."""
+        return cls(
+            host_url=f"{address}/sessions/{session.session_id}", api_key=session.api_key or ""
+        )
+
+    @property
+    def base_url(self) -> str:
+        """The session's address, as OpenAI's clients take it."""
+        return f"{self.host_url}/v1"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables in which clients look for it."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.host_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "GOOGLE_GEMINI_BASE_URL": self.host_url,
+            "GEMINI_API_KEY": self.api_key,
+        }
+
+    def fill_in(self, value: Any) -> Any:
+        """Return a value with the places of address and key filled in, at any depth."""
+        if isinstance(value, str):
+            filled = value.replace("{base_url}", self.base_url)
+            filled = filled.replace("{host_url}", self.host_url)
+            return filled.replace("{api_key}", self.api_key)
+        if isinstance(value, Mapping):
+            return {key: self.fill_in(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.fill_in(item) for item in value]
+        return value
+
+
 class OpenAIAgentLoop(AgentLoop):
     """Runs :attr:`function` in a session per trajectory, and collects what the session recorded."""
 
@@ -106,10 +156,16 @@ class OpenAIAgentLoop(AgentLoop):
         server, _ = self._serve()
         with self._session(request) as session:
             recorder = session.recorder
-            base_url = f"{server.url}/sessions/{session.session_id}/v1"
+            access = ModelAccess.of_session(session, server.url)
             agent_row = {**request.row, "prompt": openai_prompt(request.row)}
-            work = self._call(base_url, session.api_key or "", agent_row)
+            work = self._call(access.base_url, access.api_key, agent_row)
             output = await run_user_agent(work, recorder, timeout=self.context.limits.run_timeout)
+        return self._trajectory(recorder, request, output)
+
+    def _trajectory(
+        self, recorder: ChatRecorder, request: EpisodeRequest, output: Any
+    ) -> Trajectory:
+        """Return what a session recorded, with what its program returned."""
         return to_trajectory(
             recorder.turns,
             request,

@@ -54,8 +54,8 @@ class ProgramLimits(Section):
 class CommandConfig(ProgramLimits):
     """The agent `command`: a program that runs once per trajectory, with the endpoint as its model.
 
-    It finds the endpoint in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and the task in
-    TASK_INSTRUCTION.
+    It finds the endpoint in OPENAI_BASE_URL, ANTHROPIC_BASE_URL and GOOGLE_GEMINI_BASE_URL, and the
+    task in TASK_INSTRUCTION.
     """
 
     argv: tuple[str, ...] = Field(

@@ -19,7 +19,7 @@ from typing import Any
 
 from jax_agent_rl.chat.reply import Reply, ToolCall
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, TrajectoryError
-from jax_agent_rl.tools.schema import check_arguments, check_parameters
+from jax_agent_rl.tools.schema import check_arguments, check_parameters, function_tool
 from jax_agent_rl.types import ToolCallRecord
 
 Run = Callable[[dict[str, Any]], Awaitable[str]]
@@ -49,12 +49,7 @@ class EpisodeTool:
     @property
     def schema(self) -> dict[str, Any]:
         """The tool in OpenAI's format."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-        }
-        return {"type": "function", "function": function}
+        return function_tool(self.name, self.description, self.parameters)
 
 
 async def run_calls(

@@ -21,6 +21,7 @@ from typing import Any, Literal, SupportsFloat
 
 from jax_agent_rl.checks import as_float, as_score
 from jax_agent_rl.errors import ToolDefinitionError
+from jax_agent_rl.tools.schema import function_tool
 from jax_agent_rl.utils.failures import FailureLog
 from jax_agent_rl.utils.surrogates import replace_lone_surrogates
 
@@ -160,12 +161,7 @@ class BaseTool(ABC):
     @property
     def schema(self) -> dict[str, Any]:
         """The tool in OpenAI's format, as chat templates expect it."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-        }
-        return {"type": "function", "function": function}
+        return function_tool(self.name, self.description, self.parameters)
 
     async def create(self, instance_id: str, **create_kwargs: Any) -> None:
         """Prepare the tool for one trajectory. The default takes no arguments and does nothing."""

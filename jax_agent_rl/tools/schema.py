@@ -157,6 +157,12 @@ def unwrap_function(schema: object, where: str) -> Mapping[str, Any]:
     )
 
 
+def function_tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool in OpenAI's format, as chat templates expect it."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
 def check_parameters(parameters: Mapping[str, Any], what: str) -> None:
     """Check that a tool's parameters are a valid JSON Schema.
 

@@ -6,8 +6,8 @@
                         └─ files it left ──► machine: tests ──► reward in agent_output
 
 A machine is a sandbox, or a container where ``agent.command.container`` names a runtime. The
-program finds the endpoint in ``OPENAI_BASE_URL`` and ``ANTHROPIC_BASE_URL``, and a key of its own
-session. The tests run when it has ended.
+program finds the endpoint in ``OPENAI_BASE_URL``, ``ANTHROPIC_BASE_URL`` and
+``GOOGLE_GEMINI_BASE_URL``, and a key of its own session. The tests run when it has ended.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from jax_agent_rl.agents.command.relay import UnixRelay
 from jax_agent_rl.agents.command.task import CommandTask, read_files, read_task
 from jax_agent_rl.agents.command.workspace import JobResult, file_entries
 from jax_agent_rl.agents.context import AgentContext
-from jax_agent_rl.agents.frameworks import OpenAIAgentLoop
+from jax_agent_rl.agents.frameworks import ModelAccess, OpenAIAgentLoop
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.request import EpisodeRequest
-from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError
 from jax_agent_rl.tool_server.sandbox import Sandbox, open_sandbox
 from jax_agent_rl.types import Trajectory
@@ -117,27 +116,14 @@ class CommandAgent(OpenAIAgentLoop):
                 verdict = await machine.run_tests(seconds)
                 output["reward"], note = read_verdict(verdict)
                 output["verifier"] = (verdict.stdout + verdict.stderr)[-4000:] + note
-        return to_trajectory(
-            recorder.turns,
-            request,
-            agent_name=self.name,
-            refused=recorder.refused,
-            metrics=recorder.metrics,
-            output=output,
-        )
+        return self._trajectory(recorder, request, output)
 
     async def _run_program(
         self, machine: TaskMachine, task: CommandTask, session: Session
     ) -> JobResult:
         """Run the program on its machine, with the session as its model."""
-        base_url = f"http://127.0.0.1:{PORT}/sessions/{session.session_id}"
-        env = {
-            "OPENAI_BASE_URL": f"{base_url}/v1",
-            "OPENAI_API_KEY": session.api_key or "",
-            "ANTHROPIC_BASE_URL": base_url,
-            "ANTHROPIC_API_KEY": session.api_key or "",
-            "TASK_INSTRUCTION": task.instruction,
-        }
+        access = ModelAccess.of_session(session, f"http://127.0.0.1:{PORT}")
+        env = access.env | {"TASK_INSTRUCTION": task.instruction}
         argv = [part.replace("{instruction}", task.instruction) for part in self._settings.argv]
         seconds = self.context.limits.run_timeout
         if task.agent_seconds:

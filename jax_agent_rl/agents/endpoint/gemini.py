@@ -42,6 +42,7 @@ from jax_agent_rl.agents.endpoint.sessions import Piece
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.reply import ReplyPart, ToolCall
+from jax_agent_rl.tools.schema import function_tool
 from jax_agent_rl.types.token_ids import ID_BOUND
 
 _STATUSES = {
@@ -224,12 +225,9 @@ class GeminiFunctionDeclaration(_GoogleObject):
         schema = self.parameters_json_schema
         if schema is None and self.parameters is not None:
             schema = json_schema(self.parameters)
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": schema or {"type": "object", "properties": {}},
-        }
-        return {"type": "function", "function": function}
+        if not schema:
+            schema = {"type": "object", "properties": {}}
+        return function_tool(self.name, self.description, schema)
 
 
 class GeminiTool(_GoogleObject):

@@ -34,6 +34,7 @@ from jax_agent_rl.agents.endpoint.sessions import Piece
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.reply import ToolCall
+from jax_agent_rl.tools.schema import function_tool
 
 _ERRORS = {
     400: "invalid_request_error",
@@ -337,8 +338,7 @@ def _tool_block(call: ToolCall) -> dict[str, Any]:
 
 
 def _chat_tool(tool: AnthropicTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
+    return function_tool(tool.name, tool.description, tool.input_schema)
 
 
 def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.agents.command.machines import read_mounts, sandbox_limits, workspace_limits
 from jax_agent_rl.agents.command.relay import UnixRelay
 from jax_agent_rl.agents.context import AgentContext
-from jax_agent_rl.agents.frameworks import OpenAIAgentLoop
+from jax_agent_rl.agents.frameworks import ModelAccess, OpenAIAgentLoop
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.request import EpisodeRequest
-from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.config.harbor_agent import LOCAL
 from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError
 from jax_agent_rl.tool_server.sandbox import Sandbox, open_sandbox
@@ -152,14 +151,7 @@ class HarborAgent(OpenAIAgentLoop):
         if verdict.rewards is not None:
             output["rewards"] = dict(verdict.rewards)
             output["reward"] = reward_of(verdict.rewards, self._settings.reward_key)
-        return to_trajectory(
-            recorder.turns,
-            request,
-            agent_name=self.name,
-            refused=recorder.refused,
-            metrics=recorder.metrics,
-            output=output,
-        )
+        return self._trajectory(recorder, request, output)
 
     @contextlib.asynccontextmanager
     async def _trial(
@@ -167,16 +159,14 @@ class HarborAgent(OpenAIAgentLoop):
     ) -> AsyncIterator[HarborTrial]:
         """Yield a trial with the session as its model, with its folder and its way to it."""
         from jax_agent_rl.agents.harbor.environment import LocalMachine
-        from jax_agent_rl.agents.harbor.trial import HarborTrial, ModelAccess, trial_config
+        from jax_agent_rl.agents.harbor.trial import HarborTrial, trial_config
 
         server, _ = self._serve()
         await self._starting
         address = server.url
         if self._settings.endpoint.url is not None:
             address = self._settings.endpoint.url.replace("{port}", str(server.port)).rstrip("/")
-        access = ModelAccess(
-            host_url=f"{address}/sessions/{session.session_id}", api_key=session.api_key or ""
-        )
+        access = ModelAccess.of_session(session, address)
         async with contextlib.AsyncExitStack() as stack:
             if self._settings.trials_dir is not None:
                 trials_dir = Path(self._settings.trials_dir).expanduser()

@@ -31,7 +31,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from harbor.trial.hooks import TrialEvent, TrialHookEvent
 from harbor.trial.trial import Trial
 from pydantic import ValidationError
 
+from jax_agent_rl.agents.frameworks import ModelAccess
 from jax_agent_rl.agents.harbor.environment import LocalEnvironment, LocalMachine
 from jax_agent_rl.checks import as_score
 from jax_agent_rl.config.harbor_agent import LOCAL, HarborConfig
@@ -77,43 +78,6 @@ _TIMEOUTS: Mapping[str, type[TrajectoryError]] = {
     "AgentTimeoutError": AgentTimeoutError,
     "EnvironmentStartTimeoutError": EnvironmentTimeoutError,
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelAccess:
-    """How a trial reaches the policy.
-
-    Attributes:
-        host_url: the session's address, as Anthropic's clients take it; OpenAI's add ``/v1``.
-        api_key: the session's key.
-    """
-
-    host_url: str
-    api_key: str = field(repr=False)
-
-    @property
-    def env(self) -> dict[str, str]:
-        """The variables in which clients look for it."""
-        return {
-            "OPENAI_BASE_URL": f"{self.host_url}/v1",
-            "OPENAI_API_KEY": self.api_key,
-            "ANTHROPIC_BASE_URL": self.host_url,
-            "ANTHROPIC_API_KEY": self.api_key,
-            "GOOGLE_GEMINI_BASE_URL": self.host_url,
-            "GEMINI_API_KEY": self.api_key,
-        }
-
-    def fill_in(self, value: Any) -> Any:
-        """Return a value with the places of address and key filled in, at any depth."""
-        if isinstance(value, str):
-            filled = value.replace("{base_url}", f"{self.host_url}/v1")
-            filled = filled.replace("{host_url}", self.host_url)
-            return filled.replace("{api_key}", self.api_key)
-        if isinstance(value, Mapping):
-            return {key: self.fill_in(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.fill_in(item) for item in value]
-        return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

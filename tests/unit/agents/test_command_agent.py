@@ -48,6 +48,15 @@ def ask(messages):
     )
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
 """
+ASKS_GOOGLE = """
+import json, os, urllib.request
+request = urllib.request.Request(
+    os.environ["GOOGLE_GEMINI_BASE_URL"] + "/v1beta/models/m:generateContent",
+    json.dumps({"contents": [{"parts": [{"text": "hello"}]}]}).encode(),
+    {"X-Goog-Api-Key": os.environ["GEMINI_API_KEY"], "Content-Type": "application/json"},
+)
+print(json.load(urllib.request.urlopen(request))["candidates"][0]["content"]["role"])
+"""
 HANGS = "import time; time.sleep(600)"
 TESTS = {
     "check.py": "assert open('/app/answer.txt').read() == '77', open('/app/answer.txt').read()"
@@ -111,6 +120,13 @@ async def test_wrong_failing_and_hanging_programs_are_scored_by_their_files(
         assert output["exit_code"] == exit_code
         assert output["reward"] == 0.0
         assert "No such file" in output["verifier"]
+
+
+@needs_bwrap
+async def test_a_program_finds_the_policy_behind_the_api_of_google(tmp_path: Path):
+    trajectory, output = await run(ASKS_GOOGLE, row(), tmp_path)
+    assert trajectory.num_turns == 1
+    assert output["stdout"] == "model\n"
 
 
 @needs_bwrap
