@@ -51,6 +51,7 @@ from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
 from jax_agent_rl.utils.failures import describe_error, error_place, raised_by_user
 from jax_agent_rl.utils.loop_watch import at_work
+from jax_agent_rl.utils.tasks import gather_or_cancel
 
 Score = Callable[[Trajectory], Awaitable[Trajectory]]
 """Returns the trajectory with its reward, e.g. :func:`jax_agent_rl.rewards.score`."""
@@ -159,16 +160,9 @@ class RolloutCollector:
             arrived(complete[index])
 
         # In order, so that a group's members run together and share their prompt in the engine.
-        tasks = []
-        for index, row in enumerate(rows):
-            tasks.append(asyncio.create_task(collect_row(index, row)))
-
         try:
-            await asyncio.gather(*tasks)
+            await gather_or_cancel(collect_row(index, row) for index, row in enumerate(rows))
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for group in complete.values():
                 ids = {trajectory.trajectory_id for trajectory in group.trajectories}
                 self.accounting.drop(ids & self.accounting.in_flight, DropReason.CANCELLED)

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from jax_agent_rl.runtime.rollouts import Rollouts, open_rollouts
 from jax_agent_rl.trainer.step import training_sampling
 from jax_agent_rl.types import DropReason, Group, SamplingParams
 from jax_agent_rl.utils.bounded_json import read_json_object
+from jax_agent_rl.utils.tasks import gather_or_cancel
 from jax_agent_rl.utils.text import counted
 
 _DEFINING = (
@@ -130,17 +130,11 @@ class CollectionRun:
         """
         row_count = len(self.rollouts.rows)
         unfinished = (n for n in range(row_count) if n not in self.journal.sizes)
-        slots = []
-        for _ in range(self.rollouts.config.rollout.max_in_flight):
-            slots.append(asyncio.create_task(self._slot(unfinished)))
-
+        num_slots = self.rollouts.config.rollout.max_in_flight
         accounting = self._collector.accounting
         try:
-            await asyncio.gather(*slots)
+            await gather_or_cancel(self._slot(unfinished) for _ in range(num_slots))
         finally:
-            for slot in slots:
-                slot.cancel()
-            await asyncio.gather(*slots, return_exceptions=True)
             accounting.drop(accounting.in_flight, DropReason.CANCELLED)
             self.journal.lose(accounting.dropped - self.lost)
 

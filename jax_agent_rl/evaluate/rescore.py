@@ -14,7 +14,6 @@ is counted, and left out of the new table.
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import itertools
 import json
@@ -58,6 +57,7 @@ from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_se
 from jax_agent_rl.types import Group, Trajectory
 from jax_agent_rl.utils.failures import FailureLog
 from jax_agent_rl.utils.files import make_folder, make_temp_folder, remove_temp_folder
+from jax_agent_rl.utils.tasks import gather_or_cancel
 from jax_agent_rl.utils.text import counted
 
 
@@ -285,13 +285,7 @@ class Rescoring:
 
     async def run(self, prompts: Iterator[RecordedPrompt], *, slots: int) -> None:
         """Score all prompts, ``slots`` at a time; one that fails does not end the others."""
-        tasks = [asyncio.create_task(self._slot(prompts)) for _ in range(slots)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await gather_or_cancel(self._slot(prompts) for _ in range(slots))
 
     async def _slot(self, prompts: Iterator[RecordedPrompt]) -> None:
         # All slots share the iterator: each takes the next prompt.

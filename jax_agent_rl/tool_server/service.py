@@ -35,6 +35,7 @@ from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.failures import FailureLog, describe_error, error_place
 from jax_agent_rl.utils.loop_watch import OwnTime, at_work
 from jax_agent_rl.utils.surrogates import replace_lone_surrogates
+from jax_agent_rl.utils.tasks import gather_or_cancel
 
 logger = logging.getLogger(__name__)
 OPENED = "toolserver_environments_opened"
@@ -148,16 +149,10 @@ class ToolService:
     async def steps(self, steps: Sequence[ServerAction]) -> list[ToolReply]:
         """Execute actions; return their replies in the same order.
 
-        Actions of different trajectories run concurrently.
+        Actions of different trajectories run concurrently. None continues for a client that
+        disconnected.
         """
-        tasks = [asyncio.ensure_future(self.step(step)) for step in steps]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            # No action continues for a client that disconnected.
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await gather_or_cancel(self.step(step) for step in steps)
 
     async def step(self, step: ServerAction) -> ToolReply:
         """Execute one action; never raise for a mistake of the model or the tool."""

@@ -30,6 +30,7 @@ from jax_agent_rl.tool_server.sandbox.limits import (
     process_tree,
     watch,
 )
+from jax_agent_rl.utils.tasks import gather_or_cancel
 
 logger = logging.getLogger(__name__)
 _CHUNK = 64 << 10  # bytes
@@ -315,15 +316,14 @@ class SandboxProcess:
             work.append(self._read(self._process.stdout, self._out))
         if self._process.stderr is not None:
             work.append(self._read(self._process.stderr, self._err))
-        await _together(*work)
+        await gather_or_cancel(work)
         await self._process.wait()
 
     async def _to_mark(self, request: bytes, mark: bytes) -> None:
         """Write a request, and read the output up to the mark's line."""
         assert self._process.stdout is not None
-        await _together(
-            self._write(request), self._read(self._process.stdout, self._out, until=mark)
-        )
+        reading = self._read(self._process.stdout, self._out, until=mark)
+        await gather_or_cancel([self._write(request), reading])
 
     async def _write(self, data: bytes, *, close: bool = False) -> None:
         stdin = self._process.stdin
@@ -407,17 +407,6 @@ async def _abandon(starting: asyncio.Future[SandboxProcess]) -> None:
     except ToolError:
         return
     await process.close()
-
-
-async def _together(*work: Awaitable[None]) -> None:
-    """Await all; the first exception, raised as it is, cancels the others."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _send(pid: int, number: signal.Signals) -> None:
