@@ -107,7 +107,9 @@ test_main() {
   local types times timing=() failed=0
   types="$(mktemp)"
   times="$(mktemp)"
-  if [ "$TIMED" = 1 ]; then timing=(-p tests.times --times "$times"); fi
+  # With "=": pytest looks for its configuration before it knows the option, and would take a value behind a space for the
+  # path of tests and search beside that.
+  if [ "$TIMED" = 1 ]; then timing=(-p tests.times "--times=$times"); fi
   run "$VENV/bin/pyright" --pythonpath "$VENV/bin/python" "${TYPED[@]}" >"$types" 2>&1 &
   local checking=$!
   run "$VENV/bin/python" -m pytest -m "$SELECTED" --durations=10 "${timing[@]}" "${SIDE_BY_SIDE[@]}" "$@" || failed=1

@@ -3,7 +3,7 @@ spent waiting.
 
 ::
 
-    python -m pytest -p tests.times --times times.jsonl ...
+    python -m pytest -p tests.times --times=times.jsonl ...
     python -m tests.times times.jsonl [rows]
 """
 
