@@ -187,7 +187,14 @@ class Trial:
         if context.supports:
             supports = [context.supports[i] for i in np.flatnonzero(is_later)]
         ids = np.asarray(context.token_ids)[context.at[is_later]]
-        by_temperature = logprobs(subject.weights(), hidden, ids, (subject.temperature,), supports)
+        by_temperature = logprobs(
+            subject.weights(),
+            hidden,
+            ids,
+            (subject.temperature,),
+            supports,
+            softcap=subject.model.logit_softcap,
+        )
         scores = plain.copy()
         scores[is_later] = by_temperature[0]
         return scores

@@ -6,6 +6,7 @@ context.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from jax_agent_rl.learner.linear_logprobs import NEGATIVE
 from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.layers import softcapped
 from jax_agent_rl.types import Support
 from jax_agent_rl.types.supports import decode_supports
 
@@ -30,6 +32,7 @@ class Tokens:
     Attributes:
         params: the output head, in the dtype of the products.
         temperature: the rollout's temperature.
+        softcap: the model's ``logit_softcap``.
         hidden: [S, D].
         ids: int [S].
         rollout: float64 [S], the engine's log-probs.
@@ -41,6 +44,7 @@ class Tokens:
 
     params: Params
     temperature: float
+    softcap: float | None
     hidden: np.ndarray
     ids: np.ndarray
     rollout: np.ndarray
@@ -76,12 +80,16 @@ class Tokens:
             params = self.params
         if hidden is None:
             hidden = self.hidden
-        by_temperature = logprobs(params, hidden, self.ids, (self.temperature,), self.supports)
+        by_temperature = logprobs(
+            params, hidden, self.ids, (self.temperature,), self.supports, softcap=self.softcap
+        )
         return by_temperature[0]
 
     def at_temperatures(self, temperatures: Sequence[float] | np.ndarray) -> np.ndarray:
         """Compute log-probs float64 [C, S] at several temperatures."""
-        return logprobs(self.params, self.hidden, self.ids, temperatures, self.supports)
+        return logprobs(
+            self.params, self.hidden, self.ids, temperatures, self.supports, softcap=self.softcap
+        )
 
     def changed(self, changes: Sequence[LogitChange], forbidden: Sequence[int]) -> np.ndarray:
         """Compute log-probs float64 [C, S] under C changes of the logits.
@@ -92,6 +100,9 @@ class Tokens:
         columns = {}
         for field in fields(LogitChange):
             values = [getattr(change, field.name) for change in changes]
+            if field.name == "cap":
+                model_cap = self.softcap or 0.0
+                values = [model_cap if value is None else value for value in values]
             columns[field.name] = jnp.asarray(values, jnp.float32)
 
         head = head_of(self.params)
@@ -117,7 +128,7 @@ class LogitChange:
     The defaults change nothing.
 
     Attributes:
-        cap: logits become ``cap * tanh(logits / cap)``; 0 for no cap.
+        cap: logits become ``cap * tanh(logits / cap)``; 0 for no cap, None for the model's.
         repetition: logits of ids seen before are divided by it, or multiplied if they are negative.
         presence: subtracted from the logits of ids that were sampled before.
         frequency: the same, once for each time an id was sampled.
@@ -125,7 +136,7 @@ class LogitChange:
         zero_rows: number of further ids, with logits of 0.
     """
 
-    cap: float = 0.0
+    cap: float | None = None
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
@@ -144,6 +155,8 @@ def logprobs(
     ids: np.ndarray,
     temperatures: Sequence[float] | np.ndarray,
     supports: Sequence[Support | None] = (),
+    *,
+    softcap: float | None = None,
 ) -> np.ndarray:
     """Compute log-probs at several temperatures.
 
@@ -152,6 +165,7 @@ def logprobs(
         ids: int [S].
         temperatures: C numbers that divide the logits.
         supports: S supports of the draws; empty if none was restricted.
+        softcap: the model's ``logit_softcap``.
 
     Returns:
         float64 [C, S].
@@ -163,18 +177,15 @@ def logprobs(
         _chunks(ids.astype(np.int32)),
         _masks(supports, len(head)),
         jnp.asarray(temperatures, jnp.float32),
+        softcap,
     )
     return np.asarray(scores, np.float64)[:, : len(ids)]
 
 
-def sorted_mass(
-    params: Params, hidden: np.ndarray, temperature: float, ks: np.ndarray, mass: np.ndarray
-) -> np.ndarray:
+def sorted_mass(tokens: Tokens, ks: np.ndarray, mass: np.ndarray) -> np.ndarray:
     """Compute the probability mass of the likeliest ids.
 
     Args:
-        hidden: [S, D].
-        temperature: divides the logits.
         ks: int [C].
         mass: float [S], the mass of each token's nucleus, as far as it is known.
 
@@ -184,7 +195,7 @@ def sorted_mass(
         the last id, and the probability of the last id relative to the likeliest one.
     """
     columns = []
-    for probabilities_SV, mass_S in _probabilities(params, hidden, temperature, mass):
+    for probabilities_SV, mass_S in _probabilities(tokens, mass):
         # On the host: XLA's sort is slow on CPUs.
         sorted_SV = -np.sort(-probabilities_SV, axis=-1)
         total_SV = np.cumsum(sorted_SV, axis=-1, dtype=np.float64)
@@ -201,9 +212,7 @@ def sorted_mass(
     return np.concatenate(columns, axis=1)
 
 
-def likely_mass(
-    params: Params, hidden: np.ndarray, temperature: float, shares: Sequence[float]
-) -> np.ndarray:
+def likely_mass(tokens: Tokens, shares: Sequence[float]) -> np.ndarray:
     """Compute the probability mass of all ids that are not much less likely than the likeliest.
 
     Args:
@@ -213,8 +222,8 @@ def likely_mass(
         float64 [C, S].
     """
     columns = []
-    unused_S = np.zeros(len(hidden))
-    for probabilities_SV, _ in _probabilities(params, hidden, temperature, unused_S):
+    unused_S = np.zeros(len(tokens.hidden))
+    for probabilities_SV, _ in _probabilities(tokens, unused_S):
         relative_SV = probabilities_SV / probabilities_SV.max(axis=-1, keepdims=True)
         by_share = []
         for share in shares:
@@ -224,16 +233,14 @@ def likely_mass(
     return np.concatenate(columns, axis=1)
 
 
-def _probabilities(
-    params: Params, hidden: np.ndarray, temperature: float, values: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _probabilities(tokens: Tokens, values: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield probabilities float32 [N, V] of a few tokens at a time, with their ``values`` [N]."""
-    head = head_of(params)
-    for number, chunk in enumerate(_chunks(hidden)):
+    head = head_of(tokens.params)
+    for number, chunk in enumerate(_chunks(tokens.hidden)):
         begin = number * TOKENS_PER_CHUNK
         chunk_values = values[begin : begin + TOKENS_PER_CHUNK]
-        probabilities = np.asarray(_softmax(chunk, head, jnp.float32(temperature)))
-        yield probabilities[: len(chunk_values)], chunk_values
+        probabilities = _softmax(chunk, head, jnp.float32(tokens.temperature), tokens.softcap)
+        yield np.asarray(probabilities)[: len(chunk_values)], chunk_values
 
 
 def _chunks(x: np.ndarray) -> np.ndarray:
@@ -270,17 +277,18 @@ def _within(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
     return jnp.where(is_supported, scores, NEGATIVE)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="softcap")
 def _chosen_logprobs(
     hidden: jax.Array,
     head: jax.Array,
     ids: jax.Array,
     masks: jax.Array | None,
     temperatures: jax.Array,
+    softcap: float | None,
 ) -> jax.Array:
     def score_chunk(chunk: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         hidden, ids, mask = chunk
-        scores = _logits(hidden, head)
+        scores = softcapped(_logits(hidden, head), softcap)
         chosen = jnp.take_along_axis(scores, ids[:, None], axis=1)[:, 0]
         scores = _within(scores, mask)
 
@@ -329,6 +337,9 @@ def _changed_logprobs(
     return _joined(jax.lax.map(score_chunk, chunks))
 
 
-@jax.jit
-def _softmax(hidden: jax.Array, head: jax.Array, temperature: jax.Array) -> jax.Array:
-    return jax.nn.softmax(_logits(hidden, head) / temperature, axis=-1)
+@functools.partial(jax.jit, static_argnames="softcap")
+def _softmax(
+    hidden: jax.Array, head: jax.Array, temperature: jax.Array, softcap: float | None
+) -> jax.Array:
+    logits = softcapped(_logits(hidden, head), softcap)
+    return jax.nn.softmax(logits / temperature, axis=-1)

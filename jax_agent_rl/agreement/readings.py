@@ -125,13 +125,9 @@ def _supports(sample: Tokens) -> Iterator[Reading]:
 
     # Where k is none of the usual ones, it is the median number of ids that the masses speak for.
     ks = np.array([*FIRST_KS, 1])
-    counts = sorted_mass(sample.params, sample.hidden, sample.temperature, ks, support_mass)[
-        len(ks)
-    ]
+    counts = sorted_mass(sample, ks, support_mass)[len(ks)]
     ks[-1] = max(int(np.median(counts[is_restricted])), 1)
-    *by_k, _, nucleus_mass, mass_without_last, last_share = sorted_mass(
-        sample.params, sample.hidden, sample.temperature, ks, support_mass
-    )
+    *by_k, _, nucleus_mass, mass_without_last, last_share = sorted_mass(sample, ks, support_mass)
     for k, mass in zip(ks, by_k, strict=True):
         label = f"samples from the {int(k)} likeliest ids (top_k={int(k)})"
         yield _restricted(
@@ -146,11 +142,11 @@ def _supports(sample: Tokens) -> Iterator[Reading]:
 
     smallest = float(np.median(last_share[is_restricted]))
     min_ps = sorted({*MIN_PS, float(f"{smallest:.3g}")})
-    by_min_p = likely_mass(sample.params, sample.hidden, sample.temperature, min_ps)
+    by_min_p = likely_mass(sample, min_ps)
     for min_p, mass in zip(min_ps, by_min_p, strict=True):
 
         def compute_mass(tokens: Tokens, min_p: float = min_p) -> np.ndarray:
-            return likely_mass(tokens.params, tokens.hidden, tokens.temperature, [min_p])[0]
+            return likely_mass(tokens, [min_p])[0]
 
         label = (
             f"samples from ids at least {min_p:g} times as likely as the likeliest"
@@ -165,13 +161,7 @@ def _support_mass(tokens: Tokens) -> np.ndarray:
 
 
 def _sorted_mass(tokens: Tokens, ks: Sequence[int]) -> np.ndarray:
-    return sorted_mass(
-        tokens.params,
-        tokens.hidden,
-        tokens.temperature,
-        np.asarray(ks),
-        _support_mass(tokens),
-    )
+    return sorted_mass(tokens, np.asarray(ks), _support_mass(tokens))
 
 
 def _restricted(
@@ -199,6 +189,8 @@ def _changed_logits(subject: DiagnosisSubject, sample: Tokens) -> Iterator[Readi
         ids = ", ".join(map(str, eos))
         label = f"never samples EOS (id {ids}), as with min_tokens or ignore_eos"
         changes[label] = LogitChange(forbids=1.0)
+    if subject.model.logit_softcap is not None:
+        changes["does not cap logits"] = LogitChange(cap=0.0)
     for cap in CAPS:
         changes[f"caps logits at {cap:g}"] = LogitChange(cap=cap)
     for penalty in REPETITIONS:

@@ -504,6 +504,7 @@ class DiagnosisSubject:
         tokens = Tokens(
             params=params,
             temperature=self.temperature,
+            softcap=self.model.logit_softcap,
             hidden=hidden,
             ids=np.concatenate(self.ids),
             rollout=np.concatenate([context.rollout for context in self.contexts]),

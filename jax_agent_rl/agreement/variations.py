@@ -68,6 +68,7 @@ UNVARIED: Mapping[str, str] = {
         "begins contexts; tried among the ids that an engine may have seen"
     ),
     "DecoderConfig.tie_word_embeddings": "which head is read is tried on the last hidden states",
+    "DecoderConfig.logit_softcap": "caps are tried among the changes of logits",
     "DecoderConfig.carried": "has no effect on what is computed",
     "DecoderConfig.vision": _IMAGES,
     "Rope.sections": _IMAGES,

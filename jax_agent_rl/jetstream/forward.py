@@ -40,6 +40,7 @@ from jax_agent_rl.models.layers import (
     rms_norm,
     rope_tables,
     rotate,
+    softcapped,
 )
 from jax_agent_rl.models.moe import (
     mixture_of_experts,
@@ -220,10 +221,13 @@ def next_logits(
     """
     head = head_of(params)
     if native:
-        return cpu_kernels.product(config, head, x, params.final_norm)
+        logits = cpu_kernels.product(config, head, x, params.final_norm)
+        return softcapped(logits, config.logit_softcap)
     x = rms_norm(config, x, params.final_norm, axis=0)
     logits = jnp.einsum("vd,db->vb", head, x, preferred_element_type=jnp.float32)
-    return constrain(logits, mesh, DEVICES)  # or XLA might rather gather the head than its product
+    # Or XLA might rather gather the head than its product.
+    logits = constrain(logits, mesh, DEVICES)
+    return softcapped(logits, config.logit_softcap)
 
 
 def prefill_chunks(

@@ -29,6 +29,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_agent_rl.models.layers import softcapped
+
 NEGATIVE = -1e30
 """The score of an id that only pads the vocabulary, or that a draw excluded."""
 
@@ -39,7 +41,7 @@ accelerator."""
 Arrays = tuple[jax.Array, jax.Array]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def linear_logprobs(
     hidden: jax.Array,
     head: jax.Array,
@@ -48,13 +50,14 @@ def linear_logprobs(
     temperature: float,
     vocab_shards: int = 1,
     kept_chunks: int = 0,
+    softcap: float | None = None,
     support: jax.Array | None = None,
     candidates: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Return the log-prob of each token, and the entropy of its distribution.
 
-    The distribution is ``softmax(hidden @ head.T / temperature)``. All results are differentiable
-    in ``hidden`` and ``head``.
+    The distribution is ``softmax(softcapped(hidden @ head.T) / temperature)``. All results are
+    differentiable in ``hidden`` and ``head``.
 
     Args:
         hidden: [C, N, D].
@@ -65,6 +68,7 @@ def linear_logprobs(
         vocab_shards: parts the head's V axis is split into over devices; each then has its part of
             every block.
         kept_chunks: number of first chunks that keep their N V logits for the backward pass.
+        softcap: the model's ``logit_softcap``.
         support: uint32 [C, N, ceil(V / 32)], a bit for each id of the distribution; None: all ids.
         candidates: int32 [C, N, k], further ids to score, each at most once per token; None: none.
 
@@ -80,6 +84,7 @@ def linear_logprobs(
         temperature,
         vocab_shards,
         kept_chunks,
+        softcap,
         support,
         candidates,
     )
@@ -94,6 +99,7 @@ def _forward(
     temperature: float,
     vocab_shards: int,
     kept_chunks: int,
+    softcap: float | None,
     support: jax.Array | None,
     candidates: jax.Array | None,
 ) -> tuple[tuple[jax.Array, ...], tuple]:
@@ -126,7 +132,7 @@ def _forward(
         ) -> tuple[tuple, jax.Array | None]:
             peak, total, weighted, *candidate_scores = carry
             number, block = part
-            scores = _scores(hidden, block, len(head), temperature, support)
+            scores = _scores(hidden, block, len(head), temperature, softcap, support)
             if candidates is not None:
                 in_block, column = _in_block(candidates, number, block_ids, vocab_shards)
                 scores_at_column = jnp.take_along_axis(scores, column, axis=1)
@@ -160,7 +166,7 @@ def _forward(
         normalizer = highest + jnp.log(total)
 
         products = jnp.einsum("nd,nd->n", hidden, head[ids], preferred_element_type=jnp.float32)
-        logprob = products / temperature - normalizer
+        logprob = softcapped(products, softcap) / temperature - normalizer
         entropy = normalizer - weighted / total
         candidate_logprobs = [x - normalizer[:, None] for x in sums[3:]]
         return (logprob, entropy, normalizer, *candidate_logprobs), scores
@@ -191,6 +197,7 @@ def _backward(
     temperature: float,
     vocab_shards: int,
     kept_chunks: int,
+    softcap: float | None,
     saved: tuple,
     cotangents: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array, None, None, None, None]:
@@ -201,6 +208,10 @@ def _backward(
     # d log p(id) / d score = [this id] - p, and d H / d score = -p (log p + H).
     # First comes the part of [this id].
     d_own_score = jnp.where(valid, d_logprob, 0.0)[..., None] / temperature
+    if softcap is not None:
+        products = jnp.einsum("cnd,cnd->cn", hidden, head[ids], preferred_element_type=jnp.float32)
+        own_scores = softcapped(products, softcap) / temperature
+        d_own_score = d_own_score * _softcap_slope(own_scores, temperature, softcap)[..., None]
     d_hidden = d_own_score * head[ids]
 
     # A token's own log-prob and those of its candidates have the same normalizer.
@@ -230,7 +241,7 @@ def _backward(
         def add_block(d_hidden: jax.Array, part: tuple) -> Arrays:
             number, block, scores, d_block = part
             if scores is None:
-                scores = _scores(hidden, block, len(head), temperature, support)
+                scores = _scores(hidden, block, len(head), temperature, softcap, support)
             logprobs = scores - normalizer
             d_softmax = d_logprob + d_entropy * (logprobs + entropy)
             d_scores = jnp.exp(logprobs) * d_softmax / -temperature
@@ -239,6 +250,8 @@ def _backward(
                 in_block, column = _in_block(candidate_ids, number, blocks[1], vocab_shards)
                 d_in_block = jnp.where(in_block, d_candidate_scores, 0.0)
                 d_scores = jax.vmap(_add_at)(d_scores, column, d_in_block)
+            if softcap is not None:
+                d_scores = d_scores * _softcap_slope(scores, temperature, softcap)
             d_scores = d_scores.astype(hidden.dtype)
             d_hidden = d_hidden + jnp.einsum(
                 "nb,bd->nd", d_scores, block[0], preferred_element_type=jnp.float32
@@ -310,6 +323,7 @@ def linear_top_k(
     *,
     vocab_size: int,
     vocab_shards: int = 1,
+    softcap: float | None = None,
     support: jax.Array | None = None,
 ) -> Arrays:
     """Return each token's k likeliest ids and their log-probs, the likeliest first.
@@ -325,6 +339,7 @@ def linear_top_k(
         vocab_size: ids beyond are not returned, although they count in the normalizer.
         vocab_shards: parts the head's V axis is split into over devices; each finds its likeliest
             ids first.
+        softcap: the model's ``logit_softcap``.
         support: uint32 [C, N, ceil(V / 32)], a bit for each id of the distribution; None: all ids.
             Ids that it excludes come last, with a log-prob of ``NEGATIVE`` or less.
     """
@@ -336,7 +351,7 @@ def linear_top_k(
             block: Arrays,
         ) -> tuple[tuple[jax.Array, ...], None]:
             total, top_scores, top_ids = carry  # [N, shards], [N, shards, k] twice
-            scores = _scores(hidden, block, len(head), temperature, support)
+            scores = _scores(hidden, block, len(head), temperature, softcap, support)
             scores = scores.reshape(len(scores), vocab_shards, -1)
             total = jnp.logaddexp(total, jax.nn.logsumexp(scores, axis=-1))
 
@@ -433,8 +448,22 @@ def _in_block(ids: jax.Array, number: jax.Array, block_ids: jax.Array, shards: i
     return in_block, shard * width + index_in_shard % width
 
 
+def _softcap_slope(scores: jax.Array, temperature: float, softcap: float) -> jax.Array:
+    """Return the derivative of softcapped logits by the logits before, from scaled logits.
+
+    It is 0 at ids whose score is ``NEGATIVE``.
+    """
+    tanh = jnp.clip(scores * (temperature / softcap), -1.0, 1.0)
+    return 1.0 - tanh * tanh
+
+
 def _scores(
-    hidden: jax.Array, block: Arrays, vocab_size: int, temperature: float, support: jax.Array | None
+    hidden: jax.Array,
+    block: Arrays,
+    vocab_size: int,
+    temperature: float,
+    softcap: float | None,
+    support: jax.Array | None,
 ) -> jax.Array:
     """Return the scaled logits of a block of the vocabulary, float32 [N, B].
 
@@ -442,7 +471,7 @@ def _scores(
     """
     weight, ids = block
     products = jnp.einsum("nd,bd->nb", hidden, weight, preferred_element_type=jnp.float32)
-    scores = products / temperature
+    scores = softcapped(products, softcap) / temperature
     is_allowed = ids < vocab_size
     if support is not None:
         words = jnp.take(support, ids >> 5, axis=1, mode="fill", fill_value=0)

@@ -161,7 +161,7 @@ def router_loads(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> j
 
 def _at_targets(
     objective: ObjectiveConfig,
-    head: jax.Array,
+    model: Decoder,
     batch: Arrays,
     hidden: jax.Array,
     *,
@@ -202,6 +202,7 @@ def _at_targets(
     candidates = split_if_given("target_candidates")
 
     vocab_shards = 1 if mesh is None else mesh.shape["tensor"]
+    head = model.head
     chunk_bytes = 4 * ids.shape[1] * len(head)
     kept_chunks = min(len(ids), objective.kept_logits // chunk_bytes)
     scored: tuple[jax.Array, ...] = linear_logprobs(
@@ -212,6 +213,7 @@ def _at_targets(
         objective.temperature,
         vocab_shards,
         kept_chunks,
+        model.config.logit_softcap,
         support,
         candidates,
     )
@@ -224,6 +226,7 @@ def _at_targets(
             top_k,
             vocab_size=vocab_size,
             vocab_shards=vocab_shards,
+            softcap=model.config.logit_softcap,
             support=support,
         )
 
@@ -241,7 +244,7 @@ def term_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> 
     If the batch has candidates, return theirs, [R, K, k]. Values are undefined at padding.
     """
     hidden, _ = routed(objective, model, batch)
-    logprob, _ = _at_terms(batch, _at_targets(objective, model.head, batch, hidden))
+    logprob, _ = _at_terms(batch, _at_targets(objective, model, batch, hidden))
     return logprob
 
 
@@ -278,7 +281,7 @@ def top_logprobs(
     hidden, _ = routed(objective, model, batch)
     *_, ids, logprobs = _at_targets(
         objective,
-        model.head,
+        model,
         batch,
         hidden,
         top_k=count,
@@ -306,7 +309,7 @@ def scored_terms(
         [R, K], None without candidates.
     """
     hidden, load = routed(objective, model, batch)
-    logprob, entropy, *candidate_logprobs = _at_targets(objective, model.head, batch, hidden)
+    logprob, entropy, *candidate_logprobs = _at_targets(objective, model, batch, hidden)
 
     def at_active_terms(x: jax.Array) -> jax.Array:
         return jnp.where(active, jnp.take_along_axis(x, batch["term_target"], axis=1), 0.0)
@@ -330,7 +333,7 @@ def scored_sequences(
         any; and the load of the experts, see :func:`routed`.
     """
     hidden, load = routed(objective, model, batch)
-    logprob, entropy = _at_terms(batch, _at_targets(objective, model.head, batch, hidden))
+    logprob, entropy = _at_terms(batch, _at_targets(objective, model, batch, hidden))
     is_scored = batch["term_scored"] > 0
     return jnp.where(is_scored, logprob, 0.0), jnp.where(is_scored, entropy, 0.0), load
 

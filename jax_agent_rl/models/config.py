@@ -302,6 +302,7 @@ class DecoderConfig:
         activation: of the gate, see ``models.layers.ACTIVATIONS``.
         embed_scale: embeddings are multiplied by it.
         attention_scale: of scores; None means 1/sqrt(head_dim).
+        logit_softcap: logits become ``cap * tanh(logits / cap)`` with this cap; None for none.
         sliding_window: positions a windowed layer looks back, itself included.
         windowed_layers: which layers have that window (and ``local_rope``); empty means none.
         local_rope: of windowed layers; None for ``rope``.
@@ -335,6 +336,7 @@ class DecoderConfig:
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     embed_scale: float = 1.0
     attention_scale: float | None = None
+    logit_softcap: float | None = None
     sliding_window: int | None = None
     windowed_layers: tuple[bool, ...] = ()
     local_rope: Rope | None = None

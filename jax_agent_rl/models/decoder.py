@@ -38,6 +38,7 @@ from jax_agent_rl.models.layers import (
     rms_norm,
     rope_tables,
     rotate,
+    softcapped,
     stack,
 )
 from jax_agent_rl.models.lora import LoRA
@@ -310,7 +311,8 @@ class Decoder(Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return logits float32 [..., V] of hidden states [..., D]."""
-        return jnp.einsum("...d,vd->...v", hidden, self.head, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("...d,vd->...v", hidden, self.head, preferred_element_type=jnp.float32)
+        return softcapped(logits, self.config.logit_softcap)
 
 
 def _attention_contexts(

@@ -233,6 +233,13 @@ def embed(config: DecoderConfig, table: jax.Array, token_ids: jax.Array) -> jax.
     return x * jnp.asarray(config.embed_scale, x.dtype)
 
 
+def softcapped(logits: jax.Array, cap: float | None) -> jax.Array:
+    """Return logits within -cap and cap (``DecoderConfig.logit_softcap``)."""
+    if cap is None:
+        return logits
+    return cap * jnp.tanh(logits / cap)
+
+
 def linear(
     x: jax.Array, weight: Any, mesh: Mesh | None = None, adapter: LoRA | None = None
 ) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_agent_rl.agreement.report import Cause, Diagnosis
+from jax_agent_rl.agreement.report import JAX_ENGINE, Cause, Diagnosis
 from jax_agent_rl.jetstream import attention, forward
 from jax_agent_rl.jetstream.block_manager import BlockManager
 from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
@@ -538,6 +538,20 @@ async def test_logits_that_are_changed_before_sampling_are_named(
         Cause.LOGITS,
         said,
     )
+
+
+async def test_a_cap_of_the_logits_that_an_engine_leaves_out_is_named():
+    capped = replace(LLAMA, logit_softcap=3.0)
+    params = {**RIGHT, "final_norm": RIGHT["final_norm"] * 3}
+    diagnosed = await diagnosed_engine(capped, LLAMA, params=params, lengths=(21, 34))
+    check(diagnosed, Cause.LOGITS, "does not cap logits")
+
+
+async def test_an_engine_with_the_model_s_cap_of_logits_agrees():
+    capped = replace(LLAMA, logit_softcap=3.0)
+    params = {**RIGHT, "final_norm": RIGHT["final_norm"] * 3}
+    diagnosed = await diagnosed_engine(capped, params=params, lengths=(21, 34))
+    assert JAX_ENGINE["float32"].holds(diagnosed.gap), diagnosed.gap
 
 
 async def test_rows_that_pad_the_vocabulary_are_named():

@@ -149,6 +149,67 @@ def test_candidates_have_the_log_probs_and_gradients_of_the_plain_form(
         np.testing.assert_allclose(gradient, expected, atol=5e-5)
 
 
+@pytest.mark.parametrize(("vocab", "shards"), [(67, 1), (67, 2)])
+@pytest.mark.parametrize("kept_logits", [0, 1])
+def test_softcapped_logits_have_the_values_and_gradients_of_the_plain_form(
+    vocab: int, shards: int, kept_logits: int
+) -> None:
+    hidden, head, ids, valid = inputs(vocab)
+    chosen = candidates(vocab)
+    cap = 2.5  # of the order of the logits, so that some are flattened
+    weights = np.random.default_rng(3).normal(size=(CHUNKS, TOKENS, K + 2)).astype(np.float32)
+
+    def ours(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        logprob, entropy, candidate_logprobs = linear_logprobs(
+            hidden, head, ids, valid, TEMPERATURE, shards, kept_logits, cap, candidates=chosen
+        )
+        return jnp.concatenate(
+            [logprob[..., None], entropy[..., None], candidate_logprobs], axis=-1
+        )
+
+    def wanted(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        logits = cap * jnp.tanh(hidden @ head.T / cap)
+        logs = jax.nn.log_softmax(logits / TEMPERATURE, axis=-1)
+        logprob = jnp.take_along_axis(logs, ids[..., None], axis=-1)
+        entropy = -jnp.sum(jnp.exp(logs) * logs, axis=-1, keepdims=True)
+        candidate_logprobs = jnp.take_along_axis(logs, chosen, axis=-1)
+        return jnp.concatenate([logprob, entropy, candidate_logprobs], axis=-1)
+
+    np.testing.assert_allclose(ours(hidden, head), wanted(hidden, head), atol=2e-5)
+    gradients = (
+        jax.grad(lambda h, w, f=f: jnp.sum(weights * f(h, w)), (0, 1))(hidden, head)
+        for f in (ours, wanted)
+    )
+    for gradient, expected in zip(*gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected, atol=5e-5)
+
+
+def test_softcapped_logits_of_a_support_leave_no_gradient_to_excluded_ids() -> None:
+    hidden, head, ids, valid = inputs(67)
+    cap = 2.5
+    support_ids = np.arange(0, 67, 2)
+    ids = ids // 2 * 2
+    mask = np.zeros(3, np.uint32)
+    for id_ in support_ids:
+        mask[id_ // 32] |= np.uint32(1 << id_ % 32)
+    support = jnp.broadcast_to(jnp.asarray(mask), (CHUNKS, TOKENS, 3))
+
+    def ours(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return linear_logprobs(hidden, head, ids, valid, TEMPERATURE, softcap=cap, support=support)[
+            0
+        ].sum()
+
+    def wanted(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        logits = cap * jnp.tanh(hidden @ head[support_ids].T / cap)
+        logs = jax.nn.log_softmax(logits / TEMPERATURE, axis=-1)
+        return jnp.take_along_axis(logs, ids[..., None] // 2, axis=-1).sum()
+
+    np.testing.assert_allclose(ours(hidden, head), wanted(hidden, head), atol=2e-5)
+    gradients = [jax.grad(f, (0, 1))(hidden, head) for f in (ours, wanted)]
+    for gradient, expected in zip(*gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected, atol=5e-5)
+
+
 @pytest.mark.parametrize(("vocab", "shards"), LAYOUTS)
 def test_the_likeliest_ids_are_those_of_a_float64_sort(vocab: int, shards: int) -> None:
     hidden, head, _, valid = inputs(vocab)
@@ -160,6 +221,16 @@ def test_the_likeliest_ids_are_those_of_a_float64_sort(vocab: int, shards: int) 
     order = np.argsort(-logs, axis=-1)[..., :K]
     np.testing.assert_array_equal(ids, order)
     np.testing.assert_allclose(logprobs, np.take_along_axis(logs, order, -1), atol=2e-5)
+
+
+def test_the_likeliest_ids_of_softcapped_logits_have_their_log_probs() -> None:
+    hidden, head, _, valid = inputs(67)
+    ids, logprobs = linear_top_k(hidden, head, valid, TEMPERATURE, K, vocab_size=67, softcap=2.5)
+    logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
+    scores = 2.5 * np.tanh(logits / 2.5) / TEMPERATURE
+    logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    np.testing.assert_allclose(logprobs, -np.sort(-logs, axis=-1)[..., :K], atol=2e-5)
+    np.testing.assert_allclose(np.take_along_axis(logs, np.asarray(ids), -1), logprobs, atol=2e-5)
 
 
 def test_the_likeliest_ids_of_a_support_are_among_its_ids() -> None:
