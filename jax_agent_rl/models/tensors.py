@@ -1,7 +1,7 @@
 """Tensors in safetensors files, and samples of tensors, to compare two copies of a model.
 
 A file has one tensor for each parameter, or several parameters packed into one tensor, or blocks of
-4 bits. A parameter is read slice by slice, so that no host or device holds more than its part.
+4 or 8 bits. A parameter is read slice by slice, so that no host or device holds more than its part.
 
 Both sides of a comparison sample the same places, which follow from the tensor's shape alone, so
 that a copy that was transposed, misnamed, left at zero, rounded or not updated is noticed.
@@ -10,6 +10,7 @@ that a copy that was transposed, misnamed, left at zero, rounded or not updated 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -234,12 +236,15 @@ def _has_own_head(files: tuple[Path, ...], stamps: tuple[Stamp, ...]) -> bool:
 
 
 def open_tensors(files: Sequence[str | Path]) -> Tensors:
-    """Open every tensor of the files; a tensor in MXFP4 has its name without ``_blocks``.
+    """Open every tensor of the files, scaled if it has scales.
+
+    A tensor in MXFP4 has its name without ``_blocks``.
 
     Raises:
         ModelError: a file is missing or damaged, or two files hold a tensor.
     """
     tensors: Tensors = {}
+    file_of_tensor: dict[str, str | Path] = {}
     for file in files:
         try:
             handle = safe_open(file, framework="numpy")
@@ -255,6 +260,7 @@ def open_tensors(files: Sequence[str | Path]) -> Tensors:
                     " remove one"
                 )
             tensors[name] = partial(handle.get_slice, name)
+            file_of_tensor[name] = file
 
     block_names = [name for name in tensors if name.endswith("_blocks")]
     for blocks in block_names:
@@ -262,6 +268,16 @@ def open_tensors(files: Sequence[str | Path]) -> Tensors:
         scales = f"{name}_scales"
         if scales in tensors:
             tensors[name] = partial(Mxfp4Slice, tensors.pop(blocks), tensors.pop(scales))
+
+    places: dict[str | Path, dict[str, _Place]] = {}  # by file, then tensor
+    scale_names = [name for name in tensors if name.endswith("_scale_inv")]
+    for scales in scale_names:
+        name = scales.removesuffix("_scale_inv")
+        if name in tensors:
+            file = file_of_tensor[name]
+            if file not in places:
+                places[file] = _tensor_places(file)
+            tensors[name] = partial(Fp8Slice, places[file][name], tensors.pop(scales))
     return tensors
 
 
@@ -305,6 +321,90 @@ class Mxfp4Slice:
         offset = first_block * self._BLOCK
         rows = blocks.reshape(*pairs.shape[:2], end_block * self._BLOCK - offset)
         return rows[:, :, begin - offset : end - offset].swapaxes(1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a file holds the bytes of a tensor.
+
+    Attributes:
+        file: the safetensors file.
+        dtype: as safetensors calls it.
+        shape: of the tensor.
+        offset: of its first byte in the file.
+    """
+
+    file: str | Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def _tensor_places(file: str | Path) -> dict[str, _Place]:
+    """Return the place of every tensor of a file that safetensors could open.
+
+    A file begins with the length of its header in 8 bytes, then the header in JSON.
+    """
+    with open(file, "rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(header_bytes))
+
+    places = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            places[name] = _Place(
+                file=file,
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                offset=8 + header_bytes + entry["data_offsets"][0],
+            )
+    return places
+
+
+class Fp8Slice:
+    """A matrix [out, in] in float8_e4m3fn, read as float32.
+
+    Blocks of 128 x 128 numbers share a scale (DeepSeek-AI 2024, DeepSeek-V3, arXiv 2412.19437,
+    section 3.3). The last blocks of a row or column may be smaller. safetensors reads no 8-bit
+    floats without torch, so the file's bytes are mapped into memory.
+
+    Args:
+        place: of the matrix.
+        scales: opens float32 [out / 128, in / 128], rounded up.
+    """
+
+    BLOCK = 128
+
+    def __init__(self, place: _Place, scales: Callable[[], Any]) -> None:
+        if place.dtype != "F8_E4M3":
+            raise TypeError(f"it has scales, but its type is {place.dtype}, not F8_E4M3")
+        self._place = place
+        self._scales = scales()
+        expected_shape = [-(-size // self.BLOCK) for size in place.shape]  # rounded up
+        if self._scales.get_shape() != expected_shape:
+            raise TypeError(f"its scales are {self._scales.get_shape()}, not {expected_shape}")
+
+    def get_shape(self) -> list[int]:
+        """Return [out, in]."""
+        return list(self._place.shape)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a slice as float32."""
+        matrix = np.memmap(
+            self._place.file, np.uint8, "r", offset=self._place.offset, shape=self._place.shape
+        )
+        numbers = np.ascontiguousarray(matrix[index]).view(ml_dtypes.float8_e4m3fn)
+
+        block_index = []
+        block_of_number = []  # by axis, counted from the first block of the slice
+        for part, size in zip(index, self._place.shape, strict=True):
+            begin, end, _ = part.indices(size)
+            first_block = begin // self.BLOCK
+            end_block = -(-end // self.BLOCK)  # rounded up
+            block_index.append(slice(first_block, end_block))
+            block_of_number.append(np.arange(begin, end) // self.BLOCK - first_block)
+        scales = self._scales[tuple(block_index)].astype(np.float32)
+        return numbers.astype(np.float32) * scales[np.ix_(*block_of_number)]
 
 
 def read_slice(

@@ -1,7 +1,11 @@
-"""Parameters that share a tensor or are stored transposed, and weights in MXFP4."""
+"""Parameters that share a tensor or are stored transposed, and weights in MXFP4 and
+FP8.
+"""
 
+import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -80,3 +84,75 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path):
     assert tuple(tensor.get_shape()) == expected.shape == (2, 96, 6)
     for index in ((slice(None),) * 3, (slice(1, 2), slice(5, 40), slice(2, 5)), (slice(0, 0),) * 3):
         np.testing.assert_array_equal(tensor[index], expected[index])
+
+
+def fp8_of(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize [out, in] in blocks of 128 x 128, written out as loops; return numbers and scales."""
+    rows, columns = matrix.shape
+    numbers = np.zeros(matrix.shape, ml_dtypes.float8_e4m3fn)
+    scales = np.zeros((-(-rows // 128), -(-columns // 128)), np.float32)
+    for row in range(0, rows, 128):
+        for column in range(0, columns, 128):
+            block = matrix[row : row + 128, column : column + 128]
+            scale = np.abs(block).max() / 448
+            scales[row // 128, column // 128] = scale
+            numbers[row : row + 128, column : column + 128] = block / scale
+    return numbers, scales
+
+
+def save_fp8(file: Path, numbers: np.ndarray) -> None:
+    """Write a matrix ``w`` byte by byte: safetensors' writer for numpy has no 8-bit floats."""
+    entry = {"dtype": "F8_E4M3", "shape": numbers.shape, "data_offsets": [0, numbers.size]}
+    header = json.dumps({"w": entry}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + numbers.tobytes())
+
+
+@given(
+    shape=st.tuples(st.sampled_from([1, 100, 128, 300]), st.sampled_from([1, 128, 200, 257])),
+    begins=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    ends=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_any_slice_of_fp8_is_its_numbers_times_their_blocks_scales(
+    tmp_path_factory, shape, begins, ends
+):
+    folder: Path = tmp_path_factory.mktemp("fp8")
+    matrix = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    numbers, scales = fp8_of(matrix)
+    save_fp8(folder / "w.safetensors", numbers)
+    # The scales of a shard's matrices may be in another shard.
+    save_file({"w_scale_inv": scales}, folder / "scales.safetensors")
+
+    tensors = open_tensors([folder / "scales.safetensors", folder / "w.safetensors"])
+    assert tensors.keys() == {"w"}
+    tensor = tensors["w"]()
+    assert tuple(tensor.get_shape()) == shape
+    expected = numbers.astype(np.float32)
+    for row in range(shape[0]):
+        for column in range(0, shape[1], 128):
+            expected[row, column : column + 128] *= scales[row // 128, column // 128]
+    np.testing.assert_allclose(expected, matrix, atol=0.2)  # 3 bits after the first
+
+    index = []
+    for begin, end, size in zip(begins, ends, shape, strict=True):
+        low, high = sorted((round(begin * size), round(end * size)))
+        index.append(slice(low, high))
+    np.testing.assert_array_equal(tensor[tuple(index)], expected[tuple(index)])
+    np.testing.assert_array_equal(tensor[slice(None), slice(None)], expected)
+
+
+def test_fp8_without_scales_or_with_scales_of_other_blocks_is_refused_by_name(tmp_path: Path):
+    numbers, scales = fp8_of(np.ones((200, 130), np.float32))
+    weights = tmp_path / "w.safetensors"
+    save_fp8(weights, numbers)
+    everything = (slice(None), slice(None))
+    with raises(ModelError, key="w", fix="use float weights"):
+        read_slice(open_tensors([weights]), "w", everything, (200, 130), "here")
+
+    scale_file = tmp_path / "scales.safetensors"
+    save_file({"w_scale_inv": scales[:, :1]}, scale_file)
+    with raises(ModelError, key="w", value=("[2, 1]", "[2, 2]")):
+        read_slice(open_tensors([weights, scale_file]), "w", everything, (200, 130), "here")
+
+    save_file({"w": np.ones((200, 130), np.float32)}, weights)
+    with raises(ModelError, key="w", value="F32"):
+        read_slice(open_tensors([weights, scale_file]), "w", everything, (200, 130), "here")
