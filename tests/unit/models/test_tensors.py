@@ -87,7 +87,7 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path):
 
 
 def fp8_of(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize [out, in] in blocks of 128 x 128, written out as loops; return numbers and scales."""
+    """Return numbers and scales of [out, in] in blocks of 128 x 128, written out as loops."""
     rows, columns = matrix.shape
     numbers = np.zeros(matrix.shape, ml_dtypes.float8_e4m3fn)
     scales = np.zeros((-(-rows // 128), -(-columns // 128)), np.float32)
