@@ -1,9 +1,9 @@
 """Attention over packed token trees, block by block, with its own backward pass.
 
-Shapes: B rows, T tokens, H query heads, K key/value heads, G = H / K, h head size. Scores exist for
-one block of queries at a time and are recomputed in the backward pass (Dao et al. 2022,
-FlashAttention, arXiv 2205.14135), so memory grows with T, not T², and a block's scores stay in
-cache. Blocks see no key to their right, which halves the work.
+Shapes: B rows, T tokens, H query heads, K key/value heads, G = H / K, h head size, v size of a
+value (mostly h). Scores exist for one block of queries at a time and are recomputed in the backward
+pass (Dao et al. 2022, FlashAttention, arXiv 2205.14135), so memory grows with T, not T², and a
+block's scores stay in cache. Blocks see no key to their right, which halves the work.
 
 TPU programs use ``models.tree_kernel`` instead of the unrolled blocks here: it compiles in seconds
 whatever the row's length, and skips fully masked blocks.
@@ -103,11 +103,11 @@ def tree_attention(
         q: [B, H, Q, h], already scaled; heads of one key/value head are adjacent. Q is T without
             ``tree_mask.offset``.
         k: [B, K, T, h].
-        v: [B, K, T, h].
+        v: [B, K, T, v].
         sinks: [H], a further score of each head's softmax; None for none.
 
     Returns:
-        [B, H, Q, h].
+        [B, H, Q, v].
     """
     return _forward(q, k, v, tree_mask, sinks)[0]
 
@@ -130,7 +130,7 @@ def add_sinks(
     """Add sinks to finished softmaxes.
 
     Args:
-        output: [B, H, Q, h].
+        output: [B, H, Q, v].
         normalizer: float32 [B, H, Q], log of each softmax's normalizer.
         sinks: [H].
 

@@ -1,7 +1,7 @@
 """Attention over packed token trees: the mask, and Pallas kernels for TPUs, forward and backward.
 
-Shapes: B rows, Q queries, T keys, H query heads, K key/value heads, G = H / K, h head size, n
-blocks.
+Shapes: B rows, Q queries, T keys, H query heads, K key/value heads, G = H / K, h head size, v size
+of a value (mostly h), n blocks.
 
 The recurrence is FlashAttention's (Dao et al. 2022, arXiv 2205.14135): a program holds one block of
 scores, in float32, and the running maximum and sum of each query's softmax, so the program does not
@@ -71,9 +71,9 @@ class KernelInputs(NamedTuple):
     Attributes:
         q: [B, H, Q, h].
         k: [B, K, T, h].
-        v: [B, K, T, h].
+        v: [B, K, T, v].
         marks: the mask.
-        d_out: [B, H, Q, h], gradient of the output.
+        d_out: [B, H, Q, v], gradient of the output.
         normalizer: float32 [B, H, 1, Q], log of each softmax's normalizer.
         mean: float32 [B, H, 1, Q], mean of the values' gradient, weighted by each softmax.
     """
@@ -88,7 +88,7 @@ class KernelInputs(NamedTuple):
 
 
 _KINDS = KernelInputs(
-    "q", "k", "k", Marks("key mark", "key mark", "query mark"), "q", "statistic", "statistic"
+    "q", "k", "v", Marks("key mark", "key mark", "query mark"), "out", "statistic", "statistic"
 )
 """How each array is cut into blocks."""
 
@@ -119,15 +119,16 @@ def forward(
     Args:
         q: [B, H, Q, h], already scaled; heads of one key/value head are adjacent.
         k: [B, K, T, h].
-        v: [B, K, T, h].
+        v: [B, K, T, v].
         block: most queries, and keys, at a time; a multiple of 128.
 
     Returns:
-        [B, H, Q, h] and float32 [B, H, Q].
+        [B, H, Q, v] and float32 [B, H, Q].
     """
-    batch, heads, count, size = q.shape
+    batch, heads, count, _ = q.shape
+    value_size = v.shape[3]
     plan = plan_blocks(q, k, v, tree_mask, block)
-    padded_shape = plan.inputs.q.shape
+    padded_count = plan.inputs.q.shape[2]
 
     out, normalizer = _call(
         _forward_kernel,
@@ -135,11 +136,11 @@ def forward(
         plan.inputs,
         by_key=False,
         outputs=(
-            jax.ShapeDtypeStruct(padded_shape, q.dtype),
-            jax.ShapeDtypeStruct((batch, heads, 1, padded_shape[2]), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, padded_count, value_size), q.dtype),
+            jax.ShapeDtypeStruct((batch, heads, 1, padded_count), jnp.float32),
         ),
-        output_kinds=("q", "statistic"),
-        scratch=((size, plan.q_block), (1, plan.q_block), (1, plan.q_block)),
+        output_kinds=("out", "statistic"),
+        scratch=((value_size, plan.q_block), (1, plan.q_block), (1, plan.q_block)),
         products=2,
     )
     return out[:, :, :count], normalizer[:, :, 0, :count]
@@ -191,8 +192,8 @@ def backward(
         inputs,
         by_key=True,
         outputs=(dk_shape, dv_shape),
-        output_kinds=("k", "k"),
-        scratch=((plan.k_block, size), (plan.k_block, size)),
+        output_kinds=("k", "v"),
+        scratch=((plan.k_block, size), (plan.k_block, v.shape[3])),
         products=4,
     )
     return dq[:, :, :query_count], dk[:, :, :key_count], dv[:, :, :key_count]
@@ -222,6 +223,7 @@ def _call(
     """
     batch, q_blocks, k_blocks = plan.live.shape
     heads, kv_heads, size = inputs.q.shape[1], inputs.k.shape[1], inputs.q.shape[3]
+    value_size = inputs.v.shape[3]
     group = heads // kv_heads
 
     def block_indices(*step_and_scalars: Any) -> tuple[Any, Any, Any, Any, Any]:
@@ -236,12 +238,17 @@ def _call(
         kv_head = jax.lax.div(head, jnp.int32(group))
         return row, head, kv_head, i, fetched[(row * q_blocks + i) * k_blocks + j]
 
+    def query_index(row: Any, head: Any, kv_head: Any, i: Any, j: Any) -> tuple:
+        return row, head, i, 0
+
+    def key_index(row: Any, head: Any, kv_head: Any, i: Any, j: Any) -> tuple:
+        return row, kv_head, j, 0
+
     cuts = {  # shape of a block, and its index
-        "q": ((None, None, plan.q_block, size), lambda row, head, kv_head, i, j: (row, head, i, 0)),
-        "k": (
-            (None, None, plan.k_block, size),
-            lambda row, head, kv_head, i, j: (row, kv_head, j, 0),
-        ),
+        "q": ((None, None, plan.q_block, size), query_index),
+        "out": ((None, None, plan.q_block, value_size), query_index),
+        "k": ((None, None, plan.k_block, size), key_index),
+        "v": ((None, None, plan.k_block, value_size), key_index),
         "statistic": (
             (None, None, 1, plan.q_block),
             lambda row, head, kv_head, i, j: (row, head, 0, i),

@@ -59,11 +59,13 @@ def expected(q, k, v, mask, d_out):
 RUNS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 200)), min_size=1, max_size=5)
 
 
-def assert_equal_to_blocks(mask: TreeMask, *, group: int, asking: slice = slice(None)) -> None:
+def assert_equal_to_blocks(
+    mask: TreeMask, *, group: int, asking: slice = slice(None), value_size: int = 8
+) -> None:
     q = drawn(0, 1, 2 * group, COUNT, 8)[:, :, asking]
-    d_out = drawn(1, 1, 2 * group, COUNT, 8)[:, :, asking]
+    d_out = drawn(1, 1, 2 * group, COUNT, value_size)[:, :, asking]
     k = drawn(2, 1, 2, COUNT, 8)
-    v = drawn(3, 1, 2, COUNT, 8)
+    v = drawn(3, 1, 2, COUNT, value_size)
     for got, wanted in zip(
         interpreted(q, k, v, mask, d_out),
         expected(q, k, v, mask, d_out),
@@ -98,3 +100,8 @@ def test_blocks_between_which_nothing_is_seen_are_left_out():
     lost = k.at[:, :, :128].set(jnp.nan)  # no weight is too small to carry it on
     out, dq, dk, dv = interpreted(q, lost, lost, TreeMask(ends), q)
     assert all(bool(jnp.isfinite(x[:, :, 128:]).all()) for x in (out, dq, dk, dv))
+
+
+def test_values_may_be_narrower_than_keys():
+    mask = TreeMask(forest([(0, 90), (30, 100), (200, 60)])[0])
+    assert_equal_to_blocks(mask, group=3, value_size=5)
