@@ -136,8 +136,8 @@ def later_positions() -> AbstractContextManager[Any]:
     """Shift positions from 280 on, which are in a later turn, by two."""
     rope = forward.all_rope_tables
 
-    def shifted_rope(config: DecoderConfig, positions: jax.Array) -> Any:
-        return rope(config, jnp.where(positions >= 280, positions + 2, positions))
+    def shifted_rope(config: DecoderConfig, positions: jax.Array, images: Any) -> Any:
+        return rope(config, jnp.where(positions >= 280, positions + 2, positions), images)
 
     return mock.patch.object(forward, "all_rope_tables", shifted_rope)
 

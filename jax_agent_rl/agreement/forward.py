@@ -20,8 +20,12 @@ import numpy as np
 
 from jax_agent_rl.models.attention import add_sinks
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, YarnScaling
-from jax_agent_rl.models.decoder import DecoderLayer
+from jax_agent_rl.models.decoder_layer import decoder_layer
+from jax_agent_rl.models.layer_kinds import LayerKind
+from jax_agent_rl.models.layer_scan import scan_layers
+from jax_agent_rl.models.layer_weights import LayerWeights
 from jax_agent_rl.models.layers import embed, rms_norm, rope_frequencies
+from jax_agent_rl.models.mixers.attention import mix_heads
 from jax_agent_rl.models.tree_kernel import MASK_VALUE
 
 
@@ -289,15 +293,16 @@ def _layers(
         config, rms_norm_eps=numbers.rms_norm_eps, attention_scale=numbers.attention_scale
     )
 
-    def compute(x: jax.Array, scanned: Any) -> tuple[jax.Array, Any]:
-        number, tensors, windowed, window, old_kv, prefix_kv = scanned
+    def compute(
+        x: jax.Array, kind: LayerKind, tensors: Params, values: tuple[Any, ...]
+    ) -> tuple[jax.Array, Any]:
+        number, windowed, window, old_kv, prefix_kv = values
         if layer_change is not None:
             _, first, changed_tensors = layer_change
+            pairs = {name: changed_tensors[name] for name in tensors}
             tensors = jax.lax.cond(
                 (number == first) | (number == first + 1),
-                lambda: jax.tree.map(
-                    lambda pair: pair[jnp.clip(number - first, 0, 1)], changed_tensors
-                ),
+                lambda: jax.tree.map(lambda pair: pair[jnp.clip(number - first, 0, 1)], pairs),
                 lambda: tensors,
             )
         row_kv: list[jax.Array] = []
@@ -312,29 +317,31 @@ def _layers(
                 v = jnp.concatenate([prefix_kv[1], v], axis=2)
             return _attention(q, k, v, sinks, is_seen & (distance < window))
 
-        layer = DecoderLayer.from_params(config, tensors)
-        # Its numbers are arguments of the program: other numbers compile nothing.
-        layer.config = layer_config
+        # The numbers of its config are arguments of the program: other numbers compile nothing.
+        layer = LayerWeights(config=layer_config, kind=kind, params=tensors)
         angles = positions[..., None].astype(jnp.float32) * numbers.frequencies[windowed]
         magnitude = numbers.magnitudes[windowed]
-        x, _ = layer(x, magnitude * jnp.cos(angles), magnitude * jnp.sin(angles), attend)
+        cos = magnitude * jnp.cos(angles)
+        sin = magnitude * jnp.sin(angles)
+        x, _ = decoder_layer(layer, x, lambda inputs: mix_heads(layer, inputs, cos, sin, attend))
         if return_activations:
             return x, (x, *row_kv)
         return x, None
 
-    def compute_from_first(x: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
+    def compute_from_first(
+        x: jax.Array, kind: LayerKind, tensors: Params, values: tuple[Any, ...]
+    ) -> tuple[jax.Array, None]:
         assert layer_change is not None
-        number = scanned[0]
+        number = values[0]
         first = layer_change[1]
-        x = jax.lax.cond(number >= first, lambda: compute(x, scanned)[0], lambda: x)
+        x = jax.lax.cond(number >= first, lambda: compute(x, kind, tensors, values)[0], lambda: x)
         return x, None
 
     prefix_kv = None
     if prefix is not None:
         prefix_kv = (prefix.keys, prefix.values)
-    layers = (
+    values = (
         jnp.arange(config.num_layers),
-        params["layers"],
         numbers.windowed,
         numbers.windows,
         old_kv,
@@ -343,9 +350,11 @@ def _layers(
     if layer_change is None:
         x = embed(config, params["embed"], ids)
         x = x * jnp.asarray(numbers.embed_scale, x.dtype)
-        x, outputs = jax.lax.scan(compute, x, layers)
+        x, outputs = scan_layers(config, compute, x, params["layers"], values)
     else:
-        x, outputs = jax.lax.scan(compute_from_first, layer_change[0], layers)
+        x, outputs = scan_layers(
+            config, compute_from_first, layer_change[0], params["layers"], values
+        )
     return rms_norm(layer_config, x, params["final_norm"]), outputs
 
 

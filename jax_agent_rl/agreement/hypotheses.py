@@ -1069,12 +1069,12 @@ LayerPair = Params
 def _tensors_of_layer(subject: DiagnosisSubject, layer: int) -> Trials:
     model = subject.model
     names = _LayerNames(model)
-    stacked = subject.params["layers"]
-    pair = [layer, min(layer + 1, model.num_layers - 1)]
+    stacks = subject.params["layers"]
+    stacked = {key: stacks[key] for key in stacks if layer in model.layers_with(key)}
 
     def trial(cause: Cause, label: str, change: Callable[[LayerPair], LayerPair]) -> Trial:
         def changed_pair() -> tuple[int, LayerPair]:
-            tensors = {key: x[jnp.asarray(pair)] for key, x in stacked.items()}
+            tensors = {key: _pair_at(model, key, x, layer) for key, x in stacks.items()}
             return layer, tensors | change(tensors)
 
         def changed_params() -> Params:
@@ -1100,6 +1100,8 @@ def _tensors_of_layer(subject: DiagnosisSubject, layer: int) -> Trials:
     yield trial(Cause.MISSING_TENSOR, f"leaves out layer {layer}", leave_out)
 
     for first, second in names.pairs():
+        if first not in stacked or second not in stacked:
+            continue
 
         def exchange(tensors: LayerPair, first: str = first, second: str = second) -> LayerPair:
             return {
@@ -1130,7 +1132,7 @@ def _tensors_of_layer(subject: DiagnosisSubject, layer: int) -> Trials:
             label = f"holds the experts of {name} in another order (the last one first)"
             yield trial(Cause.MISNAMED_TENSOR, label, reverse_experts)
 
-        if layer + 1 < model.num_layers:
+        if layer + 1 in model.layers_with(key):
 
             def exchange_layers(tensors: LayerPair, key: str = key) -> LayerPair:
                 return {key: tensors[key][::-1]}
@@ -1138,6 +1140,18 @@ def _tensors_of_layer(subject: DiagnosisSubject, layer: int) -> Trials:
             next_name = names.in_layer(key, layer + 1)
             label = f"holds {name} and {next_name} in each other's place"
             yield trial(Cause.MISNAMED_TENSOR, label, exchange_layers)
+
+
+def _pair_at(model: DecoderConfig, key: str, stack: jax.Array, layer: int) -> jax.Array:
+    """Return a parameter of a layer and of the next one, [2, ...].
+
+    In place of a layer without it there is the last one that has it; nobody looks at it.
+    """
+    with_key = model.layers_with(key)
+    places = []
+    for number in (layer, layer + 1):
+        places.append(with_key.index(number) if number in with_key else len(with_key) - 1)
+    return stack[jnp.asarray(places)]
 
 
 def _can_be_transposed(key: str, x: jax.Array) -> bool:
@@ -1151,10 +1165,13 @@ def _with_first(pair: jax.Array, value: jax.Array) -> jax.Array:
 
 def _with_layers(subject: DiagnosisSubject, first: int, tensors: LayerPair) -> Params:
     """Return all parameters with those of one layer and the next replaced."""
-    count = min(2, subject.model.num_layers - first)
     layers = {}
     for key, x in subject.params["layers"].items():
-        layers[key] = x.at[first : first + count].set(tensors[key][:count])
+        with_key = subject.model.layers_with(key)
+        for layer, tensor in zip((first, first + 1), tensors[key], strict=True):
+            if layer in with_key:
+                x = x.at[with_key.index(layer)].set(tensor)
+        layers[key] = x
     return subject.params | {"layers": layers}
 
 
@@ -1191,12 +1208,13 @@ class _LayerNames:
     """Published names of the tensors of layers."""
 
     def __init__(self, model: DecoderConfig) -> None:
+        self._model = model
         self._names = tensor_names(model)["layers"]
-        self._shapes = model.layer_shapes()
+        self._shapes = model.parameter_shapes()["layers"]
 
     def in_layer(self, key: str, layer: int) -> str:
         """Return the name of one layer's tensor, or of the first of its experts."""
-        name = self._names[key][layer]
+        name = self._names[key][self._model.layers_with(key).index(layer)]
         if isinstance(name, list):
             return f"{name[0]} and the other experts'"
         return str(name)

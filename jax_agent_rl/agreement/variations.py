@@ -57,6 +57,7 @@ UNVARIED: Mapping[str, str] = {
     "DecoderConfig.num_kv_heads": _SHAPE,
     "DecoderConfig.head_dim": _SHAPE,
     "Experts.count": _SHAPE,
+    "Experts.first_dense_layers": _SHAPE,
     "Experts.intermediate_size": _SHAPE,
     "DecoderConfig.max_position_embeddings": (
         "bounds the length of contexts; scaling has a length of its own"
@@ -313,9 +314,9 @@ def fitted_params(model: DecoderConfig, params: Params, other: DecoderConfig) ->
     has are as they are made, the identity and zeros: an engine that loads nothing into them has
     the same. None if it needs other tensors that do not exist.
     """
-    model_shapes = model.layer_shapes()
+    model_shapes = model.parameter_shapes()["layers"]
     layers = {}
-    for name, shape in other.layer_shapes().items():
+    for name, shape in other.parameter_shapes()["layers"].items():
         if model_shapes.get(name) == shape:
             layers[name] = params["layers"][name]
             continue
@@ -325,5 +326,5 @@ def fitted_params(model: DecoderConfig, params: Params, other: DecoderConfig) ->
         initial = 0.0
         if kind is Kind.NORM:
             initial = 1.0 - other.norm_offset
-        layers[name] = jnp.full((model.num_layers, *shape), initial, params["embed"].dtype)
+        layers[name] = jnp.full(shape, initial, params["embed"].dtype)
     return params | {"layers": layers}

@@ -110,8 +110,8 @@ class ServedAdapters:
         if stacks is None or unknown:
             raise ValueError(f"no LoRA adapters {unknown}; there are {list(self.names)}")
 
-        kinds = list(stacks[0])
-        rank = stacks[0][kinds[0]].b[0].shape[-1]
+        kinds = list(dict.fromkeys(kind for layer in stacks for kind in layer))
+        rank = next(iter(stacks[0].values())).b[0].shape[-1]
         parts: set[str] = set()
         for kind in kinds:
             parts.update(FUSED[kind])
@@ -201,7 +201,8 @@ def _lay_out(
         b = np.zeros((*outputs.get(name, (config.hidden_size,)), rank), np.float32)
         if name not in adapter.weights:
             return a, b
-        adapter_a, adapter_b = (x[layer] for x in adapter.weights[name])
+        place = config.layers_with(name).index(layer)
+        adapter_a, adapter_b = (x[place] for x in adapter.weights[name])
         a[: adapter.rank] = adapter_a
         if name in ("k", "v"):  # the engine may hold a head several times
             heads = adapter_b.reshape(-1, config.head_dim, adapter.rank)
@@ -215,5 +216,7 @@ def _lay_out(
 
     layers = []
     for layer in range(config.num_layers):
-        layers.append({kind: low_rank(kind, layer) for kind in kinds})
+        shapes = config.layer_shapes(layer)
+        layer_kinds = [kind for kind in kinds if shapes.keys() >= set(FUSED[kind])]
+        layers.append({kind: low_rank(kind, layer) for kind in layer_kinds})
     return tuple(layers)

@@ -33,10 +33,10 @@ from jax_agent_rl.jetstream.kv_cache import (
     MOVED_TOGETHER,
     KVCache,
     copy_page,
-    empty_cache,
     get_pages,
     write_pages,
 )
+from jax_agent_rl.jetstream.mixers import empty_cache
 from jax_agent_rl.jetstream.prefill import ChunkPrefill, ColumnPrefill
 from jax_agent_rl.jetstream.replica import Replica
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
@@ -281,16 +281,16 @@ class JaxEngine:
         )
 
     def read_routed(self, cache: KVCache, pages: Sequence[int]) -> np.ndarray:
-        """Return the experts chosen at the positions of a context's pages, [positions, L, k].
+        """Return the experts chosen at the positions of a context's pages, [positions, M, k].
 
         Their numbers are unsigned.
         """
         size = self.shapes.page
         padded = _pad_pages(pages, bucket(self.shapes.span_buckets, len(pages) * size) // size)
         key = ("routed", cache.count, len(padded))
-        experts = self.context.call(
-            key, programs.read_routed, (), cache, padded, out=self.context.replicated
-        )
+        assert self.config.experts is not None
+        read = functools.partial(programs.read_routed, self.config.experts.per_token)
+        experts = self.context.call(key, read, (), cache, padded, out=self.context.replicated)
         return np.asarray(experts)[: len(pages) * size]
 
     def get_pages(self, cache: KVCache, pages: Sequence[int]) -> KVCache:

@@ -17,36 +17,33 @@ from __future__ import annotations
 
 import enum
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_agent_rl.jetstream.adapters import AdapterStacks, LayerAdapters, add_low_rank
-from jax_agent_rl.jetstream.attention import DEVICES, chunk_attention, decode_attention
+from jax_agent_rl.jetstream.adapted_layer import AdaptedLayer
+from jax_agent_rl.jetstream.adapters import AdapterStacks
+from jax_agent_rl.jetstream.attention import DEVICES
 from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
-from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, to_cache, write_routed
+from jax_agent_rl.jetstream.feed_forward import ENGINE_FEED_FORWARDS
+from jax_agent_rl.jetstream.kv_cache import KVCache, write_routed
+from jax_agent_rl.jetstream.mixers import ENGINE_MIXERS
+from jax_agent_rl.jetstream.mixers.mixer import ChunkInputs, DecodeInputs, LayerSettings
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.layer_kinds import LayerKind, MixerName
 from jax_agent_rl.models.layers import (
-    ACTIVATIONS,
     deepstack_features,
     embed,
-    mrope_tables,
     place_features,
-    product,
     quantized,
     rms_norm,
-    rope_tables,
-    rotate,
     softcapped,
 )
-from jax_agent_rl.models.moe import (
-    mixture_of_experts,
-    replicated_mixture_of_experts,
-    transpose_matrices,
-)
+from jax_agent_rl.models.moe import transpose_matrices
 from jax_agent_rl.models.parameters import PARAMETERS
 from jax_agent_rl.models.sharding import constrain
 from jax_agent_rl.models.vision_context import ImageInputs
@@ -109,11 +106,16 @@ def engine_params(
             ``dtype``.
     """
     stacked = params["layers"]
+    places = {name: config.layers_with(name) for name in stacked}
     others = {name: x for name, x in params.items() if name != "layers"}
     others = jax.tree.map(lambda x: x.astype(dtype), others)
 
     def layer(i: int) -> Params:
-        fused = _fuse(config, {name: x[i] for name, x in stacked.items()})
+        arrays = {}
+        for name, x in stacked.items():
+            if i in places[name]:
+                arrays[name] = x[places[name].index(i)]
+        fused = _fuse(config, arrays)
         arranged = {}
         for name, x in fused.items():
             if quantize is None or name not in QUANTIZED:
@@ -186,19 +188,19 @@ def decode_step(
     native = kernels is Kernels.CPU
     pages = None if kernels is Kernels.NONE else slots.pages
     x = constrain(embed(config, params.embed, slots.tokens).T, mesh)  # [D, B]
-    tables = all_rope_tables(
-        config, positions if slots.offsets is None else positions + slots.offsets
-    )
+    rope_positions = positions if slots.offsets is None else positions + slots.offsets
+    tables = all_rope_tables(config, rope_positions, None)
     layers = []
     routed = []
     adapted = _adapted_layers(params, adapters, slots.adapter, native)
     for i, (layer, cached) in enumerate(zip(adapted, cache.layers, strict=True)):
-        windowed = config.is_windowed(i)
-        x, cached, chosen = _decode_layer(
-            config, mesh, windowed, layer, x, tables[windowed], cached, positions, pages
-        )
+        kind = config.layer_kind(i)
+        settings = LayerSettings(config=config, mesh=mesh, windowed=config.is_windowed(i))
+        inputs = DecodeInputs(shared=tables[kind.mixer], positions=positions, pages=pages)
+        x, cached, chosen = _decode_layer(settings, kind, layer, x, cached, inputs)
         layers.append(cached)
-        routed.append(chosen)
+        if chosen is not None:
+            routed.append(chosen)
     cache = KVCache(tuple(layers), write_routed(cache, routed, positions, pages))
     return next_logits(config, params, x, mesh, native), cache
 
@@ -241,8 +243,8 @@ def prefill_chunks(
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
     rope_offsets: jax.Array | None = None,
-) -> list[tuple[jax.Array, LayerKV, jax.Array | None]]:
-    """Compute keys and values of one chunk of each of R contexts, given the positions before it.
+) -> list[tuple[jax.Array, Any, jax.Array | None]]:
+    """Compute what layers remember of a chunk of each of R contexts, given what is before it.
 
     There are no logits: decoding begins with the last token, so contexts that share a prompt need
     no prefill.
@@ -259,29 +261,26 @@ def prefill_chunks(
         rope_offsets: int32 [R], as in :func:`decode_step`, for chunks after all images.
 
     Returns:
-        Per layer: the residual stream [D, R T] after it, keys [R, K, h, T] and values [R, K, T, h]
-        as cached, and the experts chosen, int32 [R T, k], or None.
+        Per layer: the residual stream [D, R T] after it, a cache of R rows that hold the chunks
+        alone, and the experts chosen, int32 [R T, k], or None.
     """
     rows, count = tokens.shape
     x = embed(config, params.embed, tokens.reshape(-1))
     if images is not None:
         x = place_features(x.reshape(rows, count, -1), images).reshape(rows * count, -1)
     x = constrain(x.T, mesh)  # [D, R T]
-    if images is None:
-        first = starts if rope_offsets is None else starts + rope_offsets
-        tables = all_rope_tables(config, (first[:, None] + jnp.arange(count)).reshape(-1))
-    else:
-        cos, sin = mrope_tables(config.rope, config.head_dim, images.rope_positions.reshape(-1, 3))
-        tables = ((cos.T, sin.T),)  # no vision model has windowed layers
+    first = starts if rope_offsets is None else starts + rope_offsets
+    positions = (first[:, None] + jnp.arange(count)).reshape(-1)
+    tables = all_rope_tables(config, positions, images)
 
     num_deepstack = len(config.vision.deepstack_layers) if config.vision is not None else 0
     layers = []
     adapted = _adapted_layers(params, adapters, adapter)
     for i, (layer, cached) in enumerate(zip(adapted, cache.layers, strict=True)):
-        windowed = config.is_windowed(i)
-        x, chunk, chosen = _chunk_layer(
-            config, mesh, windowed, layer, x, tables[windowed], cached, starts
-        )
+        kind = config.layer_kind(i)
+        settings = LayerSettings(config=config, mesh=mesh, windowed=config.is_windowed(i))
+        inputs = ChunkInputs(shared=tables[kind.mixer], starts=starts)
+        x, chunk, chosen = _chunk_layer(settings, kind, layer, x, cached, inputs)
         if images is not None and i < num_deepstack:
             features = deepstack_features(images, i, config.hidden_size).astype(x.dtype)
             x = x + constrain(features.reshape(rows * count, -1).T, mesh)
@@ -289,214 +288,86 @@ def prefill_chunks(
     return layers
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _AdaptedLayer:
-    """One layer's arrays, its adapters, and each context's choice of them.
-
-    Attributes:
-        adapter: int32 [B], see ``adapters.add_low_rank``; None if there are none.
-        native: use ``jetstream.cpu``.
-    """
-
-    params: Params
-    adapters: LayerAdapters
-    adapter: jax.Array | None
-    native: bool = field(default=False, metadata={"static": True})
-
-    def multiply(
-        self, config: DecoderConfig, name: str, x: jax.Array, norm: str | None = None
-    ) -> jax.Array:
-        """Multiply a matrix with x [in, B] -> [..., out, B].
-
-        Args:
-            config: the model, for the norm.
-            name: name of the matrix.
-            x: the columns.
-            norm: name of the RMS norm that is applied to ``x`` first; None for none.
-        """
-        scale = None if norm is None else self.params[norm]
-        if scale is not None and (self.is_adapted(name) or not self.native):
-            # Adapters read the normalized columns, which the native product would not return.
-            x = rms_norm(config, x, scale, axis=0)
-            scale = None
-
-        weight = self.params[name]
-        out = cpu_kernels.product(config, weight, x, scale) if self.native else product(weight, x)
-        if self.adapter is None or name not in self.adapters:
-            return out
-        return add_low_rank(out, self.adapters[name], x, self.adapter, native=self.native)
-
-    def is_adapted(self, name: str) -> bool:
-        return self.adapter is not None and name in self.adapters
-
-
 def _adapted_layers(
     params: EngineParams,
     adapters: AdapterStacks | None,
     adapter: jax.Array | None,
     native: bool = False,
-) -> list[_AdaptedLayer]:
+) -> list[AdaptedLayer]:
     """Return all layers; ``adapter`` is int32 [B]."""
     stacks = [{}] * len(params.layers) if adapters is None else adapters
     layers = []
     for arrays, layer_adapters in zip(params.layers, stacks, strict=True):
-        layers.append(_AdaptedLayer(arrays, layer_adapters, adapter, native))
+        layers.append(AdaptedLayer(arrays, layer_adapters, adapter, native))
     return layers
 
 
 # Separate jitted functions are traced and lowered once for all layers of a kind; XLA inlines them.
-_one_for_all_layers = functools.partial(jax.jit, static_argnums=(0, 1, 2))
+_one_for_all_layers = functools.partial(jax.jit, static_argnums=(0, 1))
 
 
 @_one_for_all_layers
 def _decode_layer(
-    config: DecoderConfig,
-    mesh: Mesh | None,
-    windowed: bool,
-    layer: _AdaptedLayer,
+    settings: LayerSettings,
+    kind: LayerKind,
+    layer: AdaptedLayer,
     x: jax.Array,
-    rope_table: tuple[jax.Array, jax.Array],
-    cached: LayerKV,
-    positions: jax.Array,
-    pages: jax.Array | None,
-) -> tuple[jax.Array, LayerKV, jax.Array | None]:
+    cached: Any,
+    inputs: DecodeInputs,
+) -> tuple[jax.Array, Any, jax.Array | None]:
     """Compute a layer for one token of each slot.
 
     Returns:
-        x [D, B] after the layer, its cache with the tokens' keys and values, and the tokens'
-        experts [B, k].
+        x [D, B] after the layer, its cache with the tokens, and the tokens' experts [B, k].
     """
-    window = config.sliding_window if windowed else None
-    sinks = layer.params.get("sinks")
-    if layer.native:
-        assert pages is not None  # these kernels read no rows
-        qkv = _project(config, layer, x)
-        mixed, cached = cpu_kernels.decode_attention(
-            config, qkv, cached, positions, pages, rope_table, sinks, windowed=windowed
-        )
-        mixed = mixed.reshape(-1, x.shape[1])
-    else:
-        q, k, v = _split_and_rotate(config, _project(config, layer, x), *rope_table)
-        q = q.transpose(3, 0, 1, 2)
-        new = (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
-        mixed, cached = decode_attention(
-            q, cached, new, positions, pages, sinks, window=window, mesh=mesh
-        )
-        mixed = mixed.reshape(len(positions), -1).T
-    x, chosen = _finish_layer(config, layer, x, mixed, mesh)
+    mixed, cached = ENGINE_MIXERS[kind.mixer].decode(settings, layer, x, cached, inputs)
+    x, chosen = _finish_layer(settings, kind, layer, x, mixed)
     return x, cached, chosen
 
 
 @_one_for_all_layers
 def _chunk_layer(
-    config: DecoderConfig,
-    mesh: Mesh | None,
-    windowed: bool,
-    layer: _AdaptedLayer,
+    settings: LayerSettings,
+    kind: LayerKind,
+    layer: AdaptedLayer,
     x: jax.Array,
-    rope_table: tuple[jax.Array, jax.Array],
-    cached: LayerKV,
-    starts: jax.Array,
-) -> tuple[jax.Array, LayerKV, jax.Array | None]:
+    cached: Any,
+    inputs: ChunkInputs,
+) -> tuple[jax.Array, Any, jax.Array | None]:
     """Compute a layer for one chunk of each context.
 
     Returns:
-        x [D, R T] after the layer, the chunk's keys and values, and its experts [R T, k].
+        x [D, R T] after the layer, the cache of the chunks alone, and their experts [R T, k].
     """
-    rows = len(starts)
-    window = config.sliding_window if windowed else None
-    sinks = layer.params.get("sinks")
-    q, k, v = _split_and_rotate(config, _project(config, layer, x), *rope_table)
-    q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
-    chunk = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
-    mixed = chunk_attention(q, cached, chunk, starts, sinks, window=window, mesh=mesh)
-    x, chosen = _finish_layer(config, layer, x, mixed.reshape(-1, x.shape[1]), mesh)
+    mixed, chunk = ENGINE_MIXERS[kind.mixer].chunk(settings, layer, x, cached, inputs)
+    x, chosen = _finish_layer(settings, kind, layer, x, mixed)
     return x, chunk, chosen
 
 
-def _project(config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array) -> jax.Array:
-    """Return queries, keys and values [K, G + 2, h, B] of x [D, B], not rotated."""
-    qkv = layer.multiply(config, "qkv", x, "input_norm")
-    if config.qkv_bias:
-        qkv = qkv + layer.params["qkv_bias"][..., None]
-    qkv = qkv.reshape(config.num_kv_heads, -1, config.head_dim, x.shape[1])
-    if not config.qk_norm:
-        return qkv
-    q = rms_norm(config, qkv[:, :-2], layer.params["q_norm"], axis=2)
-    k = rms_norm(config, qkv[:, -2:-1], layer.params["k_norm"], axis=2)
-    return jnp.concatenate([q, k, qkv[:, -1:]], axis=1)
-
-
-def _split_and_rotate(
-    config: DecoderConfig, qkv: jax.Array, cos: jax.Array, sin: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return rotated, scaled queries [K, G, h, B] and rotated keys and values [K, h, B].
-
-    ``cos`` and ``sin`` are [r/2, B].
-    """
-    q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
-    q = rotate(config.rope, q, cos, sin, axis=2)
-    k = rotate(config.rope, k, cos, sin, axis=1)
-    return q * config.score_scale, k, v
-
-
 def _finish_layer(
-    config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, mixed: jax.Array, mesh: Mesh | None
+    settings: LayerSettings, kind: LayerKind, layer: AdaptedLayer, x: jax.Array, mixed: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Finish a layer from its input [D, B] and its heads' mixture [H h, B].
+    """Finish a layer from its input [D, B] and its mixer's output [D, B].
 
     Returns:
         [D, B] after the layer, and the chosen experts [B, k].
     """
-    mixed = constrain(layer.multiply(config, "o", mixed), mesh)
-    if config.o_bias:
-        mixed = mixed + layer.params["o_bias"][:, None]
+    config = settings.config
+    feed_forward = ENGINE_FEED_FORWARDS[kind.feed_forward]
     if not config.sandwich_norms:
         x = x + mixed
-        out, chosen = _feed_forward(config, layer, x, "post_attention_norm", mesh)
+        out, chosen = feed_forward(config, settings.mesh, layer, x, "post_attention_norm")
         return x + out, chosen
     x = x + rms_norm(config, mixed, layer.params["post_attention_norm"], axis=0)
-    out, chosen = _feed_forward(config, layer, x, "pre_feedforward_norm", mesh)
+    out, chosen = feed_forward(config, settings.mesh, layer, x, "pre_feedforward_norm")
     return x + rms_norm(config, out, layer.params["post_feedforward_norm"], axis=0), chosen
 
 
-def _feed_forward(
-    config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, norm: str, mesh: Mesh | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """Apply an RMS norm, then the gated network or the mixture of experts, to [D, B].
-
-    Returns:
-        [D, B], and the chosen experts [B, k] of a mixture.
-    """
-    activation = ACTIVATIONS[config.activation]
-    if config.experts is not None:
-        x = rms_norm(config, x, layer.params[norm], axis=0)
-        if mesh is None:
-            out, chosen = mixture_of_experts(
-                config.experts, layer.params, x.T, activation, transposed=True
-            )
-        else:
-            out, chosen = replicated_mixture_of_experts(
-                config.experts, layer.params, x.T, activation, mesh
-            )
-        return out.T, chosen
-    if layer.native and not layer.is_adapted("gate_up"):
-        hidden = cpu_kernels.gated_product(config, layer.params["gate_up"], x, layer.params[norm])
-    else:
-        hidden = activation(*layer.multiply(config, "gate_up", x, norm))
-    return constrain(layer.multiply(config, "down", hidden), mesh), None
-
-
 def all_rope_tables(
-    config: DecoderConfig, positions: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Return cos and sin [r/2, B] of full layers, and of windowed ones.
-
-    r of a head's numbers rotate.
-    """
-    tables = []
-    for rope in (config.rope, config.local_rope or config.rope):
-        cos, sin = rope_tables(rope, config.head_dim, positions)
-        tables.append((cos.T, sin.T))
-    return tuple(tables)
+    config: DecoderConfig, positions: jax.Array, images: ImageInputs | None
+) -> dict[MixerName, Any]:
+    """Return what the layers of each mixer share of rotary positions int32 [B]."""
+    shared: dict[MixerName, Any] = {}
+    for name in config.mixers:
+        shared[name] = ENGINE_MIXERS[name].prepare(config, positions, images)
+    return shared

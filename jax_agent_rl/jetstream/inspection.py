@@ -30,7 +30,8 @@ from jax_agent_rl.jetstream.forward import (
     next_logits,
     prefill_chunks,
 )
-from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache, from_cache
+from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, from_cache
+from jax_agent_rl.jetstream.mixers import empty_cache
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import HEAD, tensor_names
@@ -144,15 +145,13 @@ def _score_chunk(
         x.reshape(len(following), *x.shape[2:]) for x in jax.lax.map(score_block, blocks)
     )
 
-    def write(cached: jax.Array, chunk: jax.Array, axis: int) -> jax.Array:
+    def write(axis: int, cached: jax.Array, chunk: jax.Array) -> jax.Array:
         chunk = chunk.astype(cached.dtype)
         return jax.lax.dynamic_update_slice_in_dim(cached, chunk, starts[0], axis)
 
     written = []
     for cached, (_, chunk, _) in zip(cache.layers, layers, strict=True):
-        keys = write(cached.keys, chunk.keys, 3)
-        values = write(cached.values, chunk.values, 2)
-        written.append(LayerKV(keys=keys, values=values, scales=None))
+        written.append(cached.by_position(write, chunk))
     cache = KVCache(tuple(written), cache.routed)
     return cache, (log_probs, top_ids, top_log_probs)
 
@@ -186,7 +185,8 @@ def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, T
     for i, layer in enumerate(params.layers):
         named = []
         for key, array in _split(model, layer).items():
-            named.append((names["layers"][key][i], array))
+            place = model.layers_with(key).index(i)
+            named.append((names["layers"][key][place], array))
         for name, array in named_tensors(named):
             samples[name] = TensorSample.of(array)
     return samples

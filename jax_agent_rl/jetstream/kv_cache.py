@@ -1,7 +1,7 @@
 """The KV cache on the device, in the engine's precision or in 8 bits.
 
 For a mixture of experts, pages also hold which experts each position chose (router replay), so that
-a cached prefix keeps its choices: L k bytes a position.
+a cached prefix keeps its choices: M k bytes a position.
 
 Shapes: P pages of S positions (or rows of several pages, where they were gathered), K key/value
 heads, h head size, R rows of n pages. In 8 bits each position's key and value have one float32
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,16 @@ class LayerKV:
     values: Any
     scales: Any = None
 
+    @property
+    def count(self) -> int:
+        """Number of pages."""
+        return self.keys.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Positions of a page."""
+        return self.keys.shape[-1]
+
     def by_position(self, function: Callable[..., Any], *others: LayerKV) -> LayerKV:
         """Map ``function(axis, array, *others' arrays)`` over the arrays.
 
@@ -56,19 +66,41 @@ class LayerKV:
         )
 
 
+class LayerCache(Protocol):
+    """What one layer remembers of the positions of pages, a tree of arrays [P, ...].
+
+    Its class belongs to the layer's mixer (``jetstream.mixers``). Arrays may have any axes besides
+    the one of positions.
+    """
+
+    @property
+    def count(self) -> int:
+        """Number of pages."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Positions of a page."""
+        ...
+
+    def by_position(self, function: Callable[..., Any], *others: Any) -> Self:
+        """Map a function over the arrays, see :meth:`LayerKV.by_position`."""
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of all layers.
+    """What all layers remember.
 
     Attributes:
-        layers: one for each.
-        routed: uint8 or uint16 [P, 1, S, L k], the experts chosen in all layers; None without
-            experts. What a position chose is adjacent: to write single positions, TPUs would
-            otherwise transpose the array and back.
+        layers: one for each, such as :class:`LayerKV`.
+        routed: uint8 or uint16 [P, 1, S, M k], the experts chosen in the M layers that have any;
+            None without experts. What a position chose is adjacent: to write single positions,
+            TPUs would otherwise transpose the array and back.
     """
 
-    layers: tuple[LayerKV, ...]
+    layers: tuple[Any, ...]
     routed: Any = None
 
     def by_position(self, function: Callable[..., Any], *others: KVCache) -> KVCache:
@@ -83,33 +115,36 @@ class KVCache:
     @property
     def count(self) -> int:
         """Number of pages."""
-        return self.layers[0].keys.shape[0]
+        return self.layers[0].count
 
     @property
     def length(self) -> int:
         """Positions of a page."""
-        return self.layers[0].keys.shape[-1]
+        return self.layers[0].length
 
 
-def empty_cache(config: DecoderConfig, count: int, length: int, dtype: jnp.dtype) -> KVCache:
-    """Return a cache of ``count`` pages of zeros, with scales for int8 or float8."""
+def empty_kv(
+    config: DecoderConfig, layer: int, count: int, length: int, dtype: jnp.dtype
+) -> LayerKV:
+    """Return keys and values of ``count`` pages of zeros, with scales for int8 or float8."""
     heads = config.num_kv_heads
     size = config.head_dim
+    keys = jnp.zeros((count, heads, size, length), dtype)
+    values = jnp.zeros((count, heads, length, size), dtype)
+    scales = None
+    if is_quantized(dtype):
+        scales = jnp.zeros((count, heads, 2, length), jnp.float32)
+    return LayerKV(keys, values, scales)
 
-    def layer() -> LayerKV:
-        keys = jnp.zeros((count, heads, size, length), dtype)
-        values = jnp.zeros((count, heads, length, size), dtype)
-        scales = None
-        if is_quantized(dtype):
-            scales = jnp.zeros((count, heads, 2, length), jnp.float32)
-        return LayerKV(keys, values, scales)
 
-    routed = None
+def empty_routed(config: DecoderConfig, count: int, length: int) -> jax.Array | None:
+    """Return ``KVCache.routed`` of ``count`` pages; None without experts."""
     experts = config.experts
-    if experts is not None:
-        numbers = jnp.uint8 if experts.count <= 256 else jnp.uint16
-        routed = jnp.zeros((count, 1, length, config.num_layers * experts.per_token), numbers)
-    return KVCache(tuple(layer() for _ in range(config.num_layers)), routed)
+    if experts is None:
+        return None
+    numbers = jnp.uint8 if experts.count <= 256 else jnp.uint16
+    choices = len(config.expert_layers) * experts.per_token
+    return jnp.zeros((count, 1, length, choices), numbers)
 
 
 def is_quantized(dtype: jnp.dtype) -> bool:
@@ -150,14 +185,14 @@ def gather_pages(cache: KVCache, pages: jax.Array, counts: jax.Array) -> KVCache
         gathered = jnp.moveaxis(x.at[pages].get(mode="clip"), 1, axis)  # [R, K, h, n, S]
         rows = gathered.reshape(*gathered.shape[:axis], -1, *gathered.shape[axis + 2 :])
         in_context = jnp.arange(rows.shape[axis]) < counts[:, None]
-        return jnp.where(jnp.expand_dims(in_context, _all_axes_but(axis)), rows, 0)
+        return jnp.where(jnp.expand_dims(in_context, _other_axes(axis, rows.ndim)), rows, 0)
 
     return cache.by_position(array)
 
 
-def _all_axes_but(axis: int) -> list[int]:
-    """Return the axes to add to [R, positions] so that positions are at ``axis`` of four."""
-    return [i for i in (1, 2, 3) if i != axis]
+def _other_axes(axis: int, count: int) -> list[int]:
+    """Return the axes to add to [R, positions] so that positions are at ``axis`` of ``count``."""
+    return [i for i in range(1, count) if i != axis]
 
 
 def write_pages(cache: KVCache, rows: KVCache, pages: jax.Array) -> KVCache:
@@ -179,14 +214,14 @@ def write_routed(
 
     Args:
         cache: B rows, or pages.
-        chosen: int32 [B, k], the experts chosen in each layer; empty without experts.
+        chosen: int32 [B, k], the experts chosen in each layer that has any.
         positions: int32 [B], position of each token.
         pages: int32 [B, n], pages of each slot; None if the cache has rows.
     """
     if cache.routed is None:
         return None
     slots = jnp.arange(len(positions))
-    experts = jnp.concatenate(chosen, axis=1).astype(cache.routed.dtype)  # [B, L k]
+    experts = jnp.concatenate(chosen, axis=1).astype(cache.routed.dtype)  # [B, M k]
     if pages is None:
         return cache.routed.at[slots, 0, positions].set(experts)
     page = pages[slots, positions // cache.length]
@@ -247,7 +282,7 @@ def align_to_pages(cache: KVCache, chunks: KVCache, starts: jax.Array, first: ja
         def cut(row: jax.Array, start: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(row, start, width, axis - 1)
 
-        padding = [(0, 0)] * 4
+        padding = [(0, 0)] * x.ndim
         padding[axis] = (size, width - chunk.shape[axis])
         shifted = jax.vmap(cut)(jnp.pad(chunk, padding), size - offset)
 
@@ -255,7 +290,7 @@ def align_to_pages(cache: KVCache, chunks: KVCache, starts: jax.Array, first: ja
         first_page = jnp.pad(x.at[first].get(mode="clip"), padding)
 
         in_chunk = jnp.arange(width) >= offset[:, None]
-        return jnp.where(jnp.expand_dims(in_chunk, _all_axes_but(axis)), shifted, first_page)
+        return jnp.where(jnp.expand_dims(in_chunk, _other_axes(axis, x.ndim)), shifted, first_page)
 
     return cache.by_position(array, chunks)
 

@@ -26,7 +26,6 @@ from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.forward import EngineParams, Kernels, decode_step, prefill_chunks
 from jax_agent_rl.jetstream.kv_cache import (
     KVCache,
-    LayerKV,
     align_to_pages,
     gather_pages,
     write_back,
@@ -170,7 +169,7 @@ def compute_chunks(
 
 def pages_of_chunks(
     cache: KVCache,
-    layers: list[tuple[jax.Array, LayerKV, jax.Array | None]],
+    layers: list[tuple[jax.Array, Any, jax.Array | None]],
     tokens: jax.Array,
     starts: jax.Array,
     chunk_pages: jax.Array,
@@ -187,7 +186,7 @@ def pages_of_chunks(
     routed = None
     if cache.routed is not None:
         experts = [chosen for *_, chosen in layers if chosen is not None]
-        joined = jnp.concatenate(experts, axis=1)  # [R T, L k]
+        joined = jnp.concatenate(experts, axis=1)  # [R T, M k]
         routed = joined.astype(cache.routed.dtype).reshape(len(tokens), 1, tokens.shape[1], -1)
     chunks = KVCache(tuple(kv for _, kv, _ in layers), routed)
     return align_to_pages(cache, chunks, starts, chunk_pages[:, 0])
@@ -211,10 +210,14 @@ def feed_columns(
     return decode_step(config, None, Kernels.CPU, params, cache, columns, adapters)[1]
 
 
-def read_routed(cache: KVCache, pages: jax.Array) -> jax.Array:
-    """Return the experts chosen at the positions of ``pages`` int32 [n], [n S, L, k]."""
-    experts = cache.routed[pages]  # [n, 1, S, L k]
-    return experts.reshape(-1, len(cache.layers), experts.shape[-1] // len(cache.layers))
+def read_routed(per_token: int, cache: KVCache, pages: jax.Array) -> jax.Array:
+    """Return the experts chosen at the positions of ``pages`` int32 [n], [n S, M, k].
+
+    Args:
+        per_token: k.
+    """
+    experts = cache.routed[pages]  # [n, 1, S, M k]
+    return experts.reshape(-1, experts.shape[-1] // per_token, per_token)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.attention import DEVICES
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
+from jax_agent_rl.jetstream.mixers import ENGINE_MIXERS
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import split_weight
 from jax_agent_rl.models.parameters import PARAMETERS
@@ -149,10 +150,8 @@ def engine_shardings(params: EngineParams, mesh: Mesh) -> EngineParams:
 
 
 def cache_sharding(model: DecoderConfig, mesh: Mesh) -> Any:
-    """Return a cache's shardings.
-
-    Keys, values and their scales [N, K, …] are split by head; chosen experts are replicated.
-    """
+    """Return a cache's shardings: each mixer's own; chosen experts are replicated."""
     shardings: Any = KVCache  # a tree of shardings in place of arrays
+    layers = tuple(ENGINE_MIXERS[kind.mixer].cache_sharding(mesh) for kind in model.layer_kinds)
     routed = None if model.experts is None else replicated(mesh)
-    return shardings(layers=NamedSharding(mesh, PartitionSpec(None, DEVICES)), routed=routed)
+    return shardings(layers=layers, routed=routed)

@@ -78,8 +78,8 @@ class Batch:
         places: for each trajectory given to :func:`~jax_agent_rl.learner.packing.pack` the places
             of its sequences.
         images: None for a text model.
-        routed_experts: int16 [R, T, L, k], the experts that the engine chose for each node, -1
-            where unknown. None if no choice is known.
+        routed_experts: int16 [R, T, N, k], the experts that the engine chose for each node in
+            each of the N layers with experts, -1 where unknown. None if no choice is known.
         supports: for each row the supports of its valid targets: the token ids that sampling was
             restricted to. None for a target that all ids were open to; None in place of all if no
             draw was restricted. They stay encoded until a micro-batch is made, as their masks take

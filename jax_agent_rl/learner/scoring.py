@@ -159,7 +159,7 @@ class Scorer:
 
         loads = self._each(self._programs.route, weights, replace(batch, terms={}))
         load = sum(part.astype(np.float64) for part in loads)
-        tokens = self._programs.model.num_layers * batch.copies.sum()
+        tokens = len(self._programs.model.expert_layers) * batch.copies.sum()
         everywhere = replicated(self._mesh)
         return {
             "router_share": place(np.float32(load / tokens), everywhere),

@@ -10,7 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from jax_agent_rl.models.layer_kinds import LayerKind, MixerName
+
 Params = dict[str, Any]
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of parameters by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +125,8 @@ class Experts:
         intermediate_size: F of one expert.
         normalize: scale the chosen experts' probabilities to sum to 1.
         bias: the router and the experts' matrices have one.
+        first_dense_layers: how many of the first layers have a dense feed-forward network instead,
+            of the decoder's ``intermediate_size``.
     """
 
     count: int
@@ -128,6 +134,7 @@ class Experts:
     intermediate_size: int
     normalize: bool
     bias: bool = False
+    first_dense_layers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,21 +362,60 @@ class DecoderConfig:
         """Return whether a layer attends to ``sliding_window`` positions only."""
         return bool(self.windowed_layers) and self.windowed_layers[layer]
 
+    def window_choices(self, mixer: MixerName) -> tuple[bool, ...]:
+        """Return whether the layers with this mixer are windowed: one value, or both, False first.
+
+        It is empty if there are none.
+        """
+        choices = set()
+        for layer, kind in enumerate(self.layer_kinds):
+            if kind.mixer == mixer:
+                choices.add(self.is_windowed(layer))
+        return tuple(sorted(choices))
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """Return what a layer computes."""
+        if self.experts is None or layer < self.experts.first_dense_layers:
+            return LayerKind(feed_forward="dense")
+        return LayerKind(feed_forward="experts")
+
     @property
-    def attention_kinds(self) -> tuple[bool, ...]:
-        """Whether layers are windowed: one value, or both, False first."""
-        return tuple(sorted(set(self.windowed_layers))) or (False,)
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer computes."""
+        return tuple(self.layer_kind(layer) for layer in range(self.num_layers))
+
+    @property
+    def mixers(self) -> tuple[MixerName, ...]:
+        """The mixers that layers have, each once, in the order of the first of them."""
+        names: dict[MixerName, None] = {}
+        for kind in self.layer_kinds:
+            names[kind.mixer] = None
+        return tuple(names)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers with a mixture of experts, M of them."""
+        return self.layers_with("router")
+
+    def layers_with(self, name: str) -> tuple[int, ...]:
+        """Return the layers that have a parameter: those of its stack, in order."""
+        kinds = self.layer_kinds
+        with_name = {kind for kind in set(kinds) if name in self.kind_shapes(kind)}
+        return tuple(layer for layer, kind in enumerate(kinds) if kind in with_name)
 
     def parameter_shapes(self) -> Params:
         """Return the shape of every parameter, nested as the parameter tree.
 
-        Layers are stacked, [L, ...].
+        A layer's parameter is stacked over the layers that have it, see :meth:`layers_with`.
         """
+        layers: Shapes = {}
+        for kind in dict.fromkeys(self.layer_kinds):
+            for name, shape in self.kind_shapes(kind).items():
+                layers[name] = (len(self.layers_with(name)), *shape)
+
         shapes: Params = {
             "embed": (self.vocab_size, self.hidden_size),
-            "layers": {
-                name: (self.num_layers, *shape) for name, shape in self.layer_shapes().items()
-            },
+            "layers": layers,
             "final_norm": (self.hidden_size,),
         }
         if not self.tie_word_embeddings:
@@ -378,18 +424,36 @@ class DecoderConfig:
             shapes["vision"] = self.vision.parameter_shapes()
         return shapes
 
-    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self, layer: int) -> Shapes:
         """Return the shape of every parameter of one layer."""
+        return self.kind_shapes(self.layer_kind(layer))
+
+    def kind_shapes(self, kind: LayerKind) -> Shapes:
+        """Return the shape of every parameter of a layer of this kind.
+
+        A name has one shape in all kinds that have it.
+        """
+        match kind.mixer:
+            case "attention":
+                shapes = self._attention_shapes()
+        match kind.feed_forward:
+            case "dense":
+                shapes |= self._dense_shapes()
+            case "experts":
+                shapes |= self._expert_shapes()
+
+        d = self.hidden_size
+        shapes |= {"input_norm": (d,), "post_attention_norm": (d,)}
+        if self.sandwich_norms:
+            shapes |= {"pre_feedforward_norm": (d,), "post_feedforward_norm": (d,)}
+        return shapes
+
+    def _attention_shapes(self) -> Shapes:
         d = self.hidden_size
         h = self.head_dim
         query = self.num_heads * h
         key = self.num_kv_heads * h
-        shapes: dict[str, tuple[int, ...]] = {
-            "q": (query, d),
-            "k": (key, d),
-            "v": (key, d),
-            "o": (d, query),
-        }
+        shapes: Shapes = {"q": (query, d), "k": (key, d), "v": (key, d), "o": (d, query)}
         if self.qkv_bias:
             shapes |= {"q_bias": (query,), "k_bias": (key,), "v_bias": (key,)}
         if self.o_bias:
@@ -398,26 +462,29 @@ class DecoderConfig:
             shapes["sinks"] = (self.num_heads,)
         if self.qk_norm:
             shapes |= {"q_norm": (h,), "k_norm": (h,)}
-        if self.experts is None:
-            f = self.intermediate_size
-            shapes |= {"gate": (f, d), "up": (f, d), "down": (d, f)}
-        else:
-            e = self.experts.count
-            f = self.experts.intermediate_size
+        return shapes
+
+    def _dense_shapes(self) -> Shapes:
+        d = self.hidden_size
+        f = self.intermediate_size
+        return {"gate": (f, d), "up": (f, d), "down": (d, f)}
+
+    def _expert_shapes(self) -> Shapes:
+        assert self.experts is not None
+        d = self.hidden_size
+        e = self.experts.count
+        f = self.experts.intermediate_size
+        shapes: Shapes = {
+            "router": (e, d),
+            "expert_gate": (e, f, d),
+            "expert_up": (e, f, d),
+            "expert_down": (e, d, f),
+        }
+        if self.experts.bias:
             shapes |= {
-                "router": (e, d),
-                "expert_gate": (e, f, d),
-                "expert_up": (e, f, d),
-                "expert_down": (e, d, f),
+                "router_bias": (e,),
+                "expert_gate_bias": (e, f),
+                "expert_up_bias": (e, f),
+                "expert_down_bias": (e, d),
             }
-            if self.experts.bias:
-                shapes |= {
-                    "router_bias": (e,),
-                    "expert_gate_bias": (e, f),
-                    "expert_up_bias": (e, f),
-                    "expert_down_bias": (e, d),
-                }
-        shapes |= {"input_norm": (d,), "post_attention_norm": (d,)}
-        if self.sandwich_norms:
-            shapes |= {"pre_feedforward_norm": (d,), "post_feedforward_norm": (d,)}
         return shapes

@@ -3,9 +3,10 @@
 There is one implementation, configured per family (``models.families``).
 
 Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, h head size, F feed-forward, V
-vocabulary, L layers. Linear weights are stored as Hugging Face stores them, [out, in], stacked over
-layers, so that reading and writing safetensors is a copy, and one compiled layer body serves all
-layers.
+vocabulary, L layers, M of them with a mixture of experts of which a token takes k. Linear weights
+are stored as Hugging Face stores them, [out, in], stacked over the layers that have them, so that
+reading and writing safetensors is a copy, and one compiled layer body serves all layers of a run
+(``models.layer_kinds``).
 
 A transfer of parameters is verified by log-probs of a few sequences (:func:`score_probe`,
 :func:`verify_probe`).
@@ -14,7 +15,7 @@ A transfer of parameters is verified by log-probs of a few sequences (:func:`sco
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,162 +25,42 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.models import moe
-from jax_agent_rl.models.attention import sharded_tree_attention
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.decoder_layer import decoder_layer
+from jax_agent_rl.models.layer_kinds import LayerKind, MixerName
+from jax_agent_rl.models.layer_scan import scan_layers
+from jax_agent_rl.models.layer_weights import LayerWeights
 from jax_agent_rl.models.layers import (
-    ACTIVATIONS,
     REMAT_POLICIES,
     Module,
     deepstack_features,
     embed,
-    mrope_tables,
     place_features,
     rms_norm,
-    rope_tables,
-    rotate,
     softcapped,
-    stack,
 )
 from jax_agent_rl.models.lora import LoRA
+from jax_agent_rl.models.mixers import MIXERS
+from jax_agent_rl.models.mixers.mixer import TokenTrees
 from jax_agent_rl.models.sharding import ROWS, constrain
-from jax_agent_rl.models.tree_kernel import TreeMask
 from jax_agent_rl.models.vision_context import ImageInputs
 from jax_agent_rl.models.vision_tower import VisionTower
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, LogprobProbe, rounded
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
-"""From queries [B, H, T, h], keys and values [B, K, T, h] and sinks [H] to their mixture [B, H, T,
-h]."""
 
-
-class DecoderLayer(Module):
-    """Attention, then a gated network or a mixture of experts, each with its norms and residual.
-
-    Its parameters are ``config.layer_shapes()``.
-    """
+class LayerStacks(Module):
+    """The parameters of all layers, each stacked over the layers that have it."""
 
     config: DecoderConfig
-    q_norm: nnx.Param
-    k_norm: nnx.Param
-    sinks: nnx.Param
-    input_norm: nnx.Param
-    post_attention_norm: nnx.Param
-    pre_feedforward_norm: nnx.Param
-    post_feedforward_norm: nnx.Param
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        super().__init__(config, config.layer_shapes(), rngs=rngs)
+        shapes = config.parameter_shapes()["layers"]
+        super().__init__(config, shapes, rngs=rngs)
+        self._names = tuple(shapes)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        cos: jax.Array,
-        sin: jax.Array,
-        attend: Attend,
-        *,
-        adapters: Mapping[str, LoRA] | None = None,
-        copies: jax.Array | None = None,
-        routed: jax.Array | None = None,
-        mesh: Mesh | None = None,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Apply the layer.
-
-        Args:
-            x: [B, T, D].
-            cos: [B, T, r/2] if r of a head's numbers rotate, as ``sin``.
-            sin: of the rotary angles.
-            attend: mixes values; queries are scaled.
-            adapters: of this layer, by name of the matrix.
-            copies: int32 [B, T], how often each token counts in the load of the experts; None
-                computes none.
-            routed: [B, T, k], experts to take (``moe.route``); None chooses all.
-            mesh: splits rows, tokens and experts; None on one device.
-
-        Returns:
-            [B, T, D], and ``moe.router_load`` float32 [2, E], or None.
-        """
-        config = self.config
-        layer_adapters = adapters or {}
-
-        def linear(name: str, x: jax.Array) -> jax.Array:
-            return self.linear(name, x, mesh, layer_adapters.get(name))
-
-        inputs = rms_norm(config, x, self.input_norm[...])
-        mixed = self._attention(inputs, cos, sin, attend, linear)
-        if config.sandwich_norms:
-            x = x + rms_norm(config, mixed, self.post_attention_norm[...])
-            inputs = rms_norm(config, x, self.pre_feedforward_norm[...])
-        else:
-            x = x + mixed
-            inputs = rms_norm(config, x, self.post_attention_norm[...])
-
-        load = None
-        if copies is not None and config.experts is not None:
-            load = moe.router_load(config.experts, self._experts(), inputs, copies, routed)
-
-        out = self._feed_forward(inputs, linear, mesh, routed)
-        if config.sandwich_norms:
-            out = rms_norm(config, out, self.post_feedforward_norm[...])
-        return x + out, load
-
-    def _attention(
-        self,
-        x: jax.Array,
-        cos: jax.Array,
-        sin: jax.Array,
-        attend: Attend,
-        linear: Callable[..., jax.Array],
-    ) -> jax.Array:
-        config = self.config
-        rows, count, _ = x.shape
-        cos = cos[:, None]
-        sin = sin[:, None]
-
-        def project_heads(name: str) -> jax.Array:
-            """Project [B, T, D] -> [B, heads, T, h]."""
-            heads = linear(name, x).reshape(rows, count, -1, config.head_dim)
-            return heads.transpose(0, 2, 1, 3)
-
-        q = project_heads("q")
-        k = project_heads("k")
-        if config.qk_norm:
-            q = rms_norm(config, q, self.q_norm[...])
-            k = rms_norm(config, k, self.k_norm[...])
-        q = rotate(config.rope, q, cos, sin) * config.score_scale
-        sinks = self.sinks[...] if config.attention_sinks else None
-        k = rotate(config.rope, k, cos, sin)
-        v = project_heads("v")
-
-        mixed = attend(q, k, v, sinks)
-        return linear("o", mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1))
-
-    def _feed_forward(
-        self,
-        x: jax.Array,
-        linear: Callable[..., jax.Array],
-        mesh: Mesh | None,
-        routed: jax.Array | None,
-    ) -> jax.Array:
-        experts = self.config.experts
-        activation = ACTIVATIONS[self.config.activation]
-        if experts is None:
-            return linear("down", activation(linear("gate", x), linear("up", x)))
-        if mesh is not None:
-            return moe.sharded_mixture_of_experts(
-                experts, self._experts(), x, activation, mesh, routed
-            )
-
-        tokens = x.reshape(-1, x.shape[-1])
-        if routed is not None:
-            routed = routed.reshape(-1, experts.per_token)
-        out, _ = moe.mixture_of_experts(experts, self._experts(), tokens, activation, routed)
-        return out.reshape(x.shape)
-
-    def _experts(self) -> Params:
-        """Return the parameters of router and experts."""
-        shapes = self.config.layer_shapes()
-        return {name: getattr(self, name)[...] for name in moe.WEIGHTS if name in shapes}
+    def arrays(self) -> Params:
+        """Return the stacks by name; matrices may be quantized."""
+        return {name: getattr(self, name).get_value() for name in self._names}
 
 
 class Decoder(Module):
@@ -201,7 +82,7 @@ class Decoder(Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, config.parameter_shapes(), rngs=rngs)
-        self.layers: DecoderLayer = stack(DecoderLayer, config, rngs=rngs)
+        self.layers = LayerStacks(config, rngs=rngs)
         if config.vision is not None:
             self.vision = VisionTower(config.vision, rngs=rngs)
         self.adapters = nnx.Dict({})
@@ -228,8 +109,8 @@ class Decoder(Module):
                 causal rows.
             copies: int32 [B, T], how often each token counts in the load of the experts; None
                 computes none.
-            routed_experts: [B, T, L, k], experts to take; a token of -1 chooses its own, as all do
-                with None.
+            routed_experts: [B, T, M, k], experts to take in each of ``config.expert_layers``; a
+                token of -1 chooses its own, as all do with None.
             images: features and rotary positions; None for text alone, whose rotary positions are
                 ``positions``.
             remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products
@@ -248,30 +129,28 @@ class Decoder(Module):
         if subtree_end is None:
             subtree_end = jnp.full(token_ids.shape, count, jnp.int32)
 
-        # Computed once, for all layers.
-        contexts = _attention_contexts(config, positions, subtree_end, images)
+        tokens = TokenTrees(positions=positions, subtree_end=subtree_end, images=images)
+        shared = _shared_by_layers(config, tokens)
         deepstack_count = 0
         if config.vision is not None:
             deepstack_count = len(config.vision.deepstack_layers)
-        graphdef, state = nnx.split((self.layers, self.adapters))
 
-        def body(x: jax.Array, scanned: tuple[Any, ...]) -> tuple[jax.Array, jax.Array | None]:
-            state, kind, number, routed = scanned
-            layer, adapters = nnx.merge(graphdef, state)
-            if len(contexts) == 1:
-                context = contexts[0]
+        def compute(
+            x: jax.Array, kind: LayerKind, stacked: dict[str, Any], values: tuple[Any, ...]
+        ) -> tuple[jax.Array, jax.Array | None]:
+            number, window_choice, routed = values
+            layer = self._layer(kind, stacked, mesh)
+            mixer = MIXERS[kind.mixer]
+            choices = shared[kind.mixer]
+            if len(choices) == 1:
+                context = choices[0]
             else:
-                context = jax.tree.map(lambda *x: jnp.stack(x)[kind], *contexts)
-            cos, sin, tree_mask = context
+                context = jax.tree.map(lambda *x: jnp.stack(x)[window_choice], *choices)
 
-            def attend(
-                q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None
-            ) -> jax.Array:
-                return sharded_tree_attention(q, k, v, tree_mask, mesh, sinks)
+            def mix(inputs: jax.Array) -> jax.Array:
+                return mixer.mix(layer, inputs, context)
 
-            x, load = layer(
-                x, cos, sin, attend, adapters=adapters, copies=copies, routed=routed, mesh=mesh
-            )
+            x, load = decoder_layer(layer, x, mix, copies=copies, routed=routed)
             if deepstack_count and images is not None:
                 layer_features = functools.partial(
                     deepstack_features, images, size=config.hidden_size
@@ -284,25 +163,46 @@ class Decoder(Module):
             return x, load
 
         if remat != "none":
-            body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
+            compute = jax.checkpoint(compute, policy=REMAT_POLICIES[remat], static_argnums=1)
 
-        kinds = []  # of attention, by layer
-        for layer in range(config.num_layers):
-            kinds.append(config.attention_kinds.index(config.is_windowed(layer)))
         x = embed(config, self.embed[...], token_ids)
         if images is not None:
             x = place_features(x, images)
         x = constrain(x, mesh, ROWS, "context", None)
-        routed = None
-        if routed_experts is not None:
-            routed = jnp.moveaxis(routed_experts, 2, 0)
 
-        scanned = (state, jnp.array(kinds, jnp.int32), jnp.arange(config.num_layers), routed)
-        x, loads = jax.lax.scan(body, x, scanned)
+        numbers = jnp.arange(config.num_layers)
+        values = (numbers, _window_choices(config), _routed_by_layer(config, routed_experts))
+        x, loads = scan_layers(config, compute, x, self._stacks(), values)
         hidden = rms_norm(config, x, self.final_norm[...])
         if loads is None:
             return hidden, None
         return hidden, jnp.sum(loads, axis=0)
+
+    def _stacks(self) -> dict[str, tuple[Any, tuple[jax.Array, jax.Array] | None]]:
+        """Return each parameter of the layers with the two matrices of its adapter, if any."""
+        stacks = {}
+        for name, weight in self.layers.arrays().items():
+            matrices = None
+            if name in self.adapters:
+                adapter = self.adapters[name]
+                matrices = (adapter.a[...], adapter.b[...])
+            stacks[name] = (weight, matrices)
+        return stacks
+
+    def _layer(
+        self, kind: LayerKind, stacked: Mapping[str, Any], mesh: Mesh | None
+    ) -> LayerWeights:
+        """Return one layer, given its part of :meth:`_stacks`."""
+        params = {}
+        adapters = {}
+        for name, (weight, matrices) in stacked.items():
+            params[name] = weight
+            if matrices is not None:
+                a, b = matrices
+                adapters[name] = LoRA(a, b, scale=self.adapters[name].scale)
+        return LayerWeights(
+            config=self.config, kind=kind, params=params, adapters=adapters, mesh=mesh
+        )
 
     @property
     def head(self) -> jax.Array:
@@ -315,31 +215,40 @@ class Decoder(Module):
         return softcapped(logits, self.config.logit_softcap)
 
 
-def _attention_contexts(
-    config: DecoderConfig, positions: jax.Array, subtree_end: jax.Array, images: ImageInputs | None
-) -> list[tuple[jax.Array, jax.Array, TreeMask]]:
-    """Return rotary tables [B, T, r/2] and the mask of each of ``config.attention_kinds``."""
-    if images is not None:
-        cos, sin = mrope_tables(config.rope, config.head_dim, images.rope_positions)
-        return [(cos, sin, TreeMask(subtree_end))]
+def _shared_by_layers(config: DecoderConfig, tokens: TokenTrees) -> dict[MixerName, list[Any]]:
+    """Return what layers share, by mixer and then for each of ``config.window_choices``.
 
-    contexts = []
-    for windowed in config.attention_kinds:
-        rope = config.rope
-        if windowed and config.local_rope is not None:
-            rope = config.local_rope
+    Layers look at images without windows.
+    """
+    shared: dict[MixerName, list[Any]] = {}
+    for name in config.mixers:
+        choices = config.window_choices(name)
+        if tokens.images is not None:
+            choices = (False,)
+        shared[name] = [MIXERS[name].prepare(config, windowed, tokens) for windowed in choices]
+    return shared
 
-        if config.attention_kinds == (False,):
-            mask = TreeMask(subtree_end)
-        else:
-            # The masks of both kinds are stacked, so a layer without a window gets one of the
-            # row's length: no two positions are that far apart.
-            window = config.sliding_window if windowed else positions.shape[1]
-            mask = TreeMask(subtree_end, positions, jnp.int32(window))
 
-        cos, sin = rope_tables(rope, config.head_dim, positions)
-        contexts.append((cos, sin, mask))
-    return contexts
+def _window_choices(config: DecoderConfig) -> jax.Array:
+    """Return int32 [L]: which of the ``config.window_choices`` of its mixer a layer is."""
+    indices = []
+    for layer, kind in enumerate(config.layer_kinds):
+        indices.append(config.window_choices(kind.mixer).index(config.is_windowed(layer)))
+    return jnp.array(indices, jnp.int32)
+
+
+def _routed_by_layer(config: DecoderConfig, routed_experts: jax.Array | None) -> jax.Array | None:
+    """Return the experts to take [L, B, T, k], given the ones of the M layers that have any."""
+    if routed_experts is None:
+        return None
+    by_mixture = jnp.moveaxis(routed_experts, 2, 0)
+    mixtures = config.expert_layers
+    if len(mixtures) == config.num_layers:
+        return by_mixture
+
+    indices = np.zeros(config.num_layers, np.int32)  # layers without experts look at none
+    indices[list(mixtures)] = np.arange(len(mixtures))
+    return by_mixture[indices]
 
 
 # Allowed differences of log-probs: both sides compute in float32, perhaps on different devices and

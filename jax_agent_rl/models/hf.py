@@ -351,7 +351,7 @@ def tensor_names(config: DecoderConfig) -> Params:
 def _layer_names(config: DecoderConfig, key: str) -> Names:
     """Return where the layers' parts of a parameter are stored."""
     family = FAMILIES[config.family]
-    layers = [f"{family.prefix}layers.{i}" for i in range(config.num_layers)]
+    layers = [f"{family.prefix}layers.{i}" for i in config.layers_with(key)]
     packed = family.packed.get(key)
     if packed is not None:
         return [replace(packed, name=f"{layer}.{packed.name}") for layer in layers]

@@ -287,14 +287,12 @@ class Module(nnx.Module):
             return jnp.zeros(shape)
         return 0.02 * jax.random.normal(rngs.params(), shape)
 
-    def linear(
-        self, name: str, x: jax.Array, mesh: Mesh | None = None, adapter: LoRA | None = None
-    ) -> jax.Array:
+    def linear(self, name: str, x: jax.Array, mesh: Mesh | None = None) -> jax.Array:
         """Apply the matrix ``name``, and the bias ``name_bias`` if there is one.
 
-        For the other arguments see :func:`linear`.
+        For ``mesh`` see :func:`linear`.
         """
-        y = linear(x, getattr(self, name).get_value(), mesh, adapter)
+        y = linear(x, getattr(self, name).get_value(), mesh)
         bias = getattr(self, f"{name}_bias", None)
         if bias is None:
             return y

@@ -69,7 +69,7 @@ class ResidentBytes:
         position = 2 * model.num_layers * heads_per_device * model.head_dim * kv_bytes
         if model.experts is not None:
             expert_id_bytes = 2 if model.experts.count > 256 else 1
-            position += model.num_layers * model.experts.per_token * expert_id_bytes
+            position += len(model.expert_layers) * model.experts.per_token * expert_id_bytes
 
         return cls(
             learner=_learner_bytes(config, model)

@@ -21,11 +21,11 @@ from typing import Any
 class RoutedExperts:
     """The chosen experts of n consecutive positions of a context.
 
-    A position takes L x k bytes, or twice as many with more than 256 experts.
+    A position takes M x k bytes, or twice as many with more than 256 experts.
 
     Attributes:
         start: the first position.
-        shape: n positions, L layers, k experts per token.
+        shape: n positions, M layers with experts, k experts per token.
         data: their numbers in C order: uint8, or little-endian uint16 if ``wide``.
         wide: two bytes each.
     """
@@ -46,7 +46,7 @@ class RoutedExperts:
 
     @classmethod
     def of(cls, start: int, choices: Any) -> RoutedExperts:
-        """Encode a numpy array of choices [n, L, k], unsigned integers of one byte or two."""
+        """Encode a numpy array of choices [n, M, k], unsigned integers of one byte or two."""
         n, layers, per_token = choices.shape
         wide = choices.dtype.itemsize > 1
         data = choices.astype("<u2" if wide else "u1").tobytes()

@@ -54,6 +54,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
+    "qwen3_moe with dense first layers": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 8,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [0],
+        },
+    ),
     "qwen3_moe normalized": (
         "Qwen3MoeConfig",
         {

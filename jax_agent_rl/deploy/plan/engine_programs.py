@@ -261,16 +261,15 @@ def pass_flops(model: DecoderConfig, tokens: int, *, visible: float, head: bool 
     if model.experts is not None:
         expert_share = model.experts.per_token / model.experts.count
 
-    layer = 0.0
-    for name, shape in model.layer_shapes().items():
+    weights = 0.0
+    for name, shape in model.parameter_shapes()["layers"].items():
         parameter = PARAMETERS[name]
         if parameter.kind not in (Kind.MATRIX, Kind.ROUTER):
             continue
         if parameter.is_of_experts:
-            layer += math.prod(shape) * expert_share
+            weights += math.prod(shape) * expert_share
         else:
-            layer += math.prod(shape)
-    weights = model.num_layers * layer
+            weights += math.prod(shape)
     if head:
         weights += model.vocab_size * model.hidden_size
 

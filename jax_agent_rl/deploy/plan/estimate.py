@@ -120,7 +120,7 @@ def _replayed_bytes(config: Config, model: DecoderConfig) -> float:
     if config.replays_supports:
         bytes_per_token += MASK_WORD_BYTES * mask_words(model.vocab_size)
     if model.experts is not None:
-        bytes_per_token += EXPERT_NUMBER_BYTES * model.num_layers * model.experts.per_token
+        bytes_per_token += EXPERT_NUMBER_BYTES * len(model.expert_layers) * model.experts.per_token
     return config.learner.micro_batch_size * config.learner.pack_length * bytes_per_token
 
 

@@ -382,7 +382,8 @@ def _replayed(config: Config, model: DecoderConfig, batch: Arrays) -> dict[str, 
         shape = (*batch["target_id"].shape, mask_words(model.vocab_size))
         arrays["target_support"] = np.broadcast_to(np.uint32(0), shape)
     if model.experts is not None:
-        shape = (*batch["token_ids"].shape, model.num_layers, model.experts.per_token)
+        choices = (len(model.expert_layers), model.experts.per_token)
+        shape = (*batch["token_ids"].shape, *choices)
         arrays["routed_experts"] = np.broadcast_to(np.int16(0), shape)
     return arrays
 

@@ -146,7 +146,8 @@ class Replay:
         if model.experts is not None:
             positions = members * (agent.max_prompt_length + agent.max_response_length)
             number_bytes = 2 if model.experts.count > 256 else 1
-            route_bytes = positions * model.num_layers * model.experts.per_token * number_bytes
+            choices = len(model.expert_layers) * model.experts.per_token
+            route_bytes = positions * choices * number_bytes
         return cls(masks=draws * mask_bytes, supports=draws * base64_bytes, experts=route_bytes)
 
 

@@ -42,7 +42,6 @@ _FIXED: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "attention_bias": False,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     },
     "mistral": {},
     "ministral": {},
@@ -78,7 +77,7 @@ def read(raw: Fields) -> DecoderConfig:
             return DecoderConfig(**common, qk_norm=True)
         case "qwen3_moe":
             refuse(raw, layer_types=[FULL_ATTENTION] * count)
-            return DecoderConfig(**common, qk_norm=True, experts=_read_experts(raw))
+            return DecoderConfig(**common, qk_norm=True, experts=_read_experts(raw, count))
         case "mistral" | "ministral":
             return DecoderConfig(**common, **_read_window(raw, count))
     return DecoderConfig(**common)
@@ -98,11 +97,12 @@ def write(config: DecoderConfig) -> dict[str, Any]:
             "num_experts_per_tok": config.experts.per_token,
             "moe_intermediate_size": config.experts.intermediate_size,
             "norm_topk_prob": config.experts.normalize,
+            "mlp_only_layers": list(range(config.experts.first_dense_layers)),
         }
     return written
 
 
-def _read_experts(raw: Fields) -> Experts:
+def _read_experts(raw: Fields, num_layers: int) -> Experts:
     names = [name for name in ("num_experts", "num_local_experts") if name in raw]
     if not names:
         names = ["num_experts"]  # the error names it
@@ -114,6 +114,7 @@ def _read_experts(raw: Fields) -> Experts:
         per_token=integer(raw, "num_experts_per_tok"),
         intermediate_size=integer(raw, "moe_intermediate_size"),
         normalize=switch(raw, "norm_topk_prob", False),
+        first_dense_layers=_read_first_dense_layers(raw, num_layers),
     )
     if experts.per_token > experts.count:
         raise ModelError(
@@ -121,6 +122,18 @@ def _read_experts(raw: Fields) -> Experts:
             f" {names[0]}={experts.count}"
         )
     return experts
+
+
+def _read_first_dense_layers(raw: Fields, num_layers: int) -> int:
+    """Read how many of the first layers have no experts; no other layers may lack them."""
+    dense_layers = raw.get("mlp_only_layers") or []
+    count = len(dense_layers)
+    if list(dense_layers) != list(range(count)) or count >= num_layers:
+        raise ModelError(
+            f"config.json: mlp_only_layers={dense_layers!r} is not supported, only the first layers"
+            f" [0, 1, …] of {num_layers}, and not all of them"
+        )
+    return count
 
 
 def _read_window(raw: Fields, count: int) -> dict[str, Any]:

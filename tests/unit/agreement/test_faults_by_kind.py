@@ -172,7 +172,9 @@ async def test_positions_that_are_shifted_from_a_later_turn_on_are_named(
 ):
     rope = forward.all_rope_tables
     monkeypatch.setattr(
-        forward, "all_rope_tables", lambda config, positions: rope(config, change(positions))
+        forward,
+        "all_rope_tables",
+        lambda config, positions, images: rope(config, change(positions), images),
     )
     diagnosed = await diagnosed_engine(
         LLAMA, own_programs(LLAMA, number), talks=True, lengths=EQUAL

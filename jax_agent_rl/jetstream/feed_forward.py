@@ -1,0 +1,58 @@
+"""Feed-forward networks of an engine's layers: a gated one, or a mixture of experts.
+
+Shapes as in ``jetstream.forward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh
+
+from jax_agent_rl.jetstream.adapted_layer import AdaptedLayer
+from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.layer_kinds import FeedForwardName
+from jax_agent_rl.models.layers import ACTIVATIONS, rms_norm
+from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
+from jax_agent_rl.models.sharding import constrain
+
+
+def _dense(
+    config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array, norm: str
+) -> tuple[jax.Array, None]:
+    if layer.native and not layer.is_adapted("gate_up"):
+        hidden = cpu_kernels.gated_product(config, layer.params["gate_up"], x, layer.params[norm])
+    else:
+        activation = ACTIVATIONS[config.activation]
+        hidden = activation(*layer.multiply(config, "gate_up", x, norm))
+    return constrain(layer.multiply(config, "down", hidden), mesh), None
+
+
+def _experts(
+    config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array, norm: str
+) -> tuple[jax.Array, jax.Array]:
+    assert config.experts is not None
+    activation = ACTIVATIONS[config.activation]
+    tokens = rms_norm(config, x, layer.params[norm], axis=0).T
+    if mesh is None:
+        out, chosen = mixture_of_experts(
+            config.experts, layer.params, tokens, activation, transposed=True
+        )
+    else:
+        out, chosen = replicated_mixture_of_experts(
+            config.experts, layer.params, tokens, activation, mesh
+        )
+    return out.T, chosen
+
+
+EngineFeedForward = Callable[
+    [DecoderConfig, Mesh | None, AdaptedLayer, jax.Array, str], tuple[jax.Array, jax.Array | None]
+]
+"""From a model, a mesh (None on one device), a layer, its input [D, B] and the name of the norm
+that is applied to it first, to the output [D, B] and the chosen experts [B, k] of a mixture."""
+ENGINE_FEED_FORWARDS: dict[FeedForwardName, EngineFeedForward] = {
+    "dense": _dense,
+    "experts": _experts,
+}

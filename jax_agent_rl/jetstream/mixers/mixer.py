@@ -1,0 +1,91 @@
+"""What an engine asks of a sequence mixer.
+
+Shapes as in ``jetstream.forward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jax_agent_rl.jetstream.adapted_layer import AdaptedLayer
+from jax_agent_rl.jetstream.kv_cache import LayerCache
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.vision_context import ImageInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """What is fixed when a layer is compiled.
+
+    Attributes:
+        config: the model, with the engine's ``num_kv_heads``.
+        mesh: the engine's mesh, if it has more than one device.
+        windowed: the layer sees ``config.sliding_window`` positions only.
+    """
+
+    config: DecoderConfig
+    mesh: Mesh | None
+    windowed: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DecodeInputs:
+    """What the layers of a decode step share: one token of each of B slots.
+
+    Attributes:
+        shared: what the mixer's ``prepare`` returned.
+        positions: int32 [B].
+        pages: int32 [B, n], pages of each slot; None if the cache has a row for each slot.
+    """
+
+    shared: Any
+    positions: jax.Array
+    pages: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ChunkInputs:
+    """What the layers of a prefill share: a chunk of T tokens of each of R contexts.
+
+    Attributes:
+        shared: what the mixer's ``prepare`` returned.
+        starts: int32 [R], position of each chunk's first token.
+    """
+
+    shared: Any
+    starts: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMixer:
+    """A sequence mixer in an engine.
+
+    Attributes:
+        prepare: from a model, rotary positions int32 [B] and perhaps images (with rotary positions
+            [.., 3] of the same tokens) to what all layers share, a tree of arrays.
+        decode: from a layer, its input [D, B] before the norm and its cache to the output [D, B],
+            without the residual, and the cache with the tokens.
+        chunk: the same for chunks: from [D, R T] and a cache of R rows to [D, R T] and a cache of R
+            rows that hold the chunks alone.
+        empty_cache: from a model, the number of a layer, a number of pages, their positions and a
+            dtype to the layer's empty cache.
+        cache_sharding: of the caches of all layers; a prefix of their tree.
+    """
+
+    prepare: Callable[[DecoderConfig, jax.Array, ImageInputs | None], Any]
+    decode: Callable[
+        [LayerSettings, AdaptedLayer, jax.Array, Any, DecodeInputs], tuple[jax.Array, Any]
+    ]
+    chunk: Callable[
+        [LayerSettings, AdaptedLayer, jax.Array, Any, ChunkInputs], tuple[jax.Array, Any]
+    ]
+    empty_cache: Callable[[DecoderConfig, int, int, int, jnp.dtype], LayerCache]
+    cache_sharding: Callable[[Mesh], Any]

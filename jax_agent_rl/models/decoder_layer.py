@@ -1,0 +1,51 @@
+"""A layer of a decoder: a sequence mixer, then a feed-forward network.
+
+Shapes as in ``models.decoder``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from jax_agent_rl.models.feed_forward import FEED_FORWARDS, router_load
+from jax_agent_rl.models.layer_weights import LayerWeights
+
+
+def decoder_layer(
+    layer: LayerWeights,
+    x: jax.Array,
+    mix: Callable[[jax.Array], jax.Array],
+    *,
+    copies: jax.Array | None = None,
+    routed: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Apply a layer: mixer and feed-forward network, each with its norms and residual.
+
+    Args:
+        x: [B, T, D].
+        mix: the layer's mixer, of normalized [B, T, D].
+        copies: int32 [B, T], how often each token counts in the load of the experts; None computes
+            none.
+        routed: [B, T, k], experts to take (``moe.route``); None chooses all.
+
+    Returns:
+        [B, T, D], and ``moe.router_load`` float32 [2, E], or None.
+    """
+    mixed = mix(layer.norm("input_norm", x))
+    if layer.config.sandwich_norms:
+        x = x + layer.norm("post_attention_norm", mixed)
+        inputs = layer.norm("pre_feedforward_norm", x)
+    else:
+        x = x + mixed
+        inputs = layer.norm("post_attention_norm", x)
+
+    load = None
+    if copies is not None and layer.config.experts is not None:
+        load = router_load(layer, inputs, copies, routed)
+
+    out = FEED_FORWARDS[layer.kind.feed_forward](layer, inputs, routed)
+    if layer.config.sandwich_norms:
+        out = layer.norm("post_feedforward_norm", out)
+    return x + out, load

@@ -1,0 +1,65 @@
+"""Feed-forward networks of decoder layers: a gated one, or a mixture of experts.
+
+Shapes as in ``models.decoder``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_agent_rl.models import moe
+from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.layer_kinds import FeedForwardName
+from jax_agent_rl.models.layer_weights import LayerWeights
+from jax_agent_rl.models.layers import ACTIVATIONS
+
+
+def _dense(layer: LayerWeights, x: jax.Array, _: jax.Array | None) -> jax.Array:
+    activation = ACTIVATIONS[layer.config.activation]
+    return layer.linear("down", activation(layer.linear("gate", x), layer.linear("up", x)))
+
+
+def _experts(layer: LayerWeights, x: jax.Array, routed: jax.Array | None) -> jax.Array:
+    experts = layer.config.experts
+    assert experts is not None
+    activation = ACTIVATIONS[layer.config.activation]
+    weights = _expert_params(layer)
+    if layer.mesh is not None:
+        return moe.sharded_mixture_of_experts(experts, weights, x, activation, layer.mesh, routed)
+
+    tokens = x.reshape(-1, x.shape[-1])
+    if routed is not None:
+        routed = routed.reshape(-1, experts.per_token)
+    out, _ = moe.mixture_of_experts(experts, weights, tokens, activation, routed)
+    return out.reshape(x.shape)
+
+
+def _expert_params(layer: LayerWeights) -> Params:
+    """Return the parameters of router and experts."""
+    return {name: layer.params[name] for name in moe.WEIGHTS if name in layer.params}
+
+
+FeedForward = Callable[[LayerWeights, jax.Array, jax.Array | None], jax.Array]
+"""From a layer, its normalized input [B, T, D] and the experts to take [B, T, k] (``moe.route``) to
+its output [B, T, D]; None chooses all."""
+FEED_FORWARDS: dict[FeedForwardName, FeedForward] = {"dense": _dense, "experts": _experts}
+
+
+def router_load(
+    layer: LayerWeights, x: jax.Array, copies: jax.Array, routed: jax.Array | None
+) -> jax.Array:
+    """Return ``moe.router_load`` float32 [2, E] of a layer's input; zeros if it has no experts.
+
+    Args:
+        x: normalized, [B, T, D].
+        copies: int32 [B, T], how often each token counts.
+        routed: [B, T, k], see :data:`FeedForward`.
+    """
+    experts = layer.config.experts
+    assert experts is not None
+    if layer.kind.feed_forward == "dense":
+        return jnp.zeros((2, experts.count), jnp.float32)
+    return moe.router_load(experts, _expert_params(layer), x, copies, routed)

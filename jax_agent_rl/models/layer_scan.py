@@ -1,0 +1,111 @@
+"""A loop over a decoder's layers: one ``lax.scan`` for each run of a repeating pattern."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.layer_kinds import LayerKind, Run, repeating_runs
+
+ComputeLayer = Callable[[Any, LayerKind, dict[str, Any], Any], tuple[Any, Any]]
+"""From a carry, a layer's kind, its parameters by name and its values to the next carry and the
+layer's outputs, a tree of the same structure for all layers."""
+
+
+def scan_layers(
+    config: DecoderConfig,
+    compute: ComputeLayer,
+    carry: Any,
+    stacks: Mapping[str, Any],
+    values: Any,
+) -> tuple[Any, Any]:
+    """Compute all layers in order.
+
+    Args:
+        config: of the decoder.
+        compute: computes one layer.
+        carry: what the first layer is given.
+        stacks: by parameter, a tree of arrays that are stacked over ``config.layers_with(name)``.
+        values: a tree of arrays [L, ...], one element for each layer.
+
+    Returns:
+        The last carry, and the outputs of all layers, [L, ...].
+    """
+    outputs = []
+    for run in repeating_runs(config.layer_kinds):
+        carry, run_outputs = _scan_run(config, run, compute, carry, stacks, values)
+        outputs.append(run_outputs)
+    if len(outputs) == 1:
+        return carry, outputs[0]
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+
+
+def _scan_run(
+    config: DecoderConfig,
+    run: Run,
+    compute: ComputeLayer,
+    carry: Any,
+    stacks: Mapping[str, Any],
+    values: Any,
+) -> tuple[Any, Any]:
+    size = len(run.pattern)
+    run_stacks = {}
+    indices: dict[str, dict[int, int]] = {}  # by parameter: from a place in the pattern to its own
+    for name, stack in stacks.items():
+        places = [i for i, kind in enumerate(run.pattern) if name in config.kind_shapes(kind)]
+        if not places:
+            continue
+        first = bisect.bisect_left(config.layers_with(name), run.first)
+        run_stacks[name] = jax.tree.map(_Slice(first, run.repeats, len(places)), stack)
+        indices[name] = {place: index for index, place in enumerate(places)}
+
+    def body(carry: Any, scanned: tuple[dict[str, Any], Any]) -> tuple[Any, Any]:
+        params, pattern_values = scanned
+        outputs = []
+        for place, kind in enumerate(run.pattern):
+            layer_params = {}
+            for name, places in indices.items():
+                if place in places:
+                    layer_params[name] = _element(params[name], places[place], len(places))
+            layer_values = _element(pattern_values, place, size)
+            carry, layer_outputs = compute(carry, kind, layer_params, layer_values)
+            outputs.append(layer_outputs)
+        if size == 1:
+            return carry, outputs[0]
+        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
+
+    run_values = jax.tree.map(_Slice(run.first, run.repeats, size), values)
+    carry, outputs = jax.lax.scan(body, carry, (run_stacks, run_values), length=run.repeats)
+    if size > 1:
+        outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+    return carry, outputs
+
+
+class _Slice:
+    """Takes a run's part of a stack: [repeats, count, ...], or [repeats, ...] if count is 1."""
+
+    def __init__(self, first: int, repeats: int, count: int) -> None:
+        self._first = first
+        self._repeats = repeats
+        self._count = count
+
+    def __call__(self, stack: jax.Array) -> jax.Array:
+        total = self._repeats * self._count
+        part = stack
+        if total < len(stack):
+            part = jax.lax.slice_in_dim(stack, self._first, self._first + total)
+        if self._count == 1:
+            return part
+        return part.reshape(self._repeats, self._count, *part.shape[1:])
+
+
+def _element(tree: Any, index: int, count: int) -> Any:
+    """Return an element of stacks that :class:`_Slice` made."""
+    if count == 1:
+        return tree
+    return jax.tree.map(lambda x: x[index], tree)

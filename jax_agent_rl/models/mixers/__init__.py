@@ -1,0 +1,9 @@
+"""Sequence mixers: one module for each, and the table of them."""
+
+from __future__ import annotations
+
+from jax_agent_rl.models.layer_kinds import MixerName
+from jax_agent_rl.models.mixers.attention import ATTENTION
+from jax_agent_rl.models.mixers.mixer import Mixer
+
+MIXERS: dict[MixerName, Mixer] = {"attention": ATTENTION}
