@@ -212,7 +212,7 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
     @jax.jit
     def run(
         params: EngineParams,
-    ) -> tuple[jax.Array, list[tuple[jax.Array, LayerKV, jax.Array | None]]]:
+    ) -> tuple[jax.Array, list[tuple[jax.Array, Any, jax.Array | None]]]:
         # An empty page: all of the context is in the chunk.
         cache: KVCache = empty_cache(config, 1, engine.shapes.page, engine.context.kv_dtype)
         layers = prefill_chunks(
@@ -223,10 +223,14 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
     embedded, layers = jax.device_get(run(params))
     outputs = [LayerOutput(hidden=np.asarray(embedded, np.float32))]
     for hidden, cached, _ in layers:
+        stream = np.asarray(hidden, np.float32).T
+        if not isinstance(cached, LayerKV):
+            outputs.append(LayerOutput(hidden=stream))
+            continue
         keys, values = from_cache(cached, jnp.dtype(jnp.float32))
         outputs.append(
             LayerOutput(
-                hidden=np.asarray(hidden, np.float32).T,
+                hidden=stream,
                 keys=np.asarray(keys, np.float32)[0].transpose(2, 0, 1),
                 values=np.asarray(values, np.float32)[0].transpose(1, 0, 2),
             )

@@ -55,31 +55,33 @@ def _scan_run(
 ) -> tuple[Any, Any]:
     size = len(run.pattern)
     run_stacks = {}
-    indices: dict[str, dict[int, int]] = {}  # by parameter: from a place in the pattern to its own
+    places: dict[str, list[int]] = {}  # by parameter: which of the pattern's layers have it
     for name, stack in stacks.items():
-        places = [i for i, kind in enumerate(run.pattern) if name in config.kind_shapes(kind)]
-        if not places:
+        with_name = [i for i, kind in enumerate(run.pattern) if name in config.kind_shapes(kind)]
+        if not with_name:
             continue
+        places[name] = with_name
         first = bisect.bisect_left(config.layers_with(name), run.first)
-        run_stacks[name] = jax.tree.map(_Slice(first, run.repeats, len(places)), stack)
-        indices[name] = {place: index for index, place in enumerate(places)}
+        run_stacks[name] = jax.tree.map(_Slice(first, run.repeats, len(with_name)), stack)
+    run_values = jax.tree.map(_Slice(run.first, run.repeats, size), values)
 
     def body(carry: Any, scanned: tuple[dict[str, Any], Any]) -> tuple[Any, Any]:
-        params, pattern_values = scanned
+        pattern_stacks, pattern_values = scanned
+        params: list[dict[str, Any]] = [{} for _ in run.pattern]
+        for name, with_name in places.items():
+            elements = _unstacked(pattern_stacks[name], len(with_name))
+            for place, element in zip(with_name, elements, strict=True):
+                params[place][name] = element
+
         outputs = []
-        for place, kind in enumerate(run.pattern):
-            layer_params = {}
-            for name, places in indices.items():
-                if place in places:
-                    layer_params[name] = _element(params[name], places[place], len(places))
-            layer_values = _element(pattern_values, place, size)
-            carry, layer_outputs = compute(carry, kind, layer_params, layer_values)
+        for place, layer_values in enumerate(_unstacked(pattern_values, size)):
+            kind = run.pattern[place]
+            carry, layer_outputs = compute(carry, kind, params[place], layer_values)
             outputs.append(layer_outputs)
         if size == 1:
             return carry, outputs[0]
         return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
 
-    run_values = jax.tree.map(_Slice(run.first, run.repeats, size), values)
     carry, outputs = jax.lax.scan(body, carry, (run_stacks, run_values), length=run.repeats)
     if size > 1:
         outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
@@ -104,8 +106,14 @@ class _Slice:
         return part.reshape(self._repeats, self._count, *part.shape[1:])
 
 
-def _element(tree: Any, index: int, count: int) -> Any:
-    """Return an element of stacks that :class:`_Slice` made."""
+def _unstacked(tree: Any, count: int) -> list[Any]:
+    """Return the elements of stacks that :class:`_Slice` made, without the axis of repeats."""
     if count == 1:
-        return tree
-    return jax.tree.map(lambda x: x[index], tree)
+        return [tree]
+    elements: list[list[jax.Array]] = [[] for _ in range(count)]
+    leaves, structure = jax.tree.flatten(tree)
+    for leaf in leaves:
+        # The gradient of a split is one concatenation; that of each index would be padded by zeros.
+        for element, part in zip(elements, jax.lax.split(leaf, (1,) * count), strict=True):
+            element.append(jnp.squeeze(part, axis=0))
+    return [jax.tree.unflatten(structure, element) for element in elements]

@@ -505,7 +505,7 @@ class TensorSample:
 class LayerOutput:
     """Output of one layer for a context of T token ids.
 
-    The embeddings, which come first, have ``hidden`` only.
+    The embeddings, which come first, and layers without keys and values have ``hidden`` only.
 
     Attributes:
         hidden: float32 [T, D], the residual stream after the layer.

@@ -14,7 +14,7 @@ on one device.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.optimizer import optimizer_bytes
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
+from jax_agent_rl.models.layer_kinds import MixerName
 from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.observe.progress import number_ranges
 
@@ -46,7 +47,7 @@ class ResidentBytes:
     Attributes:
         learner: parameters, gradient and optimizer.
         weights: the engine's.
-        position: KV of one token, and the ids of its experts.
+        position: what layers remember of one token, and the ids of its experts.
     """
 
     learner: float
@@ -64,9 +65,9 @@ class ResidentBytes:
         weight_bytes = dtype_bytes if engine.quantize == "none" else 1
         kv_bytes = dtype_bytes if engine.kv_dtype == "auto" else 1
 
-        # KV heads are repeated where there are fewer of them than devices.
-        heads_per_device = math.lcm(model.num_kv_heads, devices) / devices
-        position = 2 * model.num_layers * heads_per_device * model.head_dim * kv_bytes
+        position = 0.0
+        for kind in model.layer_kinds:
+            position += _POSITION_BYTES[kind.mixer](model, devices, kv_bytes)
         if model.experts is not None:
             expert_id_bytes = 2 if model.experts.count > 256 else 1
             position += len(model.expert_layers) * model.experts.per_token * expert_id_bytes
@@ -81,6 +82,19 @@ class ResidentBytes:
     def serving(self, shapes: EngineShapes) -> float:
         """Return the bytes of weights and KV cache."""
         return self.weights + shapes.pages * shapes.page * self.position
+
+
+def _kv_position_bytes(model: DecoderConfig, devices: int, number_bytes: int) -> float:
+    # Heads are repeated where there are fewer of them than devices.
+    heads_per_device = math.lcm(model.num_kv_heads, devices) / devices
+    return 2 * heads_per_device * model.head_dim * number_bytes
+
+
+_POSITION_BYTES: dict[MixerName, Callable[[DecoderConfig, int, int], float]] = {
+    "attention": _kv_position_bytes
+}
+"""From a model, an engine's devices and the bytes of a number to what a layer remembers of one
+token, bytes on each device."""
 
 
 def _learner_bytes(config: Config, model: DecoderConfig) -> float:

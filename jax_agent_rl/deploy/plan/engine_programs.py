@@ -25,10 +25,11 @@ from jax_agent_rl.jetstream.decode_batch import (
 )
 from jax_agent_rl.jetstream.engine import Extension, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.kv_cache import MOVED_TOGETHER, KVCache
+from jax_agent_rl.jetstream.kv_cache import MOVED_TOGETHER, KVCache, LayerKV
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.weights import staging_mesh
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.layer_kinds import MixerName
 from jax_agent_rl.models.parameters import PARAMETERS, Kind
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
 from jax_agent_rl.trainer.step import training_sampling
@@ -273,9 +274,21 @@ def pass_flops(model: DecoderConfig, tokens: int, *, visible: float, head: bool 
     if head:
         weights += model.vocab_size * model.hidden_size
 
-    visible_in_layers = sum(_visible(model, i, visible) for i in range(model.num_layers))
-    attention = 4 * model.num_heads * model.head_dim * visible_in_layers
-    return tokens * (2 * weights + attention)
+    mixing = 0.0
+    for layer, kind in enumerate(model.layer_kinds):
+        mixing += _MIXING_FLOPS[kind.mixer](model, _visible(model, layer, visible))
+    return tokens * (2 * weights + mixing)
+
+
+def _attention_flops(model: DecoderConfig, visible: float) -> float:
+    return 4 * model.num_heads * model.head_dim * visible
+
+
+_MIXING_FLOPS: dict[MixerName, Callable[[DecoderConfig, float], float]] = {
+    "attention": _attention_flops
+}
+"""From a model and the positions that a token sees to what a layer's mixer computes for the token,
+besides products with parameters."""
 
 
 def _visible(model: DecoderConfig, layer: int, span: float) -> float:
@@ -347,9 +360,10 @@ class EngineWork(NamedTuple):
         """
         size = 0.0
         for number, layer in enumerate(self.cache.layers):
-            pages, heads, page_size = layer.values.shape[:3]
-            bytes_per_position = _bytes(layer) / (pages * page_size)
-            copies = heads / self.model.num_kv_heads
+            bytes_per_position = _bytes(layer) / (layer.count * layer.length)
+            copies = 1.0
+            if isinstance(layer, LayerKV):
+                copies = layer.values.shape[1] / self.model.num_kv_heads
             visible = _visible(self.model, number, span)
             size += contexts * visible * bytes_per_position / copies
         return size

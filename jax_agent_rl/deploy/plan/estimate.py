@@ -91,16 +91,22 @@ def _activation_bytes(config: Config, model: DecoderConfig) -> float:
     queries = model.num_heads * model.head_dim
     keys = model.num_kv_heads * model.head_dim
     hidden = model.hidden_size
-    if model.experts is None:
-        intermediate = model.intermediate_size
-    else:
-        intermediate = model.experts.per_token * model.experts.intermediate_size
 
-    # Numbers per token and layer, by what the backward pass does not recompute.
-    dots = (queries + 2 * keys + 2 * intermediate) / mesh.tensor + 3 * hidden
-    everything = (3 * queries + 4 * keys + 5 * intermediate) / mesh.tensor + 8 * hidden
-    saved = {"none": everything, "dots": dots, "full": hidden}[learner.remat]
-    return tokens * _compute_width(config) * (model.num_layers * saved + 2 * everything)
+    saved = 0.0
+    largest = 0.0
+    for kind in model.layer_kinds:
+        if kind.feed_forward == "dense":
+            intermediate = model.intermediate_size
+        else:
+            assert model.experts is not None
+            intermediate = model.experts.per_token * model.experts.intermediate_size
+
+        # Numbers per token, by what the backward pass does not recompute.
+        dots = (queries + 2 * keys + 2 * intermediate) / mesh.tensor + 3 * hidden
+        everything = (3 * queries + 4 * keys + 5 * intermediate) / mesh.tensor + 8 * hidden
+        saved += {"none": everything, "dots": dots, "full": hidden}[learner.remat]
+        largest = max(largest, everything)
+    return tokens * _compute_width(config) * (saved + 2 * largest)
 
 
 def _gathered_bytes(config: Config, model: DecoderConfig) -> float:
@@ -108,10 +114,12 @@ def _gathered_bytes(config: Config, model: DecoderConfig) -> float:
     mesh = config.learner.mesh
     if mesh.fsdp == 1:
         return 0.0
-    shapes = model.parameter_shapes()
-    layer = sum(math.prod(shape[1:]) for shape in shapes["layers"].values())
-    vocabulary = math.prod(shapes["embed"])
-    return (2 * layer / mesh.expert + vocabulary) / mesh.tensor * _compute_width(config)
+    largest_layer = 0
+    for kind in set(model.layer_kinds):
+        size = sum(math.prod(shape) for shape in model.kind_shapes(kind).values())
+        largest_layer = max(largest_layer, size)
+    vocabulary = model.vocab_size * model.hidden_size
+    return (2 * largest_layer / mesh.expert + vocabulary) / mesh.tensor * _compute_width(config)
 
 
 def _replayed_bytes(config: Config, model: DecoderConfig) -> float:

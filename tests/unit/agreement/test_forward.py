@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 from jax_agent_rl.agreement import forward
-from jax_agent_rl.agreement.hypotheses import Trial
+from jax_agent_rl.agreement.hypotheses import Trial, tensors_of_one_layer
 from jax_agent_rl.agreement.report import Cause
 from jax_agent_rl.agreement.subject import Context, DiagnosisSubject, Row
 from jax_agent_rl.models.config import DecoderConfig
@@ -25,6 +25,8 @@ from tests.agreement_testbed import GEMMA, LLAMA, MOE
 from tests.examples import examples
 from tests.tiny import logprobs_of, tiny_params
 
+assert MOE.experts is not None
+DENSE_FIRST = replace(MOE, experts=replace(MOE.experts, first_dense_layers=1))
 SINKS = replace(LLAMA, attention_sinks=True, qkv_bias=True, o_bias=True)
 IDS = tuple(np.random.default_rng(0).integers(3, 97, 60).tolist())
 
@@ -49,7 +51,9 @@ def subject(model: DecoderConfig = LLAMA, length: int = 60) -> DiagnosisSubject:
 
 
 @pytest.mark.parametrize(
-    "model", [LLAMA, GEMMA, MOE, SINKS], ids=["llama", "gemma", "moe", "sinks"]
+    "model",
+    [LLAMA, GEMMA, MOE, DENSE_FIRST, SINKS],
+    ids=["llama", "gemma", "moe", "dense first", "sinks"],
 )
 def test_the_pass_is_the_decoders(model: DecoderConfig):
     tested = subject(model)
@@ -154,3 +158,30 @@ def test_computing_only_the_layers_after_a_change_gives_the_same_scores(layer: i
     (part_scores,) = trial.scores(tested, plain, activations)
     np.testing.assert_allclose(part_scores, full_scores, atol=2e-5)
     assert np.abs(part_scores - plain[0]).max() > 0.01
+
+
+def test_trials_of_one_layer_change_the_tensors_of_its_kind_alone():
+    """Layer 0 is dense, layer 1 has experts; only what both have can be exchanged."""
+    tested = subject(DENSE_FIRST)
+    plain = tested.split(tested.tokens(tested.hidden()).plain)
+    activations = forward.activations(tested.model, tested.weights(), tested.inputs(tested.rows))
+    trials = {trial.label: trial for trial in tensors_of_one_layer([0, 1])(tested)}
+    q, up, router = (
+        f"model.layers.{layer}.{module}.weight"
+        for layer, module in ((0, "self_attn.q_proj"), (0, "mlp.up_proj"), (1, "mlp.gate"))
+    )
+    next_q = q.replace("layers.0", "layers.1")
+    next_up = up.replace("layers.0", "layers.1")
+    assert not any(next_up in label for label in trials)
+    for label in (
+        f"has no {up}",
+        f"has no {router}",
+        f"holds {q} and {next_q} in each other's place",
+        "leaves out layer 0",
+        "leaves out layer 1",
+    ):
+        trial = trials[label]
+        (part_scores,) = trial.scores(tested, plain, activations)
+        (full_scores,) = replace(trial, change=None).scores(tested, plain)
+        np.testing.assert_allclose(part_scores, full_scores, atol=2e-5, err_msg=label)
+        assert np.abs(part_scores - plain[0]).max() > 0.01, label
