@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import time
@@ -31,6 +32,10 @@ os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_root() / "xla-tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# What a script starts in the background ignores Ctrl-C, and so would the programs that tests
+# interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 load_profile()
 secure_own_cluster()  # before a test of vLLM imports Ray
 pytest.register_assert_rewrite("jax_agent_rl.testing.conformance.suite")
