@@ -22,7 +22,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -79,27 +80,68 @@ class Patience:
         return cost if waited < count * cost else 0.0
 
 
+Checkpoints = tuple[tuple[int, int], ...]
+"""Positions after which a context's state is copied, and the slots it is copied to."""
+
+
 @dataclass
 class AdmissionStage:
     """Operations of a stage, in order.
 
     Attributes:
         copies: source and target pages.
+        state_copies: source and target slots of recurrent states.
         restored: contents of host pages, and the pages they are written to.
-        extensions: prefills, which run together.
+        restored_states: contents of host slots, and the slots they are written to.
+        prefills: prefills, which run together, and the checkpoints they leave.
     """
 
     copies: list[tuple[int, int]] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
     restored: list[tuple[KVCache, list[int]]] = field(default_factory=list)
-    extensions: list[Extension] = field(default_factory=list)
+    restored_states: list[tuple[Any, int]] = field(default_factory=list)
+    prefills: list[tuple[Extension, Checkpoints]] = field(default_factory=list)
+
+    def run(self, engine: JaxEngine, params: EngineParams, cache: KVCache) -> KVCache:
+        """Run the operations on an engine; ``cache`` is donated."""
+        for source, target in self.copies:
+            cache = engine.copy_page(cache, source, target)
+        for source, target in self.state_copies:
+            cache = engine.copy_state(cache, source, target)
+        for content, pages in self.restored:
+            cache = engine.put_pages(cache, content, pages)
+        for content, slot in self.restored_states:
+            cache = engine.put_state(cache, content, slot)
+
+        # Up to the next checkpoint of each, then up to the one after it.
+        remaining = self.prefills
+        while remaining:
+            extensions: list[Extension] = []
+            checkpoint_copies: list[tuple[int, int]] = []
+            following: list[tuple[Extension, Checkpoints]] = []
+            for extension, checkpoints in remaining:
+                if not checkpoints:
+                    extensions.append(extension)
+                    continue
+                position, slot = checkpoints[0]
+                extensions.append(extension.until(position))
+                checkpoint_copies.append((extension.state, slot))
+                rest = extension.after(position - extension.start)
+                following.append((rest, checkpoints[1:]))
+
+            cache = engine.extend(params, cache, extensions)
+            for source, target in checkpoint_copies:
+                cache = engine.copy_state(cache, source, target)
+            remaining = following
+        return cache
 
 
 class AdmissionPlan:
     """Copies and prefills of one round of admissions, in stages whose prefills run together.
 
-    Within a stage copies come first, in planned order, then pages from the host. A page is reused
-    or copied in a stage after the one that fills it, and not written before the stage that copies
-    from it.
+    Within a stage copies come first, in planned order, then what comes from the host. A page or a
+    slot of a recurrent state is reused or copied in a stage after the one that fills it, and not
+    written before the stage that copies from it.
 
     Args:
         size: positions of a page.
@@ -108,8 +150,9 @@ class AdmissionPlan:
     def __init__(self, size: int) -> None:
         self._size = size
         self._stages: list[AdmissionStage] = []
-        self._filled: dict[int, int] = {}  # page -> stage that writes it
-        self._read: dict[int, int] = {}  # page -> last stage that copies from it
+        # Last stage that writes a page or a slot, and that copies from one.
+        self._filled: dict[tuple[str, int], int] = {}
+        self._read: dict[tuple[str, int], int] = {}
 
     def add(
         self,
@@ -118,8 +161,9 @@ class AdmissionPlan:
         multimodal: MultimodalContext | None = None,
         adapter: int = 0,
         restored: KVCache | None = None,
+        restored_state: Any = None,
     ) -> None:
-        """Plan one admission: an optional copy, pages from the host, then a prefill.
+        """Plan one admission: optional copies, what comes from the host, then a prefill.
 
         Args:
             allocation: pages of the context, what is copied to them and what they hold already.
@@ -127,26 +171,33 @@ class AdmissionPlan:
             multimodal: the whole context, if it has images.
             adapter: number of the LoRA adapter, 0 for the base model.
             restored: content of ``allocation.restored``.
+            restored_state: content of ``allocation.state.host_source``.
         """
         num_reused_pages = allocation.reused // self._size
-        reused = list(allocation.pages[:num_reused_pages])
         from_host = [page for _, page in allocation.restored]
-        written = [*from_host, *allocation.pages[num_reused_pages:]]
-        source = None
+        reused = [("page", page) for page in allocation.pages[:num_reused_pages]]
+        written = [("page", page) for page in from_host]
+        written += [("page", page) for page in allocation.pages[num_reused_pages:]]
+        copied = []
         if allocation.copy is not None:
-            source = allocation.copy[0]
-            reused.append(source)
+            copied.append(("page", allocation.copy[0]))
+        state = allocation.state
+        if state is not None:
+            written.append(("state", state.slot))
+            written += [("state", slot) for _, slot in state.checkpoints]
+            if state.source is not None:
+                copied.append(("state", state.source))
 
         # After the stages that fill what is reused, and not before those that read what is written.
         number = 0
-        for page in reused:
-            number = max(number, self._filled.get(page, -1) + 1)
-        for page in written:
-            number = max(number, self._read.get(page, 0))
-        if source is not None:
-            self._read[source] = max(number, self._read.get(source, 0))
-        for page in written:
-            self._filled[page] = number
+        for place in [*reused, *copied]:
+            number = max(number, self._filled.get(place, -1) + 1)
+        for place in written:
+            number = max(number, self._read.get(place, 0))
+        for place in copied:
+            self._read[place] = max(number, self._read.get(place, 0))
+        for place in written:
+            self._filled[place] = number
 
         while len(self._stages) <= number:
             self._stages.append(AdmissionStage())
@@ -155,18 +206,21 @@ class AdmissionPlan:
             stage.copies.append(allocation.copy)
         if restored is not None:
             stage.restored.append((restored, from_host))
-        stage.extensions.append(
-            Extension(allocation.pages, allocation.reused, new_ids, multimodal, adapter)
-        )
+        extension = Extension(allocation.pages, allocation.reused, new_ids, multimodal, adapter)
+        checkpoints: Checkpoints = ()
+        if state is not None:
+            extension = replace(extension, state=state.slot)
+            checkpoints = state.checkpoints
+            if state.source is None:
+                stage.restored_states.append((restored_state, state.slot))
+            else:
+                stage.state_copies.append((state.source, state.slot))
+        stage.prefills.append((extension, checkpoints))
 
     def run(self, engine: JaxEngine, params: EngineParams, cache: KVCache) -> KVCache:
         """Run all stages on an engine; ``cache`` is donated."""
         for stage in self._stages:
-            for source, target in stage.copies:
-                cache = engine.copy_page(cache, source, target)
-            for content, pages in stage.restored:
-                cache = engine.put_pages(cache, content, pages)
-            cache = engine.extend(params, cache, stage.extensions)
+            cache = stage.run(engine, params, cache)
         return cache
 
 

@@ -16,6 +16,10 @@ second of keeping, as far as return times of sessions are known; then the least 
 With host pages, pages of waiting sessions move to the host instead. On the device the tree then
 ends where they begin, so they come back from the first to the last. Host pages are dropped in the
 same order. Page 0 is the null page, which fills page tables.
+
+A model with recurrent layers also has states (:mod:`~jax_agent_rl.jetstream.state_slots`). What is
+reused then ends where pages *and* a checkpoint of the state end; ids between that checkpoint and
+the end of the common prefix are computed again, into other pages.
 """
 
 from __future__ import annotations
@@ -25,6 +29,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from jax_agent_rl.jetstream.state_slots import (
+    NULL_STATE,
+    StateAllocation,
+    StateCheckpoint,
+    StateSlots,
+)
 
 NULL_PAGE = 0
 
@@ -39,6 +50,8 @@ class Allocation:
         reused: ids whose KV they hold once page ``copy[0]`` is copied to ``copy[1]``.
         copy: source and target page, or None.
         restored: host pages, and the pages to which they are copied first.
+        state: the context's recurrent state; None for models without.
+        recomputed: ids with KV in the cache that have to be computed again, for want of a state.
     """
 
     context: int
@@ -46,6 +59,8 @@ class Allocation:
     reused: int
     copy: tuple[int, int] | None
     restored: tuple[tuple[int, int], ...] = ()
+    state: StateAllocation | None = None
+    recomputed: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +74,8 @@ class _Page:
     last_used: int = 0
     # Sessions between turns whose context includes this page.
     sessions: set[str] = field(default_factory=set)
+    # By how many of its ids were fed.
+    checkpoints: dict[int, StateCheckpoint] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +83,7 @@ class _Context:
     pages: list[_Page]
     session: str | None
     count: int  # cached ids
+    state: int | None  # its slot
     shareable: bool = True
 
 
@@ -74,7 +92,8 @@ class BlockManager:
 
     A context has at most ``max_context_pages``. There are ``host_pages`` more on the host, from
     number 0 on. ``return_rate`` is :meth:`ReturnTimes.rate`; without it the least recently used
-    pages go first.
+    pages go first. ``states`` are the slots of a model with recurrent layers. Their prefills leave
+    a checkpoint at multiples of ``checkpoint_interval`` while slots are free.
 
     Its bookkeeping can be read: ``cached_pages`` by number, ``free_pages``, ``leaves`` (pages that
     can be evicted), ``idle_count`` (cached pages without references); on the host
@@ -101,8 +120,12 @@ class BlockManager:
         *,
         host_pages: int = 0,
         return_rate: Callable[[str], float] = lambda session: 0.0,
+        states: StateSlots | None = None,
+        checkpoint_interval: int = 2048,
     ) -> None:
         self.size = size
+        self.states = states
+        self._checkpoint_interval = checkpoint_interval
         # Pages to copy to host pages before anything is written.
         self.saved: list[tuple[int, int]] = []
         self._max_context_pages = max_context_pages
@@ -144,9 +167,11 @@ class BlockManager:
                 session's pages are not taken if that is more than a slot until it returns, unless
                 the request's own session is in the cache. 0 takes any.
         """
+        if self.states is not None and not self.states.has_room:
+            return None
         ids = np.asarray(prompt).tolist()[:-1]
         root = self._roots.setdefault(adapter, _Page(NULL_PAGE, None))
-        shared, partial, common = self._common_prefix(ids, root)
+        shared, partial, common, num_cached = self._common_prefix(ids, root)
         if partial is not None and common == len(partial.ids) and not partial.ref_count:
             # Nobody uses this page, and all of it matches: append to it instead of copying it.
             shared = [*shared, partial]
@@ -168,6 +193,10 @@ class BlockManager:
         ):
             partial = None
             common = 0
+            shared = self._until_checkpoint(shared)
+            num_new = len(ids) // self.size + 1 - len(shared)
+            returning = [page for page in shared if page.on_host]
+            num_needed = num_new + len(returning)
         if not self._has_space(num_needed, {*shared, *protected}):
             return None
 
@@ -176,6 +205,7 @@ class BlockManager:
         self._reference(reused_pages)
         self._forget_session(session)
         self._reclaim(num_needed)
+        checkpoint = self._checkpoint_of(shared, partial, common)
         restored = tuple(self._restore(page) for page in returning)
         new_pages = self._new_pages(shared[-1] if shared else root, num_new)
 
@@ -188,9 +218,24 @@ class BlockManager:
         reused = sum(len(page.ids) for page in shared) + common
         context = self._allocated
         self._allocated += 1
-        self._contexts[context] = _Context([*shared, *new_pages], session, reused)
+        pages = [*shared, *new_pages]
+        state = None
+        recomputed = 0
+        if self.states is not None:
+            recomputed = num_cached - reused
+            state = self._allocate_state(
+                checkpoint, pages, self._checkpoint_positions(reused, num_cached, len(ids))
+            )
+        slot = None if state is None else state.slot
+        self._contexts[context] = _Context(pages, session, reused, slot)
         return Allocation(
-            context=context, pages=self.pages(context), reused=reused, copy=copy, restored=restored
+            context=context,
+            pages=self.pages(context),
+            reused=reused,
+            copy=copy,
+            restored=restored,
+            state=state,
+            recomputed=recomputed,
         )
 
     def holds_most(self, session: str | None, count: int) -> bool:
@@ -239,10 +284,20 @@ class BlockManager:
         """Return the numbers of the context's pages, in order."""
         return tuple(page.number for page in self._contexts[context].pages)
 
-    def free(self, context: int, *, session_ends: bool) -> None:
-        """End or preempt a context; its KV stays cached for the next turn."""
+    def state(self, context: int) -> int:
+        """Return the slot of the context's recurrent state, the null slot for models without."""
+        slot = self._contexts[context].state
+        return NULL_STATE if slot is None else slot
+
+    def free(self, context: int, *, session_ends: bool, state_is_current: bool = True) -> None:
+        """End or preempt a context; its KV stays cached for the next turn.
+
+        Args:
+            state_is_current: whether its state is of exactly its cached ids, and not of more.
+        """
         ended = self._contexts.pop(context)
         if not ended.shareable:
+            self._end_state(ended, is_usable=False)
             for page in reversed(ended.pages):
                 page.ref_count -= 1
                 if not page.ref_count:
@@ -250,10 +305,11 @@ class BlockManager:
             return
 
         # Pages that were allocated ahead hold nothing.
-        while not ended.pages[-1].ids:
+        while ended.pages and not ended.pages[-1].ids:
             self._drop(ended.pages.pop())
-            if not ended.pages:
-                return
+        self._end_state(ended, is_usable=state_is_current and bool(ended.pages))
+        if not ended.pages:
+            return
 
         self._clock += 1
         self._forget_session(ended.session)
@@ -282,6 +338,8 @@ class BlockManager:
         for page in unused:
             self._drop(page)
 
+        if self.states is not None:
+            self.states.reset()
         self._roots.clear()
         self._between_turns.clear()
         self.leaves.clear()
@@ -296,19 +354,23 @@ class BlockManager:
 
     # --- pages ------------------------------------------------------------------------------------
 
-    def _common_prefix(self, ids: list[int], root: _Page) -> tuple[list[_Page], _Page | None, int]:
-        """Find the cached prefix of ``ids``.
+    def _common_prefix(
+        self, ids: list[int], root: _Page
+    ) -> tuple[list[_Page], _Page | None, int, int]:
+        """Find the prefix of ``ids`` that can be reused.
 
         Contexts computed concurrently may have several pages of the same ids; all of them are
         searched.
 
         Returns:
-            The full pages ``ids`` begin with, the next page if it matches in part, and how many of
-            its ids match.
+            The full pages ``ids`` begin with, the next page if it matches in part, how many of its
+            ids match, and how many ids have KV in the cache. With states the first three end at
+            a checkpoint.
         """
-        # Most matching ids first; among equals a page that can be appended to.
+        # Most reusable ids first; among equals a page that can be appended to.
         best_score = (0, False)
         best_page = root
+        num_cached = 0
         matching = [(root, 0)]  # full pages that match, and how many ids they end
         while matching:
             parent, begin = matching.pop()
@@ -321,8 +383,12 @@ class BlockManager:
                     continue
                 if common == self.size:
                     matching.append((page, begin + self.size))
-                can_append = common == len(page.ids) and not page.ref_count
-                score = (begin + common, can_append)
+                num_cached = max(num_cached, begin + common)
+                reusable = self._reusable(page, common)
+                if not reusable:
+                    continue
+                can_append = reusable == len(page.ids) and not page.ref_count
+                score = (begin + reusable, can_append)
                 if score > best_score:
                     best_score = score
                     best_page = page
@@ -339,7 +405,13 @@ class BlockManager:
         while page is not None and page is not root:
             full.append(page)
             page = page.parent
-        return full[::-1], partial, common
+        return full[::-1], partial, common, num_cached
+
+    def _reusable(self, page: _Page, common: int) -> int:
+        """Return how many of the ``common`` ids of a page can be reused: up to a checkpoint."""
+        if self.states is None:
+            return common
+        return max((offset for offset in page.checkpoints if offset <= common), default=0)
 
     def _has_space(self, count: int, excluded: set[_Page]) -> bool:
         """Whether ``count`` pages can be allocated, and one more for each running context.
@@ -412,6 +484,86 @@ class BlockManager:
             page.sessions.discard(session)
             if page.on_host and not (page.sessions or page.ref_count or page.children):
                 self._drop(page)
+
+    # --- states -----------------------------------------------------------------------------------
+
+    def _until_checkpoint(self, shared: list[_Page]) -> list[_Page]:
+        """Return as many of the full pages as end at a checkpoint; all of them without states."""
+        count = len(shared)
+        if self.states is not None:
+            while count and self.size not in shared[count - 1].checkpoints:
+                count -= 1
+        return shared[:count]
+
+    def _checkpoint_of(
+        self, shared: list[_Page], partial: _Page | None, common: int
+    ) -> StateCheckpoint | None:
+        """Return the checkpoint that a context begins with; None if it begins with zeros."""
+        if self.states is None:
+            return None
+        if partial is not None:
+            return partial.checkpoints[common]
+        if shared:
+            last = shared[-1]
+            return last.checkpoints[len(last.ids)]
+        return None
+
+    def _checkpoint_positions(self, reused: int, num_cached: int, end: int) -> dict[int, bool]:
+        """Return where the prefill of a context should leave checkpoints, the most useful first.
+
+        Each position comes with whether another checkpoint may give way for it.
+
+        Args:
+            reused: where the prefill begins.
+            num_cached: where it leaves what is cached: a fork, to which others may come.
+            end: where the prefill ends, which is where other samples of the prompt begin.
+        """
+        wanted: dict[int, bool] = {}
+        for position in (end, num_cached):
+            if position > reused:
+                wanted[position] = True
+        interval = self._checkpoint_interval
+        for position in range(reused // interval * interval + interval, end, interval):
+            wanted.setdefault(position, False)
+        return wanted
+
+    def _allocate_state(
+        self, checkpoint: StateCheckpoint | None, pages: Sequence[_Page], wanted: dict[int, bool]
+    ) -> StateAllocation:
+        """Allocate a context's slot, and those of the checkpoints that its prefill leaves."""
+        assert self.states is not None
+        source: int | None = NULL_STATE
+        host_source = None
+        if checkpoint is not None:
+            self.states.use(checkpoint)
+            if checkpoint.on_host:
+                source = None
+                host_source = checkpoint.slot
+            else:
+                source = checkpoint.slot
+        slot = self.states.start()
+
+        planned = []
+        for position, evict in wanted.items():
+            number = (position - 1) // self.size
+            offset = position - number * self.size
+            checkpoint_slot = self.states.plan(pages[number], offset, evict=evict)
+            if checkpoint_slot is not None:
+                planned.append((position, checkpoint_slot))
+        planned.sort()
+        return StateAllocation(
+            slot=slot, source=source, host_source=host_source, checkpoints=tuple(planned)
+        )
+
+    def _end_state(self, ended: _Context, *, is_usable: bool) -> None:
+        """Make the state of a context that ends the checkpoint after its last id, or free it."""
+        if self.states is None or ended.state is None:
+            return
+        if is_usable:
+            last = ended.pages[-1]
+            self.states.keep(ended.state, last, len(last.ids))
+        else:
+            self.states.release(ended.state)
 
     # --- eviction ---------------------------------------------------------------------------------
 
@@ -488,6 +640,9 @@ class BlockManager:
             self._drop(child)
         for session in page.sessions:  # this is the last of their pages
             self._between_turns[session].pop()
+        if self.states is not None:
+            for checkpoint in list(page.checkpoints.values()):
+                self.states.drop(checkpoint)
 
         assert page.parent is not None  # not a root
         page.parent.children.remove(page)

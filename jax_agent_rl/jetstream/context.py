@@ -17,9 +17,11 @@ from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.forward import EngineParams, Kernels
 from jax_agent_rl.jetstream.kv_cache import KVCache
+from jax_agent_rl.jetstream.mixers import has_states
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable
 from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.jetstream.sharding import cache_sharding, engine_config
+from jax_agent_rl.jetstream.state_slots import NULL_STATE
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.layers import DTYPES, EightBits
 from jax_agent_rl.models.lora import PeftAdapter
@@ -69,6 +71,7 @@ class EngineContext:
         replicated: sharding of arrays that every device of the mesh holds in full.
         cache_sharding: shardings of the cache, and of copies of its pages.
         takes_images: whether prompts may contain images.
+        has_states: whether the model has recurrent layers.
         adapters: LoRA adapters that are served beside the base model.
         program_table: the compiled programs.
     """
@@ -99,11 +102,17 @@ class EngineContext:
         self.adapters = ServedAdapters(self.config, adapters, dtype=dtype, sharding=self.replicated)
         self.program_table = program_table
 
-        # The kernels compute in float32, on one CPU.
+        self.has_states = has_states(self.config)
+
+        # The kernels compute attention in float32, on one CPU.
         has_one_cpu = self.platform == "cpu" and self.split is None
         is_float32 = jnp.dtype(self.dtype) == jnp.dtype(self.kv_dtype) == jnp.dtype(jnp.float32)
         self._suits_cpu_kernels = (
-            use_cpu_kernels and has_one_cpu and is_float32 and quantize is None
+            use_cpu_kernels
+            and has_one_cpu
+            and is_float32
+            and quantize is None
+            and not self.has_states
         )
         if self._suits_cpu_kernels:
             # Build them while weights load and prefill programs compile.
@@ -148,10 +157,12 @@ class EngineContext:
         """Add the optional arrays that the engine's programs always take.
 
         Slots without numbers of adapters are of the base model; slots without offsets hold no
-        images.
+        images; slots without states are idle.
         """
         if self.adapters.names and slots.adapter is None:
             slots = replace(slots, adapter=np.zeros(len(slots.tokens), np.int32))
         if self.takes_images and slots.offsets is None:
             slots = replace(slots, offsets=np.zeros(len(slots.tokens), np.int32))
+        if self.has_states and slots.states is None:
+            slots = replace(slots, states=np.full(len(slots.tokens), NULL_STATE, np.int32))
         return slots

@@ -15,6 +15,7 @@ import numpy as np
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.sampling import Truncation
+from jax_agent_rl.jetstream.state_slots import NULL_STATE
 from jax_agent_rl.models.vision_context import MultimodalContext
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.types.supports import mask_words
@@ -36,6 +37,7 @@ class Extension:
         ids: int32 [n].
         multimodal: the whole context, for a vision model.
         adapter: number of the LoRA adapter, 0 for the base model.
+        state: slot of the context's recurrent state, for a model that has one.
     """
 
     pages: Sequence[int]
@@ -43,6 +45,11 @@ class Extension:
     ids: np.ndarray
     multimodal: MultimodalContext | None = None
     adapter: int = 0
+    state: int = NULL_STATE
+
+    def until(self, position: int) -> Extension:
+        """Return the part before a position."""
+        return replace(self, ids=self.ids[: position - self.start])
 
     def after(self, count: int) -> Extension:
         """Return what remains once the first ``count`` ids are prefilled."""
@@ -99,6 +106,8 @@ class DecodeBatch:
         truncation: top-p, top-k and min-p; None where no slot has any.
         allowed: uint32 [W, ceil(V / 32)], a bit for each id that the grammars allow next, so only
             for a dispatch of one step; None where no slot has a grammar.
+        states: int32, slots of the contexts' recurrent states, the null slot for idle ones; None
+            for models without.
     """
 
     pages: jax.Array
@@ -112,6 +121,7 @@ class DecodeBatch:
     adapter: jax.Array | None = None
     truncation: Truncation | None = None
     allowed: jax.Array | None = None
+    states: jax.Array | None = None
 
     @property
     def restricted(self) -> bool:
@@ -219,6 +229,8 @@ def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
         optional["offsets"] = np.zeros(extra, np.int32)
     if slots.adapter is not None:
         optional["adapter"] = np.zeros(extra, np.int32)
+    if slots.states is not None:
+        optional["states"] = np.full(extra, NULL_STATE, np.int32)
     if slots.truncation is not None:
         optional["truncation"] = Truncation(
             np.ones(extra, np.float32), np.zeros(extra, np.int32), np.zeros(extra, np.float32)

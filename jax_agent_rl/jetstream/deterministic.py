@@ -19,6 +19,7 @@ invariance follows He et al. 2025, "Defeating Nondeterminism in LLM Inference".
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,9 @@ class OneProgram:
             slots.positions[slot] = extension.start
             slots.remaining[slot] = len(extension.ids)
             slots.temperature[slot] = temperature
+        if self._context.has_states:
+            states = [extension.state for extension in extensions]
+            slots = replace(slots, states=np.array(states, np.int32))
         return slots, forced
 
     def _run(
@@ -144,7 +148,7 @@ class OneProgram:
         program = programs.decode_program(
             context.config, context.shapes.decode_steps, context.split, context.kernels
         )
-        padded = pad_decode_batch(slots, self.slots - count)
+        padded = pad_decode_batch(context.with_defaults(slots), self.slots - count)
         key = _program_key(cache.count, truncated=slots.truncation is not None)
         arguments = (params, cache, padded, limits, forced)
         shardings = (context.cache_sharding, context.replicated)

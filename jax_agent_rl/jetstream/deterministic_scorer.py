@@ -12,6 +12,7 @@ from jax_agent_rl.jetstream.deterministic import OneProgram, batches
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.shapes import EngineShapes
+from jax_agent_rl.jetstream.state_slots import NULL_STATE
 from jax_agent_rl.models.config import DecoderConfig, Params
 
 
@@ -54,7 +55,10 @@ class DeterministicScorer:
             extensions = []
             for slot, number in enumerate(batch):
                 ids = np.asarray(contexts[number], np.int32)
-                extensions.append(Extension(shapes.pages_of_slot(slot), 0, ids))
+                extension = Extension(shapes.pages_of_slot(slot), 0, ids, state=1 + slot)
+                extensions.append(extension)
+                if self._engine.context.has_states:
+                    cache = self._engine.copy_state(cache, NULL_STATE, extension.state)
             cache, scored = self._program.force(
                 weights, cache, extensions, temperature=self._temperature
             )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, Exten
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
+from jax_agent_rl.jetstream.recurrent_states import get_state, put_state
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.utils.packages import install_command, is_installed
 
@@ -61,6 +63,9 @@ def _import_engine_api() -> types.ModuleType:
 engine_api = _import_engine_api()
 
 from jetstream.engine import tokenizer_api, tokenizer_pb2  # noqa: E402
+
+_PREFIX_STATE = 1
+"""Slot of a prefix's recurrent state, and of the first slot's."""
 
 
 @struct.dataclass
@@ -134,7 +139,7 @@ class JetStreamEngine(engine_api.Engine):
             raise ValueError(f"{end} ids do not fit max_model_len={shapes.max_model_len}")
 
         # The last id is not prefilled: the first decode step feeds it.
-        extension = Extension(shapes.pages_of_slot(0), start, ids[:-1])
+        extension = Extension(shapes.pages_of_slot(0), start, ids[:-1], state=_PREFIX_STATE)
         cache = self._engine.extend(params, cache, [extension])
         return EnginePrefix(cache=cache, last_token=jnp.int32(ids[-1]), length=jnp.int32(end - 1))
 
@@ -169,6 +174,9 @@ class JetStreamEngine(engine_api.Engine):
         slots = self.max_concurrent_decodes
         step_once = programs.decode_program(context.config, 1, context.split, context.kernels)
         pages = np.array([shapes.pages_of_slot(slot) for slot in range(slots)], np.int32)
+        states = None
+        if context.has_states:
+            states = jnp.arange(_PREFIX_STATE, _PREFIX_STATE + slots, dtype=jnp.int32)
 
         def step(params: EngineParams, state: DecodeState) -> tuple[DecodeState, jax.Array]:
             batch = DecodeBatch(
@@ -179,6 +187,7 @@ class JetStreamEngine(engine_api.Engine):
                 temperature=jnp.zeros(slots),
                 seed=jnp.zeros(slots, jnp.uint32),
                 stop_ids=jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32),
+                states=states,
             )
             limits = jnp.array([1, slots + 1], jnp.int32)
             cache, out = step_once(params, state.cache, batch, limits)
@@ -242,8 +251,11 @@ def _insert(prefix: EnginePrefix, state: DecodeState, slot: jax.Array) -> Decode
         without_null_page = prefix_pages[1:]
         return jax.lax.dynamic_update_slice_in_dim(pages, without_null_page, first_page, axis=0)
 
+    cache = jax.tree.map(write, state.cache.pages, prefix.cache.pages)
+    cache = replace(cache, states=state.cache.states)
+    prefix_state = get_state(prefix.cache, jnp.int32(_PREFIX_STATE))
     return DecodeState(
-        cache=jax.tree.map(write, state.cache, prefix.cache),
+        cache=put_state(cache, prefix_state, slot + _PREFIX_STATE),
         tokens=state.tokens.at[slot].set(prefix.last_token),
         positions=state.positions.at[slot].set(prefix.length),
         generated=state.generated.at[slot].set(0),

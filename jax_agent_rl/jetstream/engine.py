@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +39,12 @@ from jax_agent_rl.jetstream.kv_cache import (
 )
 from jax_agent_rl.jetstream.mixers import empty_cache
 from jax_agent_rl.jetstream.prefill import ChunkPrefill, ColumnPrefill
+from jax_agent_rl.jetstream.recurrent_states import States, copy_state, get_state, put_state
 from jax_agent_rl.jetstream.replica import Replica
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.slot_decoder import SlotDecoder
+from jax_agent_rl.jetstream.state_slots import NULL_STATE
 from jax_agent_rl.jetstream.verification import ChunkVerifier, ColumnVerifier
 from jax_agent_rl.jetstream.weights import WeightLoader, to_host
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -212,9 +215,16 @@ class JaxEngine:
         return self.empty_cache(self.shapes.pages)
 
     def empty_cache(self, pages: int) -> KVCache:
-        """Return an empty cache of as many pages, and the null page."""
+        """Return an empty cache of as many pages, and the null page; and of all states."""
+        shapes = self.shapes
         program = functools.partial(
-            empty_cache, self.config, 1 + pages, self.shapes.page, self.context.kv_dtype
+            empty_cache,
+            self.config,
+            1 + pages,
+            shapes.page,
+            self.context.kv_dtype,
+            num_states=1 + shapes.max_concurrent_decodes + shapes.num_state_checkpoints,
+            state_dtype=self.context.dtype,
         )
         return self.context.call(("empty", pages), program, (), out=self.context.cache_sharding)
 
@@ -297,7 +307,8 @@ class JaxEngine:
         """Return copies of pages on the device, and of the null page up to a bucket."""
         padded = _pad_pages(pages, bucket(MOVED_TOGETHER, len(pages)))
         key = ("get", cache.count, len(padded))
-        return self.context.call(key, get_pages, (), cache, padded, out=self.context.cache_sharding)
+        shardings = replace(self.context.cache_sharding, states=())
+        return self.context.call(key, get_pages, (), cache, padded, out=shardings)
 
     def put_pages(self, cache: KVCache, content: KVCache, pages: Sequence[int]) -> KVCache:
         """Overwrite pages with ``content`` from the host; ``cache`` is donated."""
@@ -308,7 +319,8 @@ class JaxEngine:
             # Padding repeats the last page's content; what goes to the null page is dropped.
             index = np.minimum(i + np.arange(len(padded)), len(pages) - 1)
             batch_content = jax.tree.map(lambda x, index=index: x[index], content)
-            batch_content = jax.device_put(batch_content, self.context.cache_sharding)
+            shardings = replace(self.context.cache_sharding, states=())
+            batch_content = jax.device_put(batch_content, shardings)
             cache = self.overwrite_pages(cache, batch_content, padded)
         return cache
 
@@ -318,6 +330,40 @@ class JaxEngine:
         rows = pages[:, None]
         return self.context.call(
             key, write_pages, (0,), cache, content, rows, out=self.context.cache_sharding
+        )
+
+    # --- recurrent states -------------------------------------------------------------------------
+
+    def copy_state(self, cache: KVCache, source: int, target: int) -> KVCache:
+        """Copy the state of one slot over another, on the device; ``cache`` is donated."""
+        source_and_target = np.array([source, target], np.int32)
+        return self.context.call(
+            ("copy state", cache.count),
+            copy_state,
+            (0,),
+            *(cache, source_and_target),
+            out=self.context.cache_sharding,
+        )
+
+    def get_state(self, cache: KVCache, slot: int) -> States:
+        """Return a copy of the state of a slot on the device, as one row."""
+        return self.context.call(
+            ("get state", cache.count),
+            get_state,
+            (),
+            *(cache, np.int32(slot)),
+            out=self.context.cache_sharding.states,
+        )
+
+    def put_state(self, cache: KVCache, row: States, slot: int) -> KVCache:
+        """Overwrite the state of a slot with a row from the host; ``cache`` is donated."""
+        row = jax.device_put(row, self.context.cache_sharding.states)
+        return self.context.call(
+            ("put state", cache.count),
+            put_state,
+            (0,),
+            *(cache, row, np.int32(slot)),
+            out=self.context.cache_sharding,
         )
 
     # --- compilation ------------------------------------------------------------------------------
@@ -331,6 +377,10 @@ class JaxEngine:
         if self.config.experts is not None:
             for span in self.shapes.span_buckets:
                 keys.add(("routed", count, span // self.shapes.page))
+        if self.context.has_states:
+            keys.add(("copy state", count))
+            if self.shapes.kv_offloading_bytes:
+                keys |= {("get state", count), ("put state", count)}
         if self.shapes.kv_offloading_bytes:
             for moved in MOVED_TOGETHER:
                 keys.add(("get", count, moved))
@@ -367,8 +417,13 @@ class JaxEngine:
         return cache
 
     def _warm_up_pages(self, cache: KVCache) -> KVCache:
-        """Compile and run the programs that move pages or read experts."""
+        """Compile and run the programs that move pages or states, or read experts."""
         cache = self.copy_page(cache, NULL_PAGE, NULL_PAGE)
+        if self.context.has_states:
+            cache = self.copy_state(cache, NULL_STATE, NULL_STATE)
+            if self.shapes.kv_offloading_bytes:
+                state = jax.tree.map(np.asarray, self.get_state(cache, NULL_STATE))
+                cache = self.put_state(cache, state, NULL_STATE)
         if self.config.experts is not None:
             for span in self.shapes.span_buckets:
                 self.read_routed(cache, [NULL_PAGE] * (span // self.shapes.page))

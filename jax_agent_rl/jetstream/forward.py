@@ -177,7 +177,8 @@ def decode_step(
         mesh: the engine's mesh, if it has more than one device.
         kernels: those that read and write pages in place; without them ``cache`` has a row for each
             slot.
-        cache: rows or pages; positions below those of the tokens hold the contexts.
+        cache: rows or pages; positions below those of the tokens hold the contexts. States are
+            rows, of which those of slots with ``remaining`` ids advance.
         slots: the tokens, their positions and pages, offsets of rotary positions and adapters.
         adapters: the engine's LoRA adapters, if any.
 
@@ -193,15 +194,20 @@ def decode_step(
     layers = []
     routed = []
     adapted = _adapted_layers(params, adapters, slots.adapter, native)
-    for i, (layer, cached) in enumerate(zip(adapted, cache.layers, strict=True)):
+    running = None
+    if cache.states:
+        running = slots.remaining > 0
+    for i, (layer, cached) in enumerate(zip(adapted, cache.entries, strict=True)):
         kind = config.layer_kind(i)
         settings = LayerSettings(config=config, mesh=mesh, windowed=config.is_windowed(i))
-        inputs = DecodeInputs(shared=tables[kind.mixer], positions=positions, pages=pages)
+        inputs = DecodeInputs(
+            shared=tables[kind.mixer], positions=positions, pages=pages, running=running
+        )
         x, cached, chosen = _decode_layer(settings, kind, layer, x, cached, inputs)
         layers.append(cached)
         if chosen is not None:
             routed.append(chosen)
-    cache = KVCache(tuple(layers), write_routed(cache, routed, positions, pages))
+    cache = cache.with_entries(layers, write_routed(cache, routed, positions, pages))
     return next_logits(config, params, x, mesh, native), cache
 
 
@@ -243,6 +249,7 @@ def prefill_chunks(
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
     rope_offsets: jax.Array | None = None,
+    lengths: jax.Array | None = None,
 ) -> list[tuple[jax.Array, Any, jax.Array | None]]:
     """Compute what layers remember of a chunk of each of R contexts, given what is before it.
 
@@ -259,6 +266,8 @@ def prefill_chunks(
         adapters: the engine's LoRA adapters, if any.
         adapter: int32 [R], the adapter of each context.
         rope_offsets: int32 [R], as in :func:`decode_step`, for chunks after all images.
+        lengths: int32 [R], tokens of each chunk without its padding, which only models with
+            recurrent layers need.
 
     Returns:
         Per layer: the residual stream [D, R T] after it, a cache of R rows that hold the chunks
@@ -276,10 +285,10 @@ def prefill_chunks(
     num_deepstack = len(config.vision.deepstack_layers) if config.vision is not None else 0
     layers = []
     adapted = _adapted_layers(params, adapters, adapter)
-    for i, (layer, cached) in enumerate(zip(adapted, cache.layers, strict=True)):
+    for i, (layer, cached) in enumerate(zip(adapted, cache.entries, strict=True)):
         kind = config.layer_kind(i)
         settings = LayerSettings(config=config, mesh=mesh, windowed=config.is_windowed(i))
-        inputs = ChunkInputs(shared=tables[kind.mixer], starts=starts)
+        inputs = ChunkInputs(shared=tables[kind.mixer], starts=starts, lengths=lengths)
         x, chunk, chosen = _chunk_layer(settings, kind, layer, x, cached, inputs)
         if images is not None and i < num_deepstack:
             features = deepstack_features(images, i, config.hidden_size).astype(x.dtype)

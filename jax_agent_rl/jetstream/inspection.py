@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from jax_agent_rl.jetstream.forward import (
 )
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, from_cache
 from jax_agent_rl.jetstream.mixers import empty_cache
+from jax_agent_rl.jetstream.recurrent_states import states_after_chunks
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import HEAD, tensor_names
@@ -70,7 +72,8 @@ def score(scheduler: Scheduler, token_ids: Sequence[int], *, start: int, top_k: 
 
     # In full precision: it holds but one context.
     length = max(CHUNK, 1 << (count - 1).bit_length())
-    cache = empty_cache(engine.config, 1, length, engine.context.dtype)
+    dtype = engine.context.dtype
+    cache = empty_cache(engine.config, 1, length, dtype, num_states=1, state_dtype=dtype)
     padded = np.zeros(length + 1, np.int32)
     padded[:count] = token_ids
 
@@ -119,7 +122,9 @@ def _score_chunk(
         likeliest ids [T, k] with their log-probs. Scores mean nothing where ``is_scored``,
         bool [T], is false.
     """
-    layers = prefill_chunks(config, params, cache, tokens, starts, mesh=mesh)
+    # Padding comes after the last id that is scored.
+    lengths = jnp.full(1, tokens.shape[1], jnp.int32) if cache.states else None
+    layers = prefill_chunks(config, params, cache, tokens, starts, mesh=mesh, lengths=lengths)
     size = min(BLOCK, len(following))
 
     def score_block(
@@ -149,10 +154,11 @@ def _score_chunk(
         chunk = chunk.astype(cached.dtype)
         return jax.lax.dynamic_update_slice_in_dim(cached, chunk, starts[0], axis)
 
-    written = []
-    for cached, (_, chunk, _) in zip(cache.layers, layers, strict=True):
-        written.append(cached.by_position(write, chunk))
-    cache = KVCache(tuple(written), cache.routed)
+    chunks = cache.with_entries([chunk for _, chunk, _ in layers], cache.routed)
+    written: list[Any] = []
+    for cached, chunk in zip(cache.layers, chunks.layers, strict=True):
+        written.append(None if cached is None else cached.by_position(write, chunk))
+    cache = replace(cache, layers=tuple(written), states=states_after_chunks(chunks.states))
     return cache, (log_probs, top_ids, top_log_probs)
 
 
@@ -214,9 +220,18 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
         params: EngineParams,
     ) -> tuple[jax.Array, list[tuple[jax.Array, Any, jax.Array | None]]]:
         # An empty page: all of the context is in the chunk.
-        cache: KVCache = empty_cache(config, 1, engine.shapes.page, engine.context.kv_dtype)
+        cache = empty_cache(
+            config,
+            1,
+            engine.shapes.page,
+            engine.context.kv_dtype,
+            num_states=1,
+            state_dtype=engine.context.dtype,
+        )
+        lengths = jnp.full(1, len(ids), jnp.int32) if cache.states else None
+        starts = jnp.zeros(1, jnp.int32)
         layers = prefill_chunks(
-            config, params, cache, ids[None], jnp.zeros(1, jnp.int32), mesh=mesh
+            config, params, cache, ids[None], starts, mesh=mesh, lengths=lengths
         )
         return embed(config, params.embed, ids), layers
 

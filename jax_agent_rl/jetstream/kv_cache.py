@@ -14,8 +14,8 @@ layer is a jitted function: it is traced and lowered once for all layers, and XL
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import jax
@@ -94,33 +94,70 @@ class KVCache:
     """What all layers remember.
 
     Attributes:
-        layers: one for each, such as :class:`LayerKV`.
+        layers: one for each, such as :class:`LayerKV`; None for recurrent ones.
         routed: uint8 or uint16 [P, 1, S, M k], the experts chosen in the M layers that have any;
             None without experts. What a position chose is adjacent: to write single positions,
             TPUs would otherwise transpose the array and back.
+        states: one for each layer, see ``jetstream.recurrent_states``; None for those that have
+            pages. Empty without recurrent layers.
     """
 
     layers: tuple[Any, ...]
     routed: Any = None
+    states: tuple[Any, ...] = ()
+
+    @property
+    def pages(self) -> KVCache:
+        """The cache without the states."""
+        return replace(self, states=())
+
+    @property
+    def entries(self) -> tuple[Any, ...]:
+        """What each layer remembers: pages, or states."""
+        if not self.states:
+            return self.layers
+        entries = []
+        for layer, state in zip(self.layers, self.states, strict=True):
+            entries.append(state if layer is None else layer)
+        return tuple(entries)
+
+    def with_entries(self, entries: Sequence[Any], routed: Any) -> KVCache:
+        """Return the cache with other :attr:`entries` and chosen experts."""
+        if not self.states:
+            return KVCache(tuple(entries), routed)
+        layers = []
+        states = []
+        for layer, entry in zip(self.layers, entries, strict=True):
+            layers.append(None if layer is None else entry)
+            states.append(entry if layer is None else None)
+        return KVCache(tuple(layers), routed, tuple(states))
 
     def by_position(self, function: Callable[..., Any], *others: KVCache) -> KVCache:
-        """Map a function over all arrays, see :meth:`LayerKV.by_position`."""
+        """Map a function over the arrays of pages, see :meth:`LayerKV.by_position`."""
         one_layer = jax.jit(lambda layer, *others: layer.by_position(function, *others))
         routed = None
         if self.routed is not None:
             routed = function(2, self.routed, *(other.routed for other in others))
-        layers = map(one_layer, self.layers, *(other.layers for other in others))
-        return KVCache(tuple(layers), routed)
+        layers: list[Any] = []
+        for layer, *same_layers in zip(
+            self.layers, *(other.layers for other in others), strict=True
+        ):
+            layers.append(None if layer is None else one_layer(layer, *same_layers))
+        return replace(self, layers=tuple(layers), routed=routed)
 
     @property
     def count(self) -> int:
         """Number of pages."""
-        return self.layers[0].count
+        return self._first_with_pages.count
 
     @property
     def length(self) -> int:
         """Positions of a page."""
-        return self.layers[0].length
+        return self._first_with_pages.length
+
+    @property
+    def _first_with_pages(self) -> LayerCache:
+        return next(layer for layer in self.layers if layer is not None)
 
 
 def empty_kv(
@@ -311,7 +348,7 @@ def copy_page(cache: KVCache, source_and_target: jax.Array) -> KVCache:
         page = jax.lax.dynamic_index_in_dim(x, source_and_target[0], keepdims=True)
         return jax.lax.dynamic_update_index_in_dim(x, page, source_and_target[1], axis=0)
 
-    return jax.tree.map(copy, cache)
+    return replace(jax.tree.map(copy, cache.pages), states=cache.states)
 
 
 MOVED_TOGETHER = (4, 32)
@@ -320,4 +357,4 @@ MOVED_TOGETHER = (4, 32)
 
 def get_pages(cache: KVCache, pages: jax.Array) -> KVCache:
     """Return copies of pages int32 [n]."""
-    return jax.tree.map(lambda x: x.at[pages].get(mode="clip"), cache)
+    return jax.tree.map(lambda x: x.at[pages].get(mode="clip"), cache.pages)

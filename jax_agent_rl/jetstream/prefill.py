@@ -16,7 +16,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from jax_agent_rl.jetstream import programs
+from jax_agent_rl.jetstream import programs, recurrent_states
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.context import EngineContext, WarmUp
 from jax_agent_rl.jetstream.decode_batch import (
@@ -30,8 +30,9 @@ from jax_agent_rl.jetstream.decode_batch import (
 )
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.images import ImageEncoder
-from jax_agent_rl.jetstream.kv_cache import KVCache, count_pages, write_pages
+from jax_agent_rl.jetstream.kv_cache import KVCache, count_pages
 from jax_agent_rl.jetstream.shapes import bucket
+from jax_agent_rl.jetstream.state_slots import NULL_STATE
 
 COLUMNS = (16, 32, 64)
 """Columns of the programs that prefill. More are no faster."""
@@ -98,6 +99,14 @@ class ChunkPrefill:
             _fill_row(context_pages[row], extension.pages)
             _fill_row(chunk_pages[row], extension.pages[extension.start // page :])
 
+        states = None
+        lengths = None
+        if context.has_states:
+            states = np.full(rows, NULL_STATE, np.int32)
+            lengths = np.zeros(rows, np.int32)
+            states[: len(extensions)] = [extension.state for extension in extensions]
+            lengths[: len(extensions)] = [len(extension.ids[:size]) for extension in extensions]
+
         images = None
         if self._images is not None:
             images = self._images.inputs(extensions, rows, size)
@@ -112,10 +121,10 @@ class ChunkPrefill:
             functools.partial(programs.compute_chunks, context.config, context.split),
             (),
             *(params, cache, tokens, starts, context_pages, chunk_pages, images),
-            *(stacks, adapter),
+            *(stacks, adapter, states, lengths),
             out=context.cache_sharding,
         )
-        return write_chunks(context, cache, chunks, chunk_pages, size)
+        return write_chunks(context, cache, chunks, chunk_pages, states, size)
 
     def _program_shapes(self) -> list[tuple[int, int, int]]:
         """Return the shapes of the programs: (rows, ids, positions)."""
@@ -200,14 +209,23 @@ class ColumnPrefill:
 
 
 def write_chunks(
-    context: EngineContext, cache: KVCache, chunks: KVCache, pages: np.ndarray, size: int
+    context: EngineContext,
+    cache: KVCache,
+    chunks: KVCache,
+    pages: np.ndarray,
+    states: jax.Array | np.ndarray | None,
+    size: int,
 ) -> KVCache:
-    """Write chunks of ``size`` ids, as computed, to the pages they touch; ``cache`` is donated."""
+    """Write chunks of ``size`` ids, as computed, to the pages they touch; ``cache`` is donated.
+
+    Args:
+        states: int32 [R], slots of the contexts' states; None for models without.
+    """
     return context.call(
         ("write", cache.count, len(pages), size),
-        write_pages,
+        recurrent_states.write_chunks,
         (0,),
-        *(cache, chunks, pages),
+        *(cache, chunks, pages, states),
         out=context.cache_sharding,
     )
 

@@ -30,6 +30,11 @@ from jax_agent_rl.jetstream.kv_cache import (
     gather_pages,
     write_back,
 )
+from jax_agent_rl.jetstream.recurrent_states import (
+    gather_states,
+    states_after_chunks,
+    write_states,
+)
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision_context import ImageInputs
@@ -76,6 +81,8 @@ def decode(
     span = slots.pages.shape[1] * cache.length
     in_place = kernels is not Kernels.NONE
     working_cache = cache if in_place else gather_pages(cache, slots.pages, slots.positions)
+    # States are gathered with kernels as well: a step reads and writes all of each.
+    working_cache = replace(working_cache, states=gather_states(cache.states, slots.states))
     started = jnp.sum(slots.remaining > 0)
 
     def go_on(carry: tuple) -> jax.Array:
@@ -86,7 +93,12 @@ def decode(
     def body(carry: tuple) -> tuple:
         step, tokens, positions, remaining, working_cache, out = carry
         running = remaining > 0
-        fed = replace(slots, tokens=tokens, positions=jnp.minimum(positions, span - 1))
+        fed = replace(
+            slots,
+            tokens=tokens,
+            positions=jnp.minimum(positions, span - 1),
+            remaining=remaining,
+        )
         logits, working_cache = decode_step(
             config, mesh, kernels, params, working_cache, fed, adapters
         )
@@ -124,9 +136,10 @@ def decode(
     out = jnp.full((2 + words, max_steps, len(slots.tokens)), -1, jnp.int32)
     carry = (jnp.int32(0), slots.tokens, slots.positions, slots.remaining, working_cache, out)
     _, _, _, _, working_cache, out = jax.lax.while_loop(go_on, body, carry)
-    if in_place:
-        return working_cache, out
-    return write_back(cache, working_cache, slots.pages, slots.positions, max_steps), out
+    states = write_states(cache.states, working_cache.states, slots.states)
+    if not in_place:
+        working_cache = write_back(cache, working_cache, slots.pages, slots.positions, max_steps)
+    return replace(working_cache, states=states), out
 
 
 def compute_chunks(
@@ -141,6 +154,8 @@ def compute_chunks(
     images: ImageInputs | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
+    states: jax.Array | None = None,
+    lengths: jax.Array | None = None,
 ) -> KVCache:
     """Prefill one chunk of each of R contexts, for ``kv_cache.write_pages`` to write.
 
@@ -158,13 +173,28 @@ def compute_chunks(
         images: the chunks' images, for vision models.
         adapters: the engine's LoRA adapters, if any.
         adapter: int32 [R], the adapter of each context.
+        states: int32 [R], slots of the contexts' states; None for models without.
+        lengths: int32 [R], tokens of each chunk without its padding; None for models without.
 
     Returns:
-        The content of ``chunk_pages``.
+        The content of ``chunk_pages`` and ``states``.
     """
     rows = gather_pages(cache, context_pages, starts)
-    layers = prefill_chunks(config, params, rows, tokens, starts, images, mesh, adapters, adapter)
-    return pages_of_chunks(cache, layers, tokens, starts, chunk_pages)
+    rows = replace(rows, states=gather_states(cache.states, states))
+    layers = prefill_chunks(
+        config,
+        params,
+        rows,
+        tokens,
+        starts,
+        images,
+        mesh,
+        adapters,
+        adapter,
+        lengths=lengths,
+    )
+    chunks = pages_of_chunks(cache, layers, tokens, starts, chunk_pages)
+    return replace(chunks, states=states_after_chunks(chunks.states))
 
 
 def pages_of_chunks(
@@ -174,7 +204,7 @@ def pages_of_chunks(
     starts: jax.Array,
     chunk_pages: jax.Array,
 ) -> KVCache:
-    """Return the content of the pages that chunks touch.
+    """Return the content of the pages that chunks touch, and what they bring to states.
 
     Args:
         cache: all pages.
@@ -188,8 +218,9 @@ def pages_of_chunks(
         experts = [chosen for *_, chosen in layers if chosen is not None]
         joined = jnp.concatenate(experts, axis=1)  # [R T, M k]
         routed = joined.astype(cache.routed.dtype).reshape(len(tokens), 1, tokens.shape[1], -1)
-    chunks = KVCache(tuple(kv for _, kv, _ in layers), routed)
-    return align_to_pages(cache, chunks, starts, chunk_pages[:, 0])
+    chunks = cache.with_entries([chunk for _, chunk, _ in layers], routed)
+    aligned = align_to_pages(cache, chunks, starts, chunk_pages[:, 0])
+    return replace(aligned, states=chunks.states)
 
 
 def feed_columns(

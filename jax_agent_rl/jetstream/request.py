@@ -25,6 +25,7 @@ class Counters:
     generated_tokens: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
+    recomputed_tokens: int = 0
     requests_finished: int = 0
     busy_seconds: float = 0.0
     prefill_seconds: float = 0.0

@@ -40,6 +40,7 @@ from jax_agent_rl.jetstream.host_cache import HostCache
 from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.request import Counters, RunningRequest, check_request
 from jax_agent_rl.jetstream.speculation import Speculation
+from jax_agent_rl.jetstream.state_slots import StateSlots
 from jax_agent_rl.models.vision_context import ImageKeys, MultimodalContext
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, Health, TokenChunk
 from jax_agent_rl.types import RoutedExperts, StopReason, TokenOutput, join_routed
@@ -98,12 +99,21 @@ class Scheduler:
     def _make_block_manager(self) -> BlockManager:
         shapes = self.engine.shapes
         self.host_cache = HostCache(self.engine, self.cache)
+        states = None
+        if self.engine.context.has_states:
+            states = StateSlots(
+                shapes.max_concurrent_decodes,
+                shapes.num_state_checkpoints,
+                self.host_cache.num_states,
+            )
         return BlockManager(
             shapes.pages,
             shapes.page,
             shapes.context_pages,
             host_pages=self.host_cache.count,
             return_rate=self.return_times.rate,
+            states=states,
+            checkpoint_interval=shapes.chunk_buckets[-1],
         )
 
     @property
@@ -253,6 +263,8 @@ class Scheduler:
             run, allocation = admission
             self._start(plan, run, allocation)
         self.cache = plan.run(self.engine, self.params, self.cache)
+        if self.block_manager.states is not None:
+            self.block_manager.states.settle()
 
         prefilled = self.counters.prefill_tokens - prefilled_before
         if prefilled:
@@ -312,9 +324,14 @@ class Scheduler:
             run.request.lora,
             recompute_cost=recompute_cost,
         )
-        # Pages that were evicted to the host must be copied before anything overwrites them.
-        self.host_cache.save(self.cache, self.block_manager.saved)
+        self._offload()
         return allocation
+
+    def _offload(self) -> None:
+        """Copy what gave way to the host, before anything overwrites it."""
+        self.host_cache.save(self.cache, self.block_manager.saved)
+        if self.block_manager.states is not None:
+            self.host_cache.save_states(self.cache, self.block_manager.states.saved)
 
     def _start(self, plan: AdmissionPlan, run: RunningRequest, allocation: Allocation) -> None:
         """Plan the prefill of a request that got its pages."""
@@ -326,10 +343,21 @@ class Scheduler:
         restored = None
         if allocation.restored:
             restored = self.host_cache.read([host_page for host_page, _ in allocation.restored])
-        plan.add(allocation, new_ids, run.multimodal, self._adapter_number(run), restored)
+        restored_state = None
+        if allocation.state is not None and allocation.state.host_source is not None:
+            restored_state = self.host_cache.read_state(allocation.state.host_source)
+        plan.add(
+            allocation,
+            new_ids,
+            run.multimodal,
+            self._adapter_number(run),
+            restored,
+            restored_state,
+        )
         self.block_manager.append(allocation.context, run.context_keys[allocation.reused : -1])
 
         self.counters.prefill_tokens += len(new_ids)
+        self.counters.recomputed_tokens += allocation.recomputed
         if not run.num_preempted:
             run.cached_tokens = allocation.reused
             self.counters.cached_tokens += allocation.reused
@@ -351,7 +379,7 @@ class Scheduler:
                 if self.block_manager.grow(run.context, min(steps(run), run.remaining)):
                     break
                 self._preempt(max(self.running.values(), key=lambda run: run.order))
-        self.host_cache.save(self.cache, self.block_manager.saved)
+        self._offload()
 
     def _preempt(self, run: RunningRequest) -> None:
         """Put a request back in the queue; its KV stays cached until evicted."""
@@ -423,6 +451,11 @@ class Scheduler:
         shapes = self.engine.shapes
         pages = [self.block_manager.pages(run.context) for run in runs if run.context is not None]
         slots = slots_of(runs, pages, shapes.context_pages, self.engine.config.vocab_size)
+        if self.block_manager.states is not None:
+            states = [
+                self.block_manager.state(run.context) for run in runs if run.context is not None
+            ]
+            slots = replace(slots, states=np.array(states, np.int32))
         if self.engine.adapters:
             numbers = [self._adapter_number(run) for run in runs]
             slots = replace(slots, adapter=np.array(numbers, np.int32))
@@ -471,7 +504,9 @@ class Scheduler:
 
         if run.stop_reason is None:
             return self._chunk(run, accepted)
-        chunk = self._finish(run, accepted)
+        # A stop string is found once the ids after it were fed.
+        fed_further = accepted < np.count_nonzero(was_sampled)
+        chunk = self._finish(run, accepted, state_is_current=not fed_further)
         # A grammar that failed allows nothing but the ids that end the output.
         if run.grammar is not None and run.grammar.error:
             return BackendError(
@@ -490,14 +525,22 @@ class Scheduler:
             final=final,
         )
 
-    def _finish(self, run: RunningRequest, new: int) -> TokenChunk:
-        """Free what the request holds, and return its last chunk, of ``new`` ids."""
+    def _finish(
+        self, run: RunningRequest, new: int, *, state_is_current: bool = True
+    ) -> TokenChunk:
+        """Free what the request holds, and return its last chunk, of ``new`` ids.
+
+        Args:
+            state_is_current: whether no id after those was fed to its recurrent state.
+        """
         request = run.request
         if run.context is not None:
             run.routed = self._read_routed(run, run.context)
             cached_keys = self.block_manager.ids(run.context)
             context_ids = [*run.keys_to_ids(cached_keys).tolist(), run.last_id]
-            self.block_manager.free(run.context, session_ends=request.session_ends)
+            self.block_manager.free(
+                run.context, session_ends=request.session_ends, state_is_current=state_is_current
+            )
         else:
             context_ids = run.context_ids
 

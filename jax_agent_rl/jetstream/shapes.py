@@ -22,6 +22,8 @@ class EngineShapes:
         prefill_buckets: padded chunk lengths, ascending.
         patch_buckets: numbers of image patches encoded together, ascending; for vision models.
         kv_offloading_bytes: host memory for KV of waiting sessions.
+        state_checkpoints: recurrent states kept besides those of the slots, for models that have
+            them; None keeps as many.
         num_speculative_tokens: most drafted ids of a context that are verified together.
         shortest_span: compile for shorter contexts than a quarter of the longest, too, from this
             one on and doubling.
@@ -34,6 +36,7 @@ class EngineShapes:
     prefill_buckets: tuple[int, ...]
     patch_buckets: tuple[int, ...] = ()
     kv_offloading_bytes: int = 0
+    state_checkpoints: int | None = None
     num_speculative_tokens: int = 0
     shortest_span: int | None = None
 
@@ -51,6 +54,13 @@ class EngineShapes:
     def pages(self) -> int:
         """Pages of the cache."""
         return max(self.context_pages, self.kv_cache_tokens // self.page)
+
+    @property
+    def num_state_checkpoints(self) -> int:
+        """Recurrent states kept besides those of the slots."""
+        if self.state_checkpoints is None:
+            return self.max_concurrent_decodes
+        return self.state_checkpoints
 
     @property
     def cache_length(self) -> int:

@@ -27,7 +27,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.attention import DEVICES
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
-from jax_agent_rl.jetstream.mixers import ENGINE_MIXERS
+from jax_agent_rl.jetstream.mixers import ENGINE_MIXERS, has_states
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import split_weight
 from jax_agent_rl.models.parameters import PARAMETERS
@@ -152,6 +152,16 @@ def engine_shardings(params: EngineParams, mesh: Mesh) -> EngineParams:
 def cache_sharding(model: DecoderConfig, mesh: Mesh) -> Any:
     """Return a cache's shardings: each mixer's own; chosen experts are replicated."""
     shardings: Any = KVCache  # a tree of shardings in place of arrays
-    layers = tuple(ENGINE_MIXERS[kind.mixer].cache_sharding(mesh) for kind in model.layer_kinds)
+    layers: list[Any] = []
+    states: list[Any] = []
+    for kind in model.layer_kinds:
+        mixer = ENGINE_MIXERS[kind.mixer]
+        sharding = mixer.cache_sharding(mesh)
+        layers.append(None if mixer.is_recurrent else sharding)
+        states.append(sharding if mixer.is_recurrent else None)
     routed = None if model.experts is None else replicated(mesh)
-    return shardings(layers=layers, routed=routed)
+    return shardings(
+        layers=tuple(layers),
+        routed=routed,
+        states=tuple(states) if has_states(model) else (),
+    )

@@ -30,6 +30,7 @@ from jax_agent_rl.jetstream.decode_batch import (
 from jax_agent_rl.jetstream.forward import EngineParams, next_logits, prefill_chunks
 from jax_agent_rl.jetstream.kv_cache import KVCache, count_pages, gather_pages
 from jax_agent_rl.jetstream.prefill import write_chunks
+from jax_agent_rl.jetstream.recurrent_states import gather_states, states_after
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.jetstream.shapes import bucket
 from jax_agent_rl.models.config import DecoderConfig
@@ -150,19 +151,24 @@ class ChunkVerifier:
 
         context_slots = replace(slots, pages=slots.pages[:, : span // page])
         context_slots = pad_decode_batch(context_slots, width - count)
+        lengths = None
+        if context.has_states:
+            lengths = np.zeros(width, np.int32)
+            lengths[:count] = [1 + len(draft) for draft in drafts]
         chunks, out = context.call(
             ("verify", cache.count, width, span),
             functools.partial(verify_chunks, context.config, context.split),
             (),
-            *(params, cache, tokens, context_slots, chunk_pages, context.adapters.stacks),
+            *(params, cache, tokens, context_slots, chunk_pages, context.adapters.stacks, lengths),
             out=(context.cache_sharding, context.replicated),
         )
-        cache = write_chunks(context, cache, chunks, chunk_pages, size)
+        cache = write_chunks(context, cache, chunks, chunk_pages, context_slots.states, size)
 
         drawn = Sampled.of(np.array(out))
         ids = drawn.ids.reshape(width, size)[:count].T.copy()
         log_probs = drawn.log_probs.reshape(width, size)[:count].T.copy()
         _drop_rejected(ids, drafts)
+        _drop_after_stop(ids, np.asarray(slots.stop_ids))
         return cache, Sampled(ids, log_probs)
 
     def program_keys(self) -> set[tuple]:
@@ -221,6 +227,39 @@ def _drop_rejected(ids: np.ndarray, drafts: Sequence[Sequence[int]]) -> None:
         ids[accepted + 1 :, slot] = -1
 
 
+def _drop_after_stop(ids: np.ndarray, stop_ids: np.ndarray) -> None:
+    """Mark the draws after each slot's first stop id with -1, in place.
+
+    Args:
+        ids: int32 [positions, slots], the draws.
+        stop_ids: int32 [slots, n], padded with -1.
+    """
+    is_stop = (ids[:, :, None] == stop_ids) & (stop_ids >= 0)
+    stops_before = np.cumsum(is_stop.any(axis=2), axis=0) - is_stop.any(axis=2)
+    ids[stops_before > 0] = -1
+
+
+def _fed_ids(
+    tokens: jax.Array, drawn: jax.Array, lengths: jax.Array, stop_ids: jax.Array
+) -> jax.Array:
+    """Return how many ids of each verified chunk belong to its context, int32 [W].
+
+    These are the last id of the context and the accepted ones of its draft up to a stop id, which
+    is not fed.
+
+    Args:
+        tokens: int32 [W, T], the last id and the draft, padded.
+        drawn: int32 [W, T], the draws after each.
+        lengths: int32 [W], ids of the chunks without padding.
+        stop_ids: int32 [W, n].
+    """
+    drafted = tokens[:, 1:]
+    in_draft = jnp.arange(1, tokens.shape[1]) < lengths[:, None]
+    is_stop = jnp.any(drafted[:, :, None] == stop_ids[:, None], axis=2)
+    accepted = in_draft & (drafted == drawn[:, :-1]) & ~is_stop
+    return 1 + jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1)
+
+
 def verify_chunks(
     config: DecoderConfig,
     mesh: Mesh | None,
@@ -230,6 +269,7 @@ def verify_chunks(
     slots: DecodeBatch,
     chunk_pages: jax.Array,
     adapters: AdapterStacks | None = None,
+    lengths: jax.Array | None = None,
 ) -> tuple[KVCache, jax.Array]:
     """Feed T ids of each of W contexts and draw an id after each, as ``programs.decode`` would.
 
@@ -243,14 +283,16 @@ def verify_chunks(
         slots: the contexts, with pages at least up to ``slots.positions``, where the ids begin.
         chunk_pages: int32 [W, m], pages the ids touch.
         adapters: the stacks ``slots.adapter`` indexes.
+        lengths: int32 [W], ids of each context without padding; None for models without states.
 
     Returns:
-        The content of ``chunk_pages``, as ``programs.compute_chunks`` does, and int32 [2, 1, W T]:
-        drawn ids and the bits of their log-probs.
+        The content of ``chunk_pages``, as ``programs.compute_chunks`` does, and the states after
+        the accepted ids; and int32 [2, 1, W T]: drawn ids and the bits of their log-probs.
     """
     count = tokens.shape[1]
     starts = slots.positions
     rows = gather_pages(cache, slots.pages, starts)
+    rows = replace(rows, states=gather_states(cache.states, slots.states))
     layers = prefill_chunks(
         config,
         params,
@@ -261,6 +303,7 @@ def verify_chunks(
         adapters=adapters,
         adapter=slots.adapter,
         rope_offsets=slots.offsets,
+        lengths=lengths,
     )
     hidden = layers[-1][0]
     ids, logprobs, _ = sample(
@@ -271,4 +314,9 @@ def verify_chunks(
         mesh=mesh,
     )
     out = jnp.stack([ids, jax.lax.bitcast_convert_type(logprobs, jnp.int32)])[:, None]
-    return programs.pages_of_chunks(cache, layers, tokens, starts, chunk_pages), out
+    chunks = programs.pages_of_chunks(cache, layers, tokens, starts, chunk_pages)
+    if lengths is None:
+        return chunks, out
+    # The states so far are of whole drafts: return to those before, and feed what was accepted.
+    fed = _fed_ids(tokens, ids.reshape(tokens.shape), lengths, slots.stop_ids)
+    return replace(chunks, states=states_after(rows.states, chunks.states, fed)), out

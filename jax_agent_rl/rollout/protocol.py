@@ -312,6 +312,9 @@ class BackendMetrics:
     generated_tokens: int = _counter("Ids sampled.")
     prefill_tokens: int = _counter("Prompt ids computed.")
     cached_tokens: int = _counter("Prompt ids reused from the prefix cache.")
+    recomputed_tokens: int = _counter(
+        "Ids in the prefix cache computed again, for want of a recurrent state."
+    )
     requests_finished: int = _counter("Requests that ended, by any stop reason.")
     busy_seconds: float = _counter("Time the engine was computing.", 0.0)
     prefill_seconds: float = _counter("Part of busy_seconds spent on prompts.", 0.0)

@@ -243,6 +243,8 @@ def engine_shapes(config: Config) -> EngineShapes:
         prefill_buckets=engine.prefill_buckets or prefill_buckets(config.agent.max_prompt_length),
         patch_buckets=engine.patch_buckets,
         kv_offloading_bytes=int(engine.kv_offloading_size * 2**30),
+        # One for every trajectory in flight: after its last turn, or after its prompt.
+        state_checkpoints=in_flight,
         num_speculative_tokens=engine.num_speculative_tokens,
     )
 

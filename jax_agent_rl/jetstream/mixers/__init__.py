@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from jax_agent_rl.jetstream.kv_cache import KVCache, empty_routed
@@ -13,10 +15,40 @@ from jax_agent_rl.models.layer_kinds import MixerName
 ENGINE_MIXERS: dict[MixerName, EngineMixer] = {"attention": ATTENTION}
 
 
-def empty_cache(config: DecoderConfig, count: int, length: int, dtype: jnp.dtype) -> KVCache:
-    """Return a cache of ``count`` pages of zeros, with scales for int8 or float8."""
-    layers = []
+def has_states(config: DecoderConfig) -> bool:
+    """Whether a model has recurrent layers."""
+    return any(ENGINE_MIXERS[kind.mixer].is_recurrent for kind in config.layer_kinds)
+
+
+def empty_cache(
+    config: DecoderConfig,
+    count: int,
+    length: int,
+    dtype: jnp.dtype,
+    *,
+    num_states: int,
+    state_dtype: jnp.dtype,
+) -> KVCache:
+    """Return a cache of ``count`` pages of zeros, with scales for int8 or float8.
+
+    Args:
+        length: positions of a page.
+        dtype: type of what pages hold.
+        num_states: slots of recurrent layers.
+        state_dtype: type of what their states keep of activations.
+    """
+    layers: list[Any] = []
+    states: list[Any] = []
     for layer, kind in enumerate(config.layer_kinds):
         mixer = ENGINE_MIXERS[kind.mixer]
-        layers.append(mixer.empty_cache(config, layer, count, length, dtype))
-    return KVCache(tuple(layers), empty_routed(config, count, length))
+        if mixer.is_recurrent:
+            layers.append(None)
+            states.append(mixer.empty_cache(config, layer, num_states, 1, state_dtype))
+        else:
+            layers.append(mixer.empty_cache(config, layer, count, length, dtype))
+            states.append(None)
+    return KVCache(
+        tuple(layers),
+        empty_routed(config, count, length),
+        tuple(states) if has_states(config) else (),
+    )

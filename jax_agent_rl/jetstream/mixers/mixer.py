@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_agent_rl.jetstream.adapted_layer import AdaptedLayer
-from jax_agent_rl.jetstream.kv_cache import LayerCache
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision_context import ImageInputs
 
@@ -43,11 +42,13 @@ class DecodeInputs:
         shared: what the mixer's ``prepare`` returned.
         positions: int32 [B].
         pages: int32 [B, n], pages of each slot; None if the cache has a row for each slot.
+        running: bool [B], slots whose states advance; None for models without states.
     """
 
     shared: Any
     positions: jax.Array
     pages: jax.Array | None
+    running: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -58,10 +59,13 @@ class ChunkInputs:
     Attributes:
         shared: what the mixer's ``prepare`` returned.
         starts: int32 [R], position of each chunk's first token.
+        lengths: int32 [R], tokens of each chunk, without its padding; None for models without
+            states.
     """
 
     shared: Any
     starts: jax.Array
+    lengths: jax.Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,10 @@ class EngineMixer:
         empty_cache: from a model, the number of a layer, a number of pages, their positions and a
             dtype to the layer's empty cache.
         cache_sharding: of the caches of all layers; a prefix of their tree.
+        is_recurrent: the cache is a state of each slot (``KVCache.states``) instead of pages.
+            ``decode`` and ``chunk`` get a row for each slot or context, ``decode`` changes the rows
+            that run, ``chunk`` returns a ``recurrent_states.StateChunk``, and ``empty_cache`` gets
+            a number of slots.
     """
 
     prepare: Callable[[DecoderConfig, jax.Array, ImageInputs | None], Any]
@@ -87,5 +95,6 @@ class EngineMixer:
     chunk: Callable[
         [LayerSettings, AdaptedLayer, jax.Array, Any, ChunkInputs], tuple[jax.Array, Any]
     ]
-    empty_cache: Callable[[DecoderConfig, int, int, int, jnp.dtype], LayerCache]
+    empty_cache: Callable[[DecoderConfig, int, int, int, jnp.dtype], Any]
     cache_sharding: Callable[[Mesh], Any]
+    is_recurrent: bool = False
