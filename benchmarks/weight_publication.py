@@ -50,13 +50,13 @@ from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.weights import WEIGHT_PAYLOADS, ServedWeights
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.parameters import rounded_params
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health, WeightUpdate
 from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import Group
-from jax_agent_rl.utils.weight_transfer import rounded
 
 SHAPES = EngineShapes(
     max_model_len=64,
@@ -114,8 +114,8 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
     )
 
     # Arrays cross as they are, and are rounded by the engine; the others are rounded before.
-    rounded_params = jax.tree.map(lambda x: rounded(x, dtype), params)
-    rounded_shards = jax.tree.map(lambda x: rounded(x, dtype), sharded_params)
+    host_params = rounded_params(params, dtype)
+    rounded_shards = rounded_params(sharded_params, dtype)
     one_device = EngineMeshConfig()
     three_devices = EngineMeshConfig(tensor=3)
     receivers = {
@@ -123,8 +123,8 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
         "arrays_resharded": WeightReceiver(
             model, sharded_params, three_devices, device_offset=3, dtype=dtype
         ),
-        "files": WeightReceiver(model, rounded_params, one_device, dtype=dtype),
-        "upload": WeightReceiver(model, rounded_params, one_device, dtype=dtype),
+        "files": WeightReceiver(model, host_params, one_device, dtype=dtype),
+        "upload": WeightReceiver(model, host_params, one_device, dtype=dtype),
         "tensorstore": WeightReceiver(
             model, rounded_shards, three_devices, device_offset=3, dtype=dtype
         ),

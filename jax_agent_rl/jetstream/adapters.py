@@ -24,7 +24,14 @@ from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.lora import PeftAdapter
 
-FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+FUSED = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+    "shared_gate_up": ("shared_gate", "shared_up"),
+    "shared_down": ("shared_down",),
+}
 """The engine's matrices and the parameters fused into each."""
 
 
@@ -194,6 +201,10 @@ def _lay_out(
         "gate": (config.intermediate_size,),
         "up": (config.intermediate_size,),
     }
+    if config.experts is not None:
+        inputs["shared_down"] = config.experts.shared_size
+        outputs["shared_gate"] = (config.experts.shared_size,)
+        outputs["shared_up"] = (config.experts.shared_size,)
 
     def matrices_of(name: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a [rank, in] and b [..., out, rank] of one of the model's matrices."""

@@ -15,7 +15,11 @@ from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.layer_kinds import FeedForwardName
 from jax_agent_rl.models.layers import ACTIVATIONS, rms_norm
-from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
+from jax_agent_rl.models.moe import (
+    mixture_of_experts,
+    replicated_mixture_of_experts,
+    shared_expert_weight,
+)
 from jax_agent_rl.models.sharding import constrain
 
 
@@ -35,7 +39,8 @@ def _experts(
 ) -> tuple[jax.Array, jax.Array]:
     assert config.experts is not None
     activation = ACTIVATIONS[config.activation]
-    tokens = rms_norm(config, x, layer.params[norm], axis=0).T
+    x = rms_norm(config, x, layer.params[norm], axis=0)
+    tokens = x.T
     if mesh is None:
         out, chosen = mixture_of_experts(
             config.experts, layer.params, tokens, activation, transposed=True
@@ -44,7 +49,21 @@ def _experts(
         out, chosen = replicated_mixture_of_experts(
             config.experts, layer.params, tokens, activation, mesh
         )
-    return out.T, chosen
+    out = out.T
+    if config.experts.shared_size:
+        out = out + _shared_expert(config, mesh, layer, x)
+    return out, chosen
+
+
+def _shared_expert(
+    config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array
+) -> jax.Array:
+    """Apply the dense network that every token passes beside its experts to [D, B]."""
+    hidden = ACTIVATIONS[config.activation](*layer.multiply(config, "shared_gate_up", x))
+    out = constrain(layer.multiply(config, "shared_down", hidden), mesh)
+    if "shared_router" not in layer.params:
+        return out
+    return out * shared_expert_weight(layer.params["shared_router"], x.T).T
 
 
 EngineFeedForward = Callable[

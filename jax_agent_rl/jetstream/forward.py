@@ -44,12 +44,20 @@ from jax_agent_rl.models.layers import (
     softcapped,
 )
 from jax_agent_rl.models.moe import transpose_matrices
-from jax_agent_rl.models.parameters import PARAMETERS
+from jax_agent_rl.models.parameters import PARAMETERS, dtype_of
 from jax_agent_rl.models.sharding import constrain
 from jax_agent_rl.models.vision_context import ImageInputs
 
 _MATRICES = {name: parameter for name, parameter in PARAMETERS.items() if parameter.is_matrix}
-_FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+_FUSED = {
+    "q": "qkv",
+    "k": "qkv",
+    "v": "qkv",
+    "gate": "gate_up",
+    "up": "gate_up",
+    "shared_gate": "shared_gate_up",
+    "shared_up": "shared_gate_up",
+}
 EXPERTS = frozenset(name for name, matrix in _MATRICES.items() if matrix.is_of_experts)
 """Matrices that an engine keeps transposed, [E, in, out]."""
 QUANTIZED = frozenset(_FUSED.get(name, name) for name in _MATRICES)
@@ -78,8 +86,9 @@ class EngineParams:
         embed: [V, D].
         layers: the learner's arrays of each layer, with ``qkv`` [K, (G+2)h, D] and ``qkv_bias`` [K,
             (G+2)h] in place of q, k, v (queries, keys and values of each key/value head),
-            ``gate_up`` [2, F, D] in place of gate, up, ``sinks`` [K, G], and experts' matrices [E,
-            in, out], as ``models.moe.grouped_product`` reads them.
+            ``gate_up`` [2, F, D] in place of gate, up (and ``shared_gate_up`` in the same way),
+            ``sinks`` [K, G], and experts' matrices [E, in, out], as ``models.moe.grouped_product``
+            reads them.
         final_norm: [D].
         head: [V, D]; None if embeddings are tied.
         vision: the learner's subtree; None for text models.
@@ -119,7 +128,7 @@ def engine_params(
         arranged = {}
         for name, x in fused.items():
             if quantize is None or name not in QUANTIZED:
-                arranged[name] = x.astype(dtype)
+                arranged[name] = x.astype(dtype_of(name, dtype))
             else:
                 arranged[name] = quantized(x, quantize, axis=-1)
         # In one order in every process, so that they share a compilation cache.
@@ -145,8 +154,10 @@ def _fuse(config: DecoderConfig, layer: Params) -> Params:
             layer[fused] = jnp.concatenate(by_head, axis=1)
     if "sinks" in layer:
         layer["sinks"] = layer["sinks"].reshape(config.num_kv_heads, -1)
-    if "gate" in layer:
-        layer["gate_up"] = jnp.stack([layer.pop("gate"), layer.pop("up")])
+    for network in ("", "shared_"):
+        if f"{network}gate" in layer:
+            parts = [layer.pop(f"{network}gate"), layer.pop(f"{network}up")]
+            layer[f"{network}gate_up"] = jnp.stack(parts)
     return layer
 
 

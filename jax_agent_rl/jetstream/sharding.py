@@ -48,6 +48,7 @@ _ENGINE_AXES = {  # of arrays in another layout than the learner's, see forward.
     "qkv_bias": ("layers", "heads", "choices"),
     "sinks": ("layers", "heads", "choices"),
     "gate_up": ("layers", "choices", "mlp", "embed"),
+    "shared_gate_up": ("layers", "choices", "mlp", "embed"),
     "expert_gate": ("layers", "experts", "embed", "mlp"),
     "expert_up": ("layers", "experts", "embed", "mlp"),
     "expert_down": ("layers", "experts", "mlp", "embed"),

@@ -32,6 +32,7 @@ from jax_agent_rl.jetstream.sharding import engine_shardings, learner_shardings
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import verify_probe
 from jax_agent_rl.models.hf import load_params
+from jax_agent_rl.models.parameters import dtype_of
 from jax_agent_rl.models.sharding import (
     MESH_AXES,
     Bounds,
@@ -332,10 +333,15 @@ class GatherParams:
 
         It may share the learner's memory.
         """
-        return jax.tree.map(self._copy, params, self._all_processes, self._local)
+        return jax.tree_util.tree_map_with_path(
+            self._copy, params, self._all_processes, self._local
+        )
 
-    def _copy(self, x: jax.Array, all_processes: NamedSharding, local: NamedSharding) -> jax.Array:
-        joint = jax.device_put(x.astype(self._dtype), all_processes)
+    def _copy(
+        self, path: tuple, x: jax.Array, all_processes: NamedSharding, local: NamedSharding
+    ) -> jax.Array:
+        dtype = dtype_of(path[-1].key, self._dtype)
+        joint = jax.device_put(x.astype(dtype), all_processes)
         copy = transfer(joint, local)
         # One by one, or the next parameters would be gathered before this one is freed.
         return jax.block_until_ready(copy)

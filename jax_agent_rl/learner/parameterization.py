@@ -15,6 +15,7 @@ bfloat16 step (1/256 of a weight).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ from jax_agent_rl.learner.optimized_params import View, bind
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.families import FAMILIES
-from jax_agent_rl.models.lora import LoRA, quantize
+from jax_agent_rl.models.lora import LoRA, quantize, target_parameters
+from jax_agent_rl.models.parameters import dtype_of
 from jax_agent_rl.models.sharding import adapter_shardings, parameter_shardings, place
 
 
@@ -44,9 +46,7 @@ def compute_params(params: Params, dtype: str) -> Params:
         is_within_quantized = not isinstance(path[-1], jax.tree_util.DictKey)  # codes and scales
         if is_within_quantized or x.dtype == target:
             return x
-        if path[-1].key == "value_head":  # a regression needs the precision
-            return x
-        return x.astype(target)
+        return x.astype(dtype_of(path[-1].key, target))
 
     return jax.tree_util.tree_map_with_path(cast, params)
 
@@ -57,23 +57,22 @@ def target_names(lora: LoraConfig, model: DecoderConfig) -> list[str]:
     Raises:
         ConfigError: a target this model does not have, or stores in one matrix with others.
     """
-    names = [target.removesuffix("_proj") for target in lora.targets]
-    layer_shapes = model.parameter_shapes()["layers"]
-    missing = [f"{name}_proj" for name in names if name not in layer_shapes]
+    parameters = target_parameters(lora, model)
+    missing = [target for target, names in parameters.items() if not names]
     if missing:
         raise ConfigError(
             f"learner.lora.targets: a {model.family} model of this kind has no {', '.join(missing)}"
             " (experts are not adapted); name others"
         )
 
-    packed_names = FAMILIES[model.family].packed
-    packed = [f"{name}_proj" for name in names if name in packed_names]
+    packed_names = FAMILIES[model.family].packed.keys()
+    packed = [target for target, names in parameters.items() if packed_names & set(names)]
     if packed:
         raise ConfigError(
             f"learner.lora.targets: a {model.family} model stores {', '.join(packed)} in one"
             " matrix, for which PEFT has one adapter; name others"
         )
-    return names
+    return list(itertools.chain.from_iterable(parameters.values()))
 
 
 def new_adapters(lora: LoraConfig, model: DecoderConfig) -> Params:
@@ -154,8 +153,9 @@ class Parameterization:
     ) -> Parameterization:
         """Return the parameterization of a policy.
 
-        All parameters are trained, with ``learner.freeze_vision`` all but the vision tower, with
-        ``learner.lora`` only adapters.
+        All parameters are trained except the corrections of routers, with
+        ``learner.freeze_vision`` all but those and the vision tower, with ``learner.lora`` only
+        adapters.
 
         Args:
             model: the model's hyperparameters.
@@ -210,7 +210,9 @@ class Parameterization:
         shardings: Params,
         config: LearnerConfig,
     ) -> Parameterization:
-        is_trained = nnx.Not(nnx.PathContains("vision")) if config.freeze_vision else nnx.Param
+        is_trained: Any = nnx.Param  # no buffer
+        if config.freeze_vision:
+            is_trained = nnx.All(nnx.Param, nnx.Not(nnx.PathContains("vision")))
         graphdef, trained, frozen = _split(kind.from_params(model, params), is_trained)
         # A model of shardings is split in the same way as a model of parameters.
         sharding_model = kind.from_params(model, shardings)

@@ -127,6 +127,18 @@ class Experts:
         bias: the router and the experts' matrices have one.
         first_dense_layers: how many of the first layers have a dense feed-forward network instead,
             of the decoder's ``intermediate_size``.
+        scoring: from the router's scores to the experts' probabilities: of one choice among all
+            experts, or of each expert by itself.
+        correction: a bias is added to the probabilities for the choice, not for the weights. It
+            balances the experts and is not trained by gradients (Wang et al. 2024, arXiv
+            2408.15664).
+        groups: the experts are that many groups of neighbours.
+        groups_per_token: a token chooses among the experts of so many groups, those whose two best
+            probabilities have the largest sums (DeepSeek-AI 2024, DeepSeek-V3, arXiv 2412.19437,
+            section 2.1.2).
+        scale: of the chosen experts' weights, after they are normalized.
+        shared_size: F of the shared expert, a dense network that every token passes; 0 for none.
+        shared_gated: the shared expert's output is multiplied by the sigmoid of a score of its own.
     """
 
     count: int
@@ -135,6 +147,13 @@ class Experts:
     normalize: bool
     bias: bool = False
     first_dense_layers: int = 0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
+    shared_size: int = 0
+    shared_gated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -487,4 +506,12 @@ class DecoderConfig:
                 "expert_up_bias": (e, f),
                 "expert_down_bias": (e, d),
             }
+        if self.experts.correction:
+            shapes["router_correction"] = (e,)
+
+        f = self.experts.shared_size
+        if f:
+            shapes |= {"shared_gate": (f, d), "shared_up": (f, d), "shared_down": (d, f)}
+        if self.experts.shared_gated:
+            shapes["shared_router"] = (1, d)
         return shapes

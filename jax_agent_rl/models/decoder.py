@@ -42,10 +42,11 @@ from jax_agent_rl.models.layers import (
 from jax_agent_rl.models.lora import LoRA
 from jax_agent_rl.models.mixers import MIXERS
 from jax_agent_rl.models.mixers.mixer import TokenTrees
+from jax_agent_rl.models.parameters import rounded_params
 from jax_agent_rl.models.sharding import ROWS, constrain
 from jax_agent_rl.models.vision_context import ImageInputs
 from jax_agent_rl.models.vision_tower import VisionTower
-from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, LogprobProbe, rounded
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, LogprobProbe
 
 
 class LayerStacks(Module):
@@ -271,7 +272,7 @@ def score_probe(
         dtype: what the parameters are rounded to first, as in the transfer. The model computes in
             float32.
     """
-    params = jax.tree.map(lambda x: rounded(x, dtype), params)
+    params = rounded_params(params, dtype)
     log_probs = []
     for ids in sequences:
         logprobs_T = _logprobs(config, params, jnp.asarray(ids, jnp.int32))

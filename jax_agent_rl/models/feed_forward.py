@@ -28,13 +28,26 @@ def _experts(layer: LayerWeights, x: jax.Array, routed: jax.Array | None) -> jax
     activation = ACTIVATIONS[layer.config.activation]
     weights = _expert_params(layer)
     if layer.mesh is not None:
-        return moe.sharded_mixture_of_experts(experts, weights, x, activation, layer.mesh, routed)
+        out = moe.sharded_mixture_of_experts(experts, weights, x, activation, layer.mesh, routed)
+    else:
+        tokens = x.reshape(-1, x.shape[-1])
+        if routed is not None:
+            routed = routed.reshape(-1, experts.per_token)
+        out, _ = moe.mixture_of_experts(experts, weights, tokens, activation, routed)
+        out = out.reshape(x.shape)
+    if not experts.shared_size:
+        return out
+    return out + _shared_expert(layer, x)
 
-    tokens = x.reshape(-1, x.shape[-1])
-    if routed is not None:
-        routed = routed.reshape(-1, experts.per_token)
-    out, _ = moe.mixture_of_experts(experts, weights, tokens, activation, routed)
-    return out.reshape(x.shape)
+
+def _shared_expert(layer: LayerWeights, x: jax.Array) -> jax.Array:
+    """Apply the dense network that every token passes beside its experts."""
+    activation = ACTIVATIONS[layer.config.activation]
+    hidden = activation(layer.linear("shared_gate", x), layer.linear("shared_up", x))
+    out = layer.linear("shared_down", hidden)
+    if "shared_router" not in layer.params:
+        return out
+    return out * moe.shared_expert_weight(layer.params["shared_router"], x)
 
 
 def _expert_params(layer: LayerWeights) -> Params:

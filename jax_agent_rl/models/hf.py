@@ -17,6 +17,7 @@ import numpy as np
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES, read_config, write_config
+from jax_agent_rl.models.parameters import dtype_of, leaves_by_key
 from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.models.tensors import (
     HEAD,
@@ -190,8 +191,10 @@ def load_params(
     if shardings is None:
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: default, shapes, is_leaf=lambda x: isinstance(x, tuple))
-    params = jax.tree.map(
-        lambda names, shape, sharding: _read(tensors, names, shape, dtype, sharding, folder),
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, names, shape, sharding: _read(
+            tensors, names, shape, dtype_of(path[-1].key, dtype), sharding, folder
+        ),
         tensor_names(config),
         shapes,
         shardings,
@@ -300,8 +303,10 @@ def hf_tensors(
     """
     # A generator: the host need not hold more than one parameter at a time.
     named_arrays = (
-        (names, np.asarray(rounded(value, dtype)))
-        for names, value in zip(_leaves(tensor_names(config)), jax.tree.leaves(params), strict=True)
+        (names, np.asarray(rounded(value, dtype, key)))
+        for names, (key, value) in zip(
+            _leaves(tensor_names(config)), leaves_by_key(params), strict=True
+        )
     )
     yield from named_tensors(named_arrays)
 
@@ -319,12 +324,13 @@ def device_tensors(
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     tensors: dict[str, jax.Array] = {}
-    for names, value in zip(_leaves(tensor_names(config)), jax.tree.leaves(params), strict=True):
+    stored_names = _leaves(tensor_names(config))
+    for names, (key, value) in zip(stored_names, leaves_by_key(params), strict=True):
         for stored, part in unstack(names, value):
             if not isinstance(stored, str):
                 return None
             # A copy, even of a whole parameter: the learner's next step reuses its memory.
-            tensors[stored] = jax.device_put(jnp.array(rounded(part, dtype)), device)
+            tensors[stored] = jax.device_put(jnp.array(rounded(part, dtype, key)), device)
     return tensors
 
 

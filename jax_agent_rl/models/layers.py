@@ -264,6 +264,10 @@ def linear(
     return product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
+class Buffer(nnx.Variable):
+    """A parameter that no optimizer changes."""
+
+
 class Module(nnx.Module):
     """A module whose parameters are those of a table of shapes, under its names.
 
@@ -275,15 +279,17 @@ class Module(nnx.Module):
     def __init__(self, config: Any, shapes: Mapping[str, Any], *, rngs: nnx.Rngs) -> None:
         self.config = config
         for name, shape in shapes.items():
-            if isinstance(shape, tuple):
-                setattr(self, name, nnx.Param(self._draw(name, shape, rngs)))
+            if not isinstance(shape, tuple):
+                continue
+            parameter = PARAMETERS.get(name) or VISION_PARAMETERS[name]
+            value = self._draw(parameter.kind, shape, rngs)
+            variable = nnx.Param if parameter.is_trained else Buffer
+            setattr(self, name, variable(value))
 
-    def _draw(self, name: str, shape: tuple[int, ...], rngs: nnx.Rngs) -> jax.Array:
-        parameter = PARAMETERS.get(name) or VISION_PARAMETERS[name]
-        kind = parameter.kind
+    def _draw(self, kind: Kind, shape: tuple[int, ...], rngs: nnx.Rngs) -> jax.Array:
         if kind is Kind.NORM:
             return jnp.full(shape, 1.0 - self.config.norm_offset)
-        if kind in (Kind.BIAS, Kind.SINK):
+        if kind in (Kind.BIAS, Kind.SINK, Kind.CORRECTION):
             return jnp.zeros(shape)
         return 0.02 * jax.random.normal(rngs.params(), shape)
 

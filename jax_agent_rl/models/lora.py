@@ -7,6 +7,7 @@ arXiv 2305.14314) and is then dequantized layer by layer. An adapter's files are
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -22,7 +23,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
-from jax_agent_rl.config import LoraConfig
+from jax_agent_rl.config.learner import LoraConfig, LoraTarget
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES
@@ -98,6 +99,22 @@ ADAPTABLE = frozenset(
     if parameter.is_matrix and not parameter.is_of_experts
 )
 """Matrices of the parameter tree that engines adapt."""
+TARGETS: Mapping[LoraTarget, tuple[str, ...]] = {
+    "q_proj": ("q",),
+    "k_proj": ("k",),
+    "v_proj": ("v",),
+    "o_proj": ("o",),
+    "gate_proj": ("gate", "shared_gate"),
+    "up_proj": ("up", "shared_up"),
+    "down_proj": ("down", "shared_down"),
+}
+"""``ADAPTABLE`` by the last part of Hugging Face's names: PEFT adapts all that a target names."""
+
+
+def target_parameters(lora: LoraConfig, model: DecoderConfig) -> dict[str, list[str]]:
+    """Return the parameters that each of the targets names, of those that the model has."""
+    layers = model.parameter_shapes()["layers"]
+    return {target: [name for name in TARGETS[target] if name in layers] for target in lora.targets}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,8 +291,7 @@ def blank_adapter(lora: LoraConfig, model: DecoderConfig) -> PeftAdapter:
     """Return an adapter that changes nothing, of the shapes that training will give it."""
     shapes = model.parameter_shapes()["layers"]
     weights = {}
-    for target in lora.targets:
-        name = target.removesuffix("_proj")
+    for name in itertools.chain.from_iterable(target_parameters(lora, model).values()):
         layers, outputs, inputs = shapes[name]
         weights[name] = (
             np.zeros((layers, lora.rank, inputs), np.float32),

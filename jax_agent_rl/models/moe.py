@@ -46,12 +46,35 @@ WEIGHTS = {
 """Shardings of a layer's parameters; biases are there if ``Experts.bias``."""
 
 
+PROBABILITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+}
+"""From the scores [.., E] of ``Experts.scoring`` to probabilities."""
+_LEAST_SUM = 1e-20
+"""Added to a sum of probabilities before it divides them, as in DeepSeek-V3's code."""
+
+
 def _scores(layer: Params, x: jax.Array) -> jax.Array:
     """Return the router's scores float32 [.., E] of x [.., D]."""
-    scores = jnp.einsum("...d,ed->...e", x, layer["router"])
-    if "router_bias" in layer:
-        scores = scores + layer["router_bias"]
-    return scores.astype(jnp.float32)
+    scores = _float32_product(x, layer["router"])
+    if "router_bias" not in layer:
+        return scores
+    return scores + layer["router_bias"].astype(jnp.float32)
+
+
+def _float32_product(x: jax.Array, router: jax.Array) -> jax.Array:
+    """Multiply x [.., D] with a router [E, D] -> float32 [.., E], whatever dtype they have.
+
+    Rounded scores would exchange the experts of those that lie close together.
+    """
+    return jnp.einsum(
+        "...d,ed->...e",
+        x,
+        router,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def route(
@@ -60,23 +83,53 @@ def route(
     """Choose the experts of each token: weights float32 [N, k] and indices int32 [N, k].
 
     Args:
-        layer: ``router`` [E, D], and perhaps ``router_bias`` [E].
+        layer: ``router`` [E, D], and perhaps ``router_bias`` and ``router_correction`` [E].
         x: inputs of the router, [N, D].
         routed: [N, k], experts to take instead; a token of -1 chooses its own.
     """
-    probabilities = jax.nn.softmax(_scores(layer, x), axis=-1)
-    weights, chosen = jax.lax.top_k(probabilities, experts.per_token)
-    if routed is not None:
-        chosen = _replace_choices(chosen, routed)
-        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
+    probabilities = PROBABILITIES[experts.scoring](_scores(layer, x))
+    chosen = _choose(experts, layer, probabilities, routed)
+    weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
     if experts.normalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return weights, chosen
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _LEAST_SUM)
+    return weights * experts.scale, chosen
 
 
-def _replace_choices(chosen: jax.Array, routed: jax.Array) -> jax.Array:
-    """Return ``routed``, and ``chosen`` where it is -1."""
+def _choose(
+    experts: Experts, layer: Params, probabilities: jax.Array, routed: jax.Array | None
+) -> jax.Array:
+    """Return the experts int32 [.., k] of tokens with these probabilities [.., E].
+
+    Args:
+        routed: [.., k], see :func:`route`.
+    """
+    ranking = probabilities
+    if experts.correction:
+        ranking = ranking + layer["router_correction"]
+    if experts.groups > experts.groups_per_token:
+        ranking = jnp.where(_is_in_chosen_group(experts, ranking), ranking, -jnp.inf)
+    _, chosen = jax.lax.top_k(ranking, experts.per_token)
+    if routed is None:
+        return chosen
     return jnp.where(routed < 0, chosen, routed.astype(chosen.dtype))
+
+
+def _is_in_chosen_group(experts: Experts, ranking: jax.Array) -> jax.Array:
+    """Return which experts [.., E] are in one of the token's groups."""
+    grouped = ranking.reshape(*ranking.shape[:-1], experts.groups, -1)
+    best_two, _ = jax.lax.top_k(grouped, 2)
+    _, chosen_groups = jax.lax.top_k(jnp.sum(best_two, axis=-1), experts.groups_per_token)
+    is_chosen = jnp.any(jax.nn.one_hot(chosen_groups, experts.groups, dtype=bool), axis=-2)
+    return jnp.repeat(is_chosen, experts.count // experts.groups, axis=-1)
+
+
+def shared_expert_weight(router: jax.Array, x: jax.Array) -> jax.Array:
+    """Return the weight [.., 1] of a gated shared expert for x [.., D].
+
+    Args:
+        router: ``shared_router`` [1, D].
+    """
+    return jax.nn.sigmoid(_float32_product(x, router)).astype(x.dtype)
 
 
 def router_load(
@@ -89,23 +142,22 @@ def router_load(
     """Compute the load of each expert, for :func:`load_balancing_loss`.
 
     Args:
-        layer: ``router`` [E, D], and perhaps ``router_bias`` [E].
+        layer: see :func:`route`.
         x: inputs of the router, [B, T, D].
         copies: int32 [B, T], how often each token counts.
         routed: [B, T, k], see :func:`route`.
 
     Returns:
-        float32 [2, E]: tokens that chose an expert (without gradient), and the sum of its
-            probabilities.
+        float32 [2, E]: tokens that chose an expert (without gradient), and the sum of its shares of
+            the softmax of the scores. Probabilities of ``scoring="sigmoid"`` add up to no constant:
+            to push them all down would lower the loss and balance nothing.
     """
-    probabilities = jax.nn.softmax(_scores(layer, x), axis=-1)
-    _, chosen = jax.lax.top_k(probabilities, experts.per_token)
-    if routed is not None:
-        chosen = _replace_choices(chosen, routed)
+    scores = _scores(layer, x)
+    chosen = _choose(experts, layer, PROBABILITIES[experts.scoring](scores), routed)
 
     choices = jnp.sum(jax.nn.one_hot(chosen, experts.count), axis=2)
     weights = copies.astype(jnp.float32)
-    summands = jnp.stack([jax.lax.stop_gradient(choices), probabilities])
+    summands = jnp.stack([jax.lax.stop_gradient(choices), jax.nn.softmax(scores)])
     return jnp.einsum("bt,sbte->se", weights, summands)
 
 
@@ -136,8 +188,8 @@ def mixture_of_experts(
     """Apply each token's experts, weighted: [N, D] -> [N, D] and the choices int32 [N, k].
 
     Args:
-        layer: ``router`` [E, D], ``expert_gate`` and ``expert_up`` [E, F, D], ``expert_down`` [E,
-            D, F]; and a bias ``…_bias`` [E, out] of each, or none.
+        layer: the router's parameters (:func:`route`), ``expert_gate`` and ``expert_up`` [E, F, D],
+            ``expert_down`` [E, D, F]; and a bias ``…_bias`` [E, out] of each, or none.
         routed: [N, k], see :func:`route`.
         transposed: the experts' matrices are [E, in, out].
     """

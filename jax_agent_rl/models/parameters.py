@@ -19,6 +19,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jax_agent_rl.utils.weight_transfer import FLOAT32_PARAMETERS, rounded
+
 STACKS = ("layers", "experts")
 """Axes that stack parameters of equal shape. They come first."""
 
@@ -35,6 +40,8 @@ class Kind(StrEnum):
     ROUTER = "router"
     """Scores the experts. A matrix by shape, but its rows are compared with each other, one per
     expert."""
+    CORRECTION = "correction"
+    """Of the experts' probabilities, for their choice alone. No gradient reaches it."""
     BIAS = "bias"
     NORM = "norm"
     SINK = "sink"
@@ -55,6 +62,11 @@ class Parameter:
         The matrix has the last two axes then.
         """
         return self.kind is Kind.MATRIX
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer may change it."""
+        return self.kind is not Kind.CORRECTION
 
     @property
     def is_of_experts(self) -> bool:
@@ -95,12 +107,17 @@ PARAMETERS: dict[str, Parameter] = {
     "down": _matrix("layers", "embed", "mlp"),
     "router": Parameter(Kind.ROUTER, ("layers", "choices", "embed")),
     "router_bias": _bias("layers", "choices"),
+    "router_correction": Parameter(Kind.CORRECTION, ("layers", "choices")),
     "expert_gate": _matrix("layers", "experts", "mlp", "embed"),
     "expert_up": _matrix("layers", "experts", "mlp", "embed"),
     "expert_down": _matrix("layers", "experts", "embed", "mlp"),
     "expert_gate_bias": _bias("layers", "experts", "mlp"),
     "expert_up_bias": _bias("layers", "experts", "mlp"),
     "expert_down_bias": _bias("layers", "experts", "norm"),
+    "shared_gate": _matrix("layers", "mlp", "embed"),
+    "shared_up": _matrix("layers", "mlp", "embed"),
+    "shared_down": _matrix("layers", "embed", "mlp"),
+    "shared_router": Parameter(Kind.ROUTER, ("layers", "choices", "embed")),
     "input_norm": _norm("layers", "norm"),
     "post_attention_norm": _norm("layers", "norm"),
     "pre_feedforward_norm": _norm("layers", "norm"),
@@ -175,3 +192,30 @@ def parameter_at(path: Sequence[Any]) -> Parameter:
     if part == "a":
         return _matrix(*stacks, "rank", inputs)
     return _matrix(*stacks, out, "rank")
+
+
+def leaves_by_key(params: Any) -> list[tuple[str, Any]]:
+    """Return the leaves of a parameter tree, each with its own name, in jax's order."""
+    leaves = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        leaves.append((path[-1].key, leaf))
+    return leaves
+
+
+def dtype_of(name: str, dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of a parameter of this name in a model of ``dtype``."""
+    if name in FLOAT32_PARAMETERS:
+        return jnp.dtype(jnp.float32)
+    return dtype
+
+
+def cast_params(params: Any, dtype: jnp.dtype) -> Any:
+    """Return a parameter tree in a dtype, except for ``FLOAT32_PARAMETERS``."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x.astype(dtype_of(path[-1].key, dtype)), params
+    )
+
+
+def rounded_params(params: Any, dtype: str) -> Any:
+    """Return a parameter tree in the dtype of a transfer, see ``weight_transfer.rounded``."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: rounded(x, dtype, path[-1].key), params)

@@ -32,6 +32,7 @@ import tensorstore as ts
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.parameters import dtype_of
 from jax_agent_rl.models.sharding import Bounds, local_bounds, shard_bounds
 from jax_agent_rl.utils.fingerprints import digest
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, check_digest, rounded
@@ -68,7 +69,7 @@ def write_part(folder: str, params: Params, *, part: int, dtype: str = AS_THEY_A
     try:
         store = ts.KvStore.open(folder, context=ts.Context(_CONTEXT)).result()
         for name, value in named(params).items():
-            entries[name] = _write_shards(store, name, rounded(value, dtype))
+            entries[name] = _write_shards(store, name, rounded(value, dtype, _key(name)))
         store.write(f"part-{part}.json", json.dumps(entries).encode()).result()
     except ValueError as error:  # raised by TensorStore
         raise OSError(f"weights cannot be written to {folder}: {error}") from error
@@ -186,7 +187,7 @@ class StoredParams:
         require_same(named(shapes), stored_shapes)
         arrays = []
         for name, sharding in named(shardings).items():
-            arrays.append(self._read(name, sharding, dtype))
+            arrays.append(self._read(name, sharding, dtype_of(_key(name), dtype)))
         return jax.tree.unflatten(jax.tree.structure(shardings), arrays)
 
     def _read(self, name: str, sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> jax.Array:
@@ -265,6 +266,11 @@ def named(tree: Params) -> dict[str, Any]:
     """Return the leaves of a tree, or tuples in place of leaves, by their dotted names."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple))
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _key(name: str) -> str:
+    """Return a parameter's own name, the last part of its dotted one."""
+    return name.rpartition(".")[2]
 
 
 def require_same(served: Mapping[str, Any], update: Mapping[str, Any]) -> None:

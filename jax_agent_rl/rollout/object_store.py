@@ -112,7 +112,7 @@ def store(
             tree[Path(path).name] = _pack(np.memmap(path, np.uint8, mode="r"))
     else:
         form = ARRAYS
-        tree = _map(lambda array: _pack(rounded(array, dtype)), update.payload)
+        tree = _map(lambda name, array: _pack(rounded(array, dtype, name)), update.payload)
         update = replace(update, dtype=dtype)
     payload = StoredWeights(form=form, reference=put(tree), fingerprint=fingerprint(tree))
     return replace(update, kind=OBJECT_STORE, payload=payload, lasting=True)
@@ -152,7 +152,7 @@ async def fetch(
         )
 
     if stored.form == ARRAYS:
-        yield replace(update, kind=ARRAYS, payload=_map(_unpack, tree))
+        yield replace(update, kind=ARRAYS, payload=_map(lambda _, tensor: _unpack(tensor), tree))
         return
 
     folder = make_temp_folder("jax_agent_rl-fetched-", in_memory=True)
@@ -182,13 +182,14 @@ def _unpack(tensor: Tensor) -> np.ndarray:
     return numbers.view(dtype)
 
 
-def _map(function: Callable[[Any], Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
+def _map(function: Callable[[str, Any], Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree with ``function(name, value)`` in place of every value."""
     mapped = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):
             mapped[name] = _map(function, value)
         else:
-            mapped[name] = function(value)
+            mapped[name] = function(name, value)
     return mapped
 
 

@@ -9,8 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jax_agent_rl.agents import select_agents
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.base import Facts, unused
@@ -25,6 +23,7 @@ from jax_agent_rl.learner.losses.policy import find_policy_loss
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
+from jax_agent_rl.models.parameters import rounded_params
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
 from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.observe.run_dir import RunDir
@@ -72,7 +71,7 @@ from jax_agent_rl.runtime.served_teachers import open_served_teachers
 from jax_agent_rl.runtime.teachers import check_teachers, make_teachers, require_teachers
 from jax_agent_rl.runtime.transports import make_transport
 from jax_agent_rl.trainer.components import RunComponents
-from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +244,7 @@ def initial_weights(config: Config, params: Params) -> Params:
     dtype = AS_THEY_ARE
     if config.rollout.placement == "hybrid":
         dtype = parameter_dtype(config)
-    return jax.tree.map(lambda x: rounded(x, dtype), params)
+    return rounded_params(params, dtype)
 
 
 def refuse_adapters(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from jax_agent_rl.models.convert import named_dtype
 from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.models.identity import WEIGHTS, model_fingerprints
 from jax_agent_rl.models.lora import save_peft
+from jax_agent_rl.models.parameters import cast_params
 from jax_agent_rl.models.sharding import make_mesh
 from jax_agent_rl.runtime.policy_choice import (
     PolicyChoice,
@@ -185,8 +186,7 @@ def export_run(
         return out
 
     merged = parameterization.merge(trained_params(state), parameterization.frozen)
-    params = jax.tree.map(lambda x: x.astype(target_dtype), merged)
-    save_hf(out, model, params, tokenizer_from=base)
+    save_hf(out, model, cast_params(merged, target_dtype), tokenizer_from=base)
     return out
 
 

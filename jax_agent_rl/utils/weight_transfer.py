@@ -25,17 +25,26 @@ AS_THEY_ARE = "float32"
 _FLOAT16_MAX = 65504.0
 
 
-def rounded(x: Any, dtype: str) -> Any:
+FLOAT32_PARAMETERS = frozenset({"router_correction", "value_head"})
+"""Names of parameters that have float32 in models of every dtype, and on the way to engines.
+
+Experts' corrections differ by less than bfloat16's steps near 1, and a regression needs the
+precision.
+"""
+
+
+def rounded(x: Any, dtype: str, name: str) -> Any:
     """Return a NumPy or device array in the dtype of a transfer.
 
     Args:
         dtype: as ``WeightUpdate.dtype``.
+        name: of the parameter: those of ``FLOAT32_PARAMETERS`` stay as they are.
 
     Raises:
         WeightUpdateError: a number is beyond float16, which would make it infinite. (bfloat16 has
             float32's range.)
     """
-    if dtype == AS_THEY_ARE:
+    if dtype == AS_THEY_ARE or name in FLOAT32_PARAMETERS:
         return x
     if dtype == "float16" and x.size:
         largest = float(abs(x).max())

@@ -2,6 +2,7 @@
 its array.
 """
 
+import itertools
 import re
 from dataclasses import replace
 from typing import Any, get_args
@@ -20,12 +21,15 @@ from jax_agent_rl.learner.optimizer import make_optimizer
 from jax_agent_rl.learner.parameterization import new_adapters
 from jax_agent_rl.models.config import DecoderConfig, Experts, VisionConfig
 from jax_agent_rl.models.families import FAMILIES, read_config
-from jax_agent_rl.models.lora import ADAPTABLE
+from jax_agent_rl.models.lora import ADAPTABLE, TARGETS
 from jax_agent_rl.models.parameters import PARAMETERS, STACKS, VISION_PARAMETERS, Kind, parameter_at
 from tests.tiny import TINY
 from tests.tiny_vision import TINY_VL
 
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=16, normalize=True)
+SHARED = replace(
+    EXPERTS, scoring="sigmoid", correction=True, shared_size=24, shared_gated=True, scale=2.0
+)
 GPT_OSS = replace(
     TINY,
     family="gpt_oss",
@@ -52,6 +56,7 @@ TINY_FAMILIES = {
     ),
     "qwen3_moe": replace(TINY, family="qwen3_moe", qk_norm=True, experts=EXPERTS),
     "gpt_oss": GPT_OSS,
+    "shared experts": replace(TINY, family="qwen3_moe", experts=SHARED),
     "qwen2_5_vl": TINY_VL,
     "qwen3_vl": replace(
         TINY_VL, family="qwen3_vl", qk_norm=True, qkv_bias=False, vision=QWEN3_TOWER
@@ -89,7 +94,7 @@ def test_a_matrix_has_two_axes_behind_those_that_stack(parameters: dict):
         assert list(parameter.axes[: len(stacks)]) == stacks, "stacks come first"
         if parameter.is_matrix:
             assert len(parameter.axes) - len(stacks) == 2, name
-        if parameter.kind in (Kind.BIAS, Kind.NORM, Kind.SINK):
+        if parameter.kind in (Kind.BIAS, Kind.NORM, Kind.SINK, Kind.CORRECTION):
             assert len(parameter.axes) - len(stacks) == 1, name
 
 
@@ -104,8 +109,8 @@ def test_an_unknown_name_is_refused():
 
 
 def test_adapters_and_eight_bits_are_for_matrices():
-    targets = {target.removesuffix("_proj") for target in get_args(LoraTarget)}
-    assert targets == ADAPTABLE
+    assert TARGETS.keys() == set(get_args(LoraTarget))
+    assert set(itertools.chain.from_iterable(TARGETS.values())) == ADAPTABLE
     assert not any(PARAMETERS[name].is_of_experts for name in ADAPTABLE)
     for path, shape in leaves(
         jax.tree.map(lambda x: x.shape, new_adapters(LoraConfig(rank=2), TINY))
@@ -114,7 +119,8 @@ def test_adapters_and_eight_bits_are_for_matrices():
         assert parameter.is_matrix
         assert len(parameter.axes) == len(shape)
         assert "rank" in parameter.axes
-    assert {"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"} == QUANTIZED
+    dense = {"qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down"}
+    assert dense | {"expert_gate", "expert_up", "expert_down"} == QUANTIZED
 
 
 def test_operations_of_a_pass_count_no_biases():
