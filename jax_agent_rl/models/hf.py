@@ -17,7 +17,7 @@ import numpy as np
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES, read_config, write_config
-from jax_agent_rl.models.parameters import dtype_of, leaves_by_key
+from jax_agent_rl.models.parameters import PARAMETERS, Kind, dtype_of, leaves_by_key
 from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.models.tensors import (
     HEAD,
@@ -51,9 +51,14 @@ LAYER = {
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
     "router": "mlp.gate",
+    "router_correction": "mlp.gate.e_score_correction_bias",
     "expert_gate": "mlp.experts.{expert}.gate_proj",
     "expert_up": "mlp.experts.{expert}.up_proj",
     "expert_down": "mlp.experts.{expert}.down_proj",
+    "shared_gate": "mlp.shared_experts.gate_proj",
+    "shared_up": "mlp.shared_experts.up_proj",
+    "shared_down": "mlp.shared_experts.down_proj",
+    "shared_router": "mlp.shared_expert_gate",
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
 }
@@ -363,16 +368,18 @@ def _layer_names(config: DecoderConfig, key: str) -> Names:
         return [replace(packed, name=f"{layer}.{packed.name}") for layer in layers]
 
     parameter = key.removesuffix("_bias")
-    suffix = "bias" if key.endswith("_bias") else "weight"
+    suffix = ".bias" if key.endswith("_bias") else ".weight"
+    if PARAMETERS[key].kind is Kind.CORRECTION:
+        suffix = ""  # its name is the tensor's
     module = family.names.get(parameter) or LAYER[parameter]
     if "{expert}" not in module:
-        return [f"{layer}.{module}.{suffix}" for layer in layers]
+        return [f"{layer}.{module}{suffix}" for layer in layers]
 
     assert config.experts is not None
     modules = [module.format(expert=expert) for expert in range(config.experts.count)]
     names: list[Names] = []
     for layer in layers:
-        names.append([f"{layer}.{expert_module}.{suffix}" for expert_module in modules])
+        names.append([f"{layer}.{expert_module}{suffix}" for expert_module in modules])
     return names
 
 

@@ -266,13 +266,14 @@ def merge_fields(written: Mapping[str, Any], carried: Mapping[str, Any]) -> dict
     return merged
 
 
-def integer(config: Fields, name: str, default: int | None = None) -> int:
-    """Read a positive integer; the default if absent or null."""
+def integer(config: Fields, name: str, default: int | None = None, *, least: int = 1) -> int:
+    """Read an integer from ``least`` on; the default if absent or null."""
     value = config.get(name)
     if value is None:
         value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise bad_field(config, name, "a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise bad_field(config, name, expected)
     return value
 
 

@@ -30,19 +30,23 @@ SMALL: dict[str, Any] = {
     "num_local_experts": 4,
 }
 MOE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_local_experts")
+LEFT_OUT = {
+    "qwen3_moe": ("num_local_experts",),
+    "gpt_oss": ("num_experts", "moe_intermediate_size"),
+    "glm4_moe": ("num_experts", "num_local_experts"),
+}
 TEXT_FAMILIES = sorted(name for name in FAMILIES if not name.endswith("_vl"))
 
 
 def small(family: str) -> dict[str, Any]:
     """A config.json of a small model of the family."""
-    left_out = () if family in ("qwen3_moe", "gpt_oss") else MOE
-    if family == "qwen3_moe":
-        left_out = ("num_local_experts",)
-    elif family == "gpt_oss":
-        left_out = ("num_experts", "moe_intermediate_size")
-    return {"model_type": family} | {
+    left_out = LEFT_OUT.get(family, MOE)
+    raw = {"model_type": family} | {
         name: value for name, value in SMALL.items() if name not in left_out
     }
+    if family == "glm4_moe":
+        raw["n_routed_experts"] = 4
+    return raw
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
