@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_agent_rl.errors import ConfigError, ModelError, WeightUpdateError
-from jax_agent_rl.models.tensors import HEAD, has_own_head, open_tensors
+from jax_agent_rl.models.tensors import HEAD, has_own_head, of_prediction_layers, open_tensors
 from jax_agent_rl.utils.text import counted
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -70,6 +70,8 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
     "Qwen3MoeForCausalLM": Family(fused=_FUSED, experts="experts.routed_experts"),
+    "Glm4MoeForCausalLM": Family(fused=_FUSED, experts="experts.routed_experts"),
+    "MiniMaxM2ForCausalLM": Family(fused=_FUSED, experts="experts.routed_experts"),
     "Gemma3ForCausalLM": _LLAMA,
     # Gate and up are one matrix on both sides.
     "Glm4ForCausalLM": Family(fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")}),
@@ -143,6 +145,8 @@ class Checkpoint:
             for file in files:
                 for name, shape in read_shapes([file]).items():
                     shapes[_renamed(name, family.aliases)] = shape
+            for name in of_prediction_layers(shapes):  # vLLM does not load them either
+                del shapes[name]
             is_tied = is_tied and not has_own_head(files)  # vLLM unties a head that differs
         except ModelError as error:
             raise ConfigError(str(error)) from error
@@ -252,7 +256,14 @@ def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset()
 
 
-_EXPERT_STACKS = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
+_EXPERT_STACKS = {
+    "gate_proj": "w13",
+    "w1": "w13",
+    "up_proj": "w13",
+    "w3": "w13",
+    "down_proj": "w2",
+    "w2": "w2",
+}
 """vLLM's stack of all experts' matrices, by Hugging Face's module of one expert."""
 
 
@@ -268,7 +279,7 @@ def _place(name: str, shapes: Shapes, family: Family) -> Placement:
     is_expert = len(parts) > 4 and parts[-4] == "experts"
     if family.experts and is_expert:
         stack = _EXPERT_STACKS[module]
-        first = rows if module == "up_proj" else 0  # gate lies above up
+        first = rows if module in ("up_proj", "w3") else 0  # gate lies above up
         return Placement(
             parameter=".".join([*vllm_parts[:-4], family.experts, f"{stack}_{kind}"]),
             first=first,

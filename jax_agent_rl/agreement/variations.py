@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax_agent_rl.models.config import (
     DecoderConfig,
     DynamicScaling,
+    Experts,
     LinearScaling,
     Llama3Scaling,
     Params,
@@ -148,6 +149,7 @@ USUAL: Mapping[str, Callable[[DecoderConfig], Sequence[Any]]] = {
     "Rope.partial_rotary": lambda model: (1.0, 0.75, 0.5, 0.25),
     "YarnScaling.attention_factor": lambda model: (1.0,),
     "Experts.per_token": lambda model: (1, 2, 4, 8),
+    "Experts.shared_size": lambda model: (0,),
 }
 """By class and field, values of known models."""
 
@@ -271,7 +273,7 @@ def _completed(config: DecoderConfig) -> DecoderConfig:
     """Change what has to change together.
 
     The size of a window alone has no effect in a model without windowed layers, so all layers get
-    it. Both rotary tables rotate the same numbers.
+    it. Both rotary tables rotate the same numbers. A gate goes with its shared expert.
     """
     if config.sliding_window is not None and not config.windowed_layers:
         config = replace(config, windowed_layers=(True,) * config.num_layers)
@@ -282,12 +284,21 @@ def _completed(config: DecoderConfig) -> DecoderConfig:
             interleaved=config.rope.interleaved,
         )
         config = replace(config, local_rope=local_rope)
+    experts = config.experts
+    if experts is not None and not experts.shared_size:
+        config = replace(config, experts=replace(experts, shared_gated=False))
     return config
 
 
 def _normalized(config: DecoderConfig) -> DecoderConfig:
     """Return the same config for all configs that compute the same."""
     config = replace(config, attention_scale=config.score_scale)
+    if not config.qk_norm:
+        config = replace(config, qk_norm_over="head")
+    experts = config.experts
+    if experts is not None and experts.groups_per_token == experts.groups:
+        experts = replace(experts, groups=1, groups_per_token=1)  # all experts are candidates
+        config = replace(config, experts=experts)
     if config.sliding_window is None or not any(config.windowed_layers):
         return replace(config, windowed_layers=(), sliding_window=None, local_rope=None)
     return replace(config, local_rope=config.local_rope or config.rope)
@@ -301,10 +312,19 @@ def is_complete(config: DecoderConfig) -> bool:
         rotated_size = int(config.head_dim * rope.partial_rotary)
         if rotated_size % 2 != 0 or rope.theta <= 1:
             return False
-    experts = config.experts
-    if experts is not None and experts.per_token > experts.count:
+    if config.experts is not None and not _can_choose(config.experts):
         return False
     return config.rms_norm_eps >= 0
+
+
+def _can_choose(experts: Experts) -> bool:
+    """Return whether there are as many candidates as a token takes, in groups of one size."""
+    if experts.count % experts.groups or experts.groups_per_token > experts.groups:
+        return False
+    group_size = experts.count // experts.groups
+    if experts.groups > 1 and group_size < 2:
+        return False
+    return experts.per_token <= experts.groups_per_token * group_size
 
 
 def fitted_params(model: DecoderConfig, params: Params, other: DecoderConfig) -> Params | None:

@@ -87,8 +87,8 @@ class EngineParams:
         layers: the learner's arrays of each layer, with ``qkv`` [K, (G+2)h, D] and ``qkv_bias`` [K,
             (G+2)h] in place of q, k, v (queries, keys and values of each key/value head),
             ``gate_up`` [2, F, D] in place of gate, up (and ``shared_gate_up`` in the same way),
-            ``sinks`` [K, G], and experts' matrices [E, in, out], as ``models.moe.grouped_product``
-            reads them.
+            ``sinks`` [K, G], ``k_norm`` [K h] if it is over all heads, and experts' matrices [E,
+            in, out], as ``models.moe.grouped_product`` reads them.
         final_norm: [D].
         head: [V, D]; None if embeddings are tied.
         vision: the learner's subtree; None for text models.
@@ -152,6 +152,8 @@ def _fuse(config: DecoderConfig, layer: Params) -> Params:
         if parts[0] in layer:
             by_head = [_by_kv_head(config, layer.pop(part)) for part in parts]
             layer[fused] = jnp.concatenate(by_head, axis=1)
+    if "k_norm" in layer and config.qk_norm_over == "heads":
+        layer["k_norm"] = _by_kv_head(config, layer["k_norm"]).reshape(-1)
     if "sinks" in layer:
         layer["sinks"] = layer["sinks"].reshape(config.num_kv_heads, -1)
     for network in ("", "shared_"):

@@ -276,10 +276,16 @@ def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarr
         for name, x in zip(parts, (queries, keys[::repeats], values[::repeats]), strict=True):
             arrays[name] = x.reshape(-1, *x.shape[2:])
 
+    if "k_norm" in arrays and model.qk_norm_over == "heads":
+        by_head = arrays["k_norm"].reshape(-1, model.head_dim)
+        repeats = len(by_head) // model.num_kv_heads
+        arrays["k_norm"] = by_head[::repeats].reshape(-1)
     if "sinks" in arrays:
         arrays["sinks"] = arrays["sinks"].reshape(-1)
-    if "gate_up" in arrays:
-        arrays["gate"], arrays["up"] = arrays.pop("gate_up")
+    for network in ("", "shared_"):
+        if f"{network}gate_up" in arrays:
+            gate, up = arrays.pop(f"{network}gate_up")
+            arrays |= {f"{network}gate": gate, f"{network}up": up}
     for name in EXPERTS & arrays.keys():
         arrays[name] = transpose_matrices(arrays[name])
     return arrays

@@ -321,7 +321,8 @@ class DecoderConfig:
         o_bias: o has one.
         attention_sinks: each head's softmax has one more score, a parameter, whose weight goes to
             no value (Xiao et al. 2023, arXiv 2309.17453; a learned one as in gpt-oss).
-        qk_norm: q and k have an RMS norm per head.
+        qk_norm: q and k have RMS norms.
+        qk_norm_over: what they are over: each head by itself, or all heads at once.
         norm_offset: the norms multiply by ``offset + weight`` (Gemma stores weights around 0).
         sandwich_norms: the outputs of attention and feed-forward network also have a norm, before
             they are added.
@@ -357,6 +358,7 @@ class DecoderConfig:
     o_bias: bool = False
     attention_sinks: bool = False
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "heads"] = "head"
     norm_offset: float = 0.0
     sandwich_norms: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
@@ -479,8 +481,10 @@ class DecoderConfig:
             shapes["o_bias"] = (d,)
         if self.attention_sinks:
             shapes["sinks"] = (self.num_heads,)
-        if self.qk_norm:
+        if self.qk_norm and self.qk_norm_over == "head":
             shapes |= {"q_norm": (h,), "k_norm": (h,)}
+        elif self.qk_norm:
+            shapes |= {"q_norm": (query,), "k_norm": (key,)}
         return shapes
 
     def _dense_shapes(self) -> Shapes:
@@ -512,6 +516,6 @@ class DecoderConfig:
         f = self.experts.shared_size
         if f:
             shapes |= {"shared_gate": (f, d), "shared_up": (f, d), "shared_down": (d, f)}
-        if self.experts.shared_gated:
-            shapes["shared_router"] = (1, d)
+            if self.experts.shared_gated:
+                shapes["shared_router"] = (1, d)
         return shapes

@@ -25,6 +25,7 @@ from jax_agent_rl.models.tensors import (
     Tensors,
     has_own_head,
     named_tensors,
+    of_prediction_layers,
     open_tensors,
     read_slice,
     require_finite,
@@ -405,7 +406,7 @@ def _require_none_left(tensors: Tensors, config: DecoderConfig, folder: str) -> 
     known = {tensor_name(stored) for stored in jax.tree.leaves(tensor_names(config))}
     if config.tie_word_embeddings:
         known.add(HEAD)  # a copy of the embeddings
-    unknown = sorted(tensors.keys() - known)
+    unknown = sorted(tensors.keys() - known - of_prediction_layers(tensors))
     if unknown:
         raise ModelError(
             f"{folder} holds {counted(len(unknown), 'tensor')} that a {config.family} model does"

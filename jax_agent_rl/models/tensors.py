@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,6 +112,25 @@ Names = Stored | list[Any]
 """Where one parameter is stored, or (nested) each part of a stack."""
 Tensors = dict[str, Callable[[], Any]]
 """By name, what opens a tensor without reading it."""
+
+
+_JOIN = ".eh_proj.weight"
+
+
+def of_prediction_layers(names: Collection[str]) -> set[str]:
+    """Return the tensors of layers that predict further tokens, which are left out.
+
+    Such a layer stands behind the others and has a matrix that joins a hidden state with the
+    embedding of the next token (DeepSeek-AI 2024, DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    Args:
+        names: of all tensors of a model's files.
+    """
+    layers = []
+    for name in names:
+        if name.endswith(_JOIN):
+            layers.append(name.removesuffix(_JOIN) + ".")
+    return {name for name in names if name.startswith(tuple(layers))}
 
 
 def tensor_name(stored: Stored) -> str:

@@ -116,6 +116,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 8,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {

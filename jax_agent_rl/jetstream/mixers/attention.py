@@ -102,9 +102,17 @@ def _project(config: DecoderConfig, layer: AdaptedLayer, x: jax.Array) -> jax.Ar
     qkv = qkv.reshape(config.num_kv_heads, -1, config.head_dim, x.shape[1])
     if not config.qk_norm:
         return qkv
-    q = rms_norm(config, qkv[:, :-2], layer.params["q_norm"], axis=2)
-    k = rms_norm(config, qkv[:, -2:-1], layer.params["k_norm"], axis=2)
+    q = _norm(config, qkv[:, :-2], layer.params["q_norm"])
+    k = _norm(config, qkv[:, -2:-1], layer.params["k_norm"])
     return jnp.concatenate([q, k, qkv[:, -1:]], axis=1)
+
+
+def _norm(config: DecoderConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Apply the norm of queries or keys [K, n, h, B]."""
+    if config.qk_norm_over == "head":
+        return rms_norm(config, x, weight, axis=2)
+    heads = x.reshape(-1, x.shape[-1])
+    return rms_norm(config, heads, weight, axis=0).reshape(x.shape)
 
 
 def _split_and_rotate(

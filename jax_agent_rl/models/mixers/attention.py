@@ -78,16 +78,18 @@ def mix_heads(
     cos = cos[:, None]
     sin = sin[:, None]
 
-    def project_heads(name: str) -> jax.Array:
-        """Project [B, T, D] -> [B, heads, T, h]."""
-        heads = layer.linear(name, x).reshape(rows, count, -1, config.head_dim)
+    def project_heads(name: str, norm: str | None = None) -> jax.Array:
+        """Project [B, T, D] -> [B, heads, T, h], and apply a norm."""
+        projected = layer.linear(name, x)
+        if norm is not None and config.qk_norm_over == "heads":
+            projected = layer.norm(norm, projected)
+        heads = projected.reshape(rows, count, -1, config.head_dim)
+        if norm is not None and config.qk_norm_over == "head":
+            heads = layer.norm(norm, heads)
         return heads.transpose(0, 2, 1, 3)
 
-    q = project_heads("q")
-    k = project_heads("k")
-    if config.qk_norm:
-        q = layer.norm("q_norm", q)
-        k = layer.norm("k_norm", k)
+    q = project_heads("q", "q_norm" if config.qk_norm else None)
+    k = project_heads("k", "k_norm" if config.qk_norm else None)
     q = rotate(config.rope, q, cos, sin) * config.score_scale
     k = rotate(config.rope, k, cos, sin)
     v = project_heads("v")

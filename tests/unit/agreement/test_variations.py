@@ -36,7 +36,28 @@ SCALINGS = (
     YarnScaling(factor=4.0, original_max_position_embeddings=64.0),
     DynamicScaling(factor=2.0, trained_positions=64, positions=256),
 )
-MODELS = (LLAMA, MOE, GEMMA, *(replace(LLAMA, rope=Rope(scaling=scaling)) for scaling in SCALINGS))
+assert MOE.experts is not None
+GROUPED = replace(
+    MOE,
+    experts=replace(
+        MOE.experts,
+        count=8,
+        scoring="sigmoid",
+        correction=True,
+        groups=4,
+        groups_per_token=2,
+        scale=2.5,
+        shared_size=16,
+        shared_gated=True,
+    ),
+)
+MODELS = (
+    LLAMA,
+    MOE,
+    GROUPED,
+    GEMMA,
+    *(replace(LLAMA, rope=Rope(scaling=scaling)) for scaling in SCALINGS),
+)
 
 
 def owners(config: Any) -> Iterator[Any]:

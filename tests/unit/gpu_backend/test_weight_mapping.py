@@ -116,6 +116,47 @@ def test_gpt2_stores_its_matrices_transposed(tmp_path: Path):
     assert placements["wte.weight"] == ("transformer.wte.weight", 0, 50, False, None)
 
 
+def test_experts_of_minimax_m2_have_other_names(tmp_path: Path):
+    experts = "model.layers.0.block_sparse_moe.experts"
+    correction = "model.layers.0.block_sparse_moe.e_score_correction_bias"
+    shapes = {f"{experts}.{e}.{m}.weight": (6, 8) for e in (0, 1) for m in ("w1", "w3")}
+    shapes |= {f"{experts}.{e}.w2.weight": (8, 6) for e in (0, 1)} | {correction: (2,)}
+    placements = Checkpoint.read(
+        model_folder(tmp_path, shapes, architectures=["MiniMaxM2ForCausalLM"])
+    ).placements()
+    stack = f"{experts}.routed_experts"
+    assert placements[f"{experts}.1.w1.weight"] == (f"{stack}.w13_weight", 0, 6, False, 1)
+    assert placements[f"{experts}.1.w3.weight"] == (f"{stack}.w13_weight", 6, 6, False, 1)
+    assert placements[f"{experts}.0.w2.weight"] == (f"{stack}.w2_weight", 0, 8, False, 0)
+    assert placements[correction] == (correction, 0, 2, False, None)
+
+
+def test_a_shared_expert_is_a_dense_network_and_further_predictions_are_no_part(tmp_path: Path):
+    mlp = "model.layers.1.mlp"
+    shapes = {
+        f"{mlp}.shared_experts.gate_proj.weight": (6, 8),
+        f"{mlp}.shared_experts.up_proj.weight": (6, 8),
+        f"{mlp}.gate.e_score_correction_bias": (4,),
+        "model.layers.2.eh_proj.weight": (8, 16),
+        "model.layers.2.mlp.gate.weight": (4, 8),
+    }
+    placements = Checkpoint.read(
+        model_folder(tmp_path, shapes, architectures=["Glm4MoeForCausalLM"])
+    ).placements()
+    fused = f"{mlp}.shared_experts.gate_up_proj.weight"
+    assert placements == {
+        f"{mlp}.shared_experts.gate_proj.weight": (fused, 0, 6, False, None),
+        f"{mlp}.shared_experts.up_proj.weight": (fused, 6, 6, False, None),
+        f"{mlp}.gate.e_score_correction_bias": (
+            f"{mlp}.gate.e_score_correction_bias",
+            0,
+            4,
+            False,
+            None,
+        ),
+    }
+
+
 def test_experts_stand_in_one_stack_gate_above_up(tmp_path: Path):
     experts = "model.layers.0.mlp.experts"
     shapes = {f"{experts}.{e}.{m}_proj.weight": (6, 8) for e in (0, 1) for m in ("gate", "up")}

@@ -22,6 +22,13 @@ from jax_agent_rl.models.layers import DTYPES
 from tests.tiny import TINY, full_logits, tiny_params
 
 EXPERTS = replace(TINY, experts=Experts(count=4, per_token=2, intermediate_size=24, normalize=True))
+assert EXPERTS.experts is not None
+SHARED = replace(
+    EXPERTS,
+    experts=replace(
+        EXPERTS.experts, scoring="sigmoid", correction=True, shared_size=16, shared_gated=True
+    ),
+)
 SHAPES = EngineShapes(
     max_model_len=60,
     max_concurrent_decodes=2,
@@ -67,12 +74,14 @@ def rounded(x: jax.Array, kind: str) -> jax.Array:
     )
 
 
-@pytest.mark.parametrize("config", [TINY, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "config", [TINY, EXPERTS, SHARED], ids=["dense", "experts", "shared expert"]
+)
 @BOTH
 def test_log_probs_are_those_of_the_rounded_matrices(kind, config):
     params = tiny_params(config=config)
     layers = {
-        name: rounded(x, kind) if x.ndim > 2 and name != "router" else x
+        name: rounded(x, kind) if x.ndim > 2 and "router" not in name else x
         for name, x in params["layers"].items()
     }
     log_probs = scored(config, params, weights=kind)

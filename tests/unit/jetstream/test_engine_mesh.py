@@ -36,7 +36,10 @@ MODELS = {
     "experts": replace(
         base, num_kv_heads=4, attention_sinks=True, o_bias=True, activation="clamped_swiglu",
         rope=Rope(partial_rotary=0.5, interleaved=True),
-        experts=Experts(count=8, per_token=2, intermediate_size=16, normalize=True, bias=True),
+        experts=Experts(
+            count=8, per_token=2, intermediate_size=16, normalize=True, bias=True,
+            scoring="sigmoid", correction=True, shared_size=16, shared_gated=True,
+        ),
     ),
 }
 model = MODELS[sys.argv[1]]
@@ -123,7 +126,10 @@ def test_tokens_and_logprobs_are_those_of_one_device_over_turns_and_updates(
 ):
     (line,) = run_on_devices(ENGINES, model, json.dumps(mesh), json.dumps(options))
     parts = json.loads(line)
-    assert parts.pop("router", 1) == 1, "every token is routed on every device"
+    for name in ("router", "router_correction", "shared_router"):
+        assert parts.pop(name, 1) == 1, "every token is routed on every device"
+    for name in ("shared_gate_up", "shared_down"):
+        assert parts.pop(name, 1 / 4) == 1 / 4, "a dense network is split over tensor alone"
     assert parts.pop("expert_down_bias", 1 / 2) == 1 / 2, (
         "added on one of the devices that add up an expert's output"
     )

@@ -14,7 +14,7 @@ import numpy as np
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.inspection import layer_outputs, score, tensor_samples
 from jax_agent_rl.jetstream.scheduler import Scheduler
-from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.config import Params, Rope
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.models.lora import PeftAdapter
 from jax_agent_rl.models.tensors import TensorSample
@@ -25,9 +25,20 @@ from tests.tiny import EXPERTS, TINY, full_logits, tiny_adapter, tiny_params
 assert EXPERTS.experts is not None
 MODEL = replace(
     EXPERTS,
-    family="qwen3_moe",
+    family="glm4_moe",
     num_layers=3,
-    experts=replace(EXPERTS.experts, first_dense_layers=1),
+    rope=Rope(partial_rotary=0.5),
+    experts=replace(
+        EXPERTS.experts,
+        first_dense_layers=1,
+        scoring="sigmoid",
+        correction=True,
+        groups=4,
+        groups_per_token=2,
+        scale=2.0,
+        shared_size=24,
+        shared_gated=True,
+    ),
 )
 PARAMS = tiny_params(config=MODEL)
 SHAPES = EngineShapes(
@@ -87,6 +98,7 @@ def test_it_computes_what_the_learner_does_and_reports_the_layers_with_experts()
 def test_an_adapter_is_added_in_the_layers_that_have_its_matrix():
     adapter = tiny_adapter(MODEL)
     assert adapter.weights["gate"][0].shape[0] == 1  # layers
+    assert adapter.weights["shared_gate"][0].shape[0] == 2
     output = finished(scheduler({"a": adapter}), PROMPT, lora="a")
     layers = dict(PARAMS["layers"])
     for name, (a, b) in adapter.weights.items():

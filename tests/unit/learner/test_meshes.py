@@ -29,7 +29,11 @@ MODELS = {
     ),
     "experts": replace(
         base, qk_norm=True,
-        experts=Experts(count=8, per_token=2, intermediate_size=16, normalize=True),
+        experts=Experts(
+            count=8, per_token=2, intermediate_size=16, normalize=True, scoring="sigmoid",
+            groups=4, groups_per_token=3, scale=2.0, correction=True, shared_size=16,
+            shared_gated=True,
+        ),
     ),
 }
 MODELS["restricted"] = base

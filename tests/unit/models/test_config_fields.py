@@ -34,6 +34,7 @@ LEFT_OUT = {
     "qwen3_moe": ("num_local_experts",),
     "gpt_oss": ("num_experts", "moe_intermediate_size"),
     "glm4_moe": ("num_experts", "num_local_experts"),
+    "minimax_m2": ("num_experts", "moe_intermediate_size"),
 }
 TEXT_FAMILIES = sorted(name for name in FAMILIES if not name.endswith("_vl"))
 

@@ -25,7 +25,12 @@ def trained(learner):
     "Parameters and gradients after one step."
     first_moments = optax.tree_utils.tree_get(learner.state.policy.opt_state, "mu")
     gradients = jax.tree.map(lambda m: m / 0.1, first_moments)
-    return jax.tree.map(np.asarray, (learner.params, gradients))
+    params = {**learner.params, "layers": dict(learner.params["layers"])}
+    correction = params["layers"].pop("router_correction", None)
+    if correction is not None:  # has no gradient
+        first = tiny_params(config=glm4_moe)["layers"]["router_correction"]
+        np.testing.assert_array_equal(correction, first)
+    return jax.tree.map(np.asarray, (params, gradients))
 
 def check(results):
     (params, gradients), (mesh_params, mesh_gradients) = results
@@ -40,6 +45,10 @@ def check_step(one_params, mesh_params, one_gradients, mesh_gradients):
     np.testing.assert_allclose(one_params[exact], mesh_params[exact], atol=2e-5)
     np.testing.assert_allclose(one_params, mesh_params, atol=2e-3)  # two steps of the learning rate
 
+sigmoid = {"count": 8, "groups": 4, "groups_per_token": 2, "scoring": "sigmoid", "scale": 2.0,
+           "correction": True, "shared_size": 32, "first_dense_layers": 1}
+glm4_moe = replace(base, family="glm4_moe", num_layers=3, qkv_bias=True, qk_norm=True,
+                   rope=Rope(partial_rotary=0.5), experts=replace(experts, **sigmoid))
 gpt_oss = {"qkv_bias": True, "o_bias": True, "attention_sinks": True,
            "activation": "clamped_swiglu", "sliding_window": 4, "windowed_layers": (True, False),
            "experts": replace(experts, intermediate_size=base.intermediate_size, bias=True)}
@@ -50,11 +59,13 @@ for config in (
             rope=Rope(partial_rotary=0.5, interleaved=True)),
     replace(base, family="qwen3_moe", qk_norm=True, experts=experts),
     replace(base, family="gemma3_text", **gemma),
+    glm4_moe,
 ):
     results = []
+    mesh = {"fsdp": 2, "tensor": 2, "expert" if config is glm4_moe else "data": 2}
     with tempfile.TemporaryDirectory() as folder:
         save_hf(folder, config, tiny_params(config=config))
-        for shape in ({}, {"fsdp": 2, "tensor": 2, "data": 2}):
+        for shape in ({}, mesh):
             settings = LearnerConfig(learning_rate=1e-3, pack_length=32, mesh=shape)
             shardings = parameter_shardings(make_mesh(settings.mesh), config.parameter_shapes())
             read, params = load_hf(folder, shardings=shardings)
@@ -127,5 +138,5 @@ def test_a_mesh_reads_and_trains_every_family_as_one_device_does():
     lines = run_on_devices(
         SCRIPT, flags=""
     )  # Adam makes more of what quick compilation rounds otherwise
-    families = ("qwen2", "gpt_oss", "glm4", "qwen3_moe", "gemma3_text", "qwen2_5_vl")
+    families = ("qwen2", "gpt_oss", "glm4", "qwen3_moe", "gemma3_text", "glm4_moe", "qwen2_5_vl")
     assert lines == [f"{family} equal" for family in families]
