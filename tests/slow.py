@@ -15,6 +15,7 @@ SLOW = {
     "e2e/test_agreement_run.py": "three whole runs with a fault; tests/unit/agreement has the same checks on engines",
     "e2e/test_async_modes.py": "whole runs of each trainer; their logic is under tests/unit/trainer",
     "e2e/test_distill_run.py": "whole runs, half of them with a server",
+    "e2e/test_environment_resume.py": "runs that are killed and resumed; tests/unit/agents/test_resumed.py has the same in one process",
     "e2e/test_frozen_judge.py": "two engines",
     "e2e/test_mesh_run.py": "whole runs on simulated devices",
     "e2e/test_minimal_grpo.py::test_the_loop_learns_to_write_digits": "trains",

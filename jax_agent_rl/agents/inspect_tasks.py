@@ -182,6 +182,8 @@ def problem_of(task: Task, sample: Sample) -> str | None:
         return "it has no scorer"
     if task.approval is not None:
         return "it asks for approval of tool calls"
+    if task.cost_limit is not None:
+        return "it has a limit on cost, and a policy has no price"
     return None
 
 
@@ -228,14 +230,18 @@ async def _solve(
         message_limit,
         time_limit,
         token_limit,
+        turn_limit,
     )
 
     config = GenerateConfig(max_retries=0).merge(task.config)
     model = get_model(_MODEL, base_url=base_url, api_key=api_key, config=config, memoize=False)
+    # Inspect's working time leaves out waits for a model's rate limits, which a policy has not.
+    seconds = [limit for limit in (task.time_limit, task.working_limit) if limit is not None]
     limits = [
         message_limit(task.message_limit),
-        token_limit(task.token_limit),
-        time_limit(task.time_limit),
+        token_limit(task.token_limit, task.token_limit_type or "all"),
+        turn_limit(task.turn_limit),
+        time_limit(min(seconds, default=None)),
     ]
     async with model:
         init_task_context(model, _role_models(roles), config)

@@ -13,12 +13,18 @@ failed.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.chat.reply import Reply, ToolCall
-from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, TrajectoryError
+from jax_agent_rl.errors import (
+    EnvironmentFailedError,
+    ToolArgumentError,
+    ToolError,
+    ToolNotFoundError,
+    TrajectoryError,
+)
 from jax_agent_rl.tools.schema import check_arguments, check_parameters, function_tool
 from jax_agent_rl.types import ToolCallRecord
 
@@ -50,6 +56,20 @@ class EpisodeTool:
     def schema(self) -> dict[str, Any]:
         """The tool in OpenAI's format."""
         return function_tool(self.name, self.description, self.parameters)
+
+
+def tools_by_name(tools: Iterable[EpisodeTool]) -> dict[str, EpisodeTool]:
+    """Return the tools of an episode by name.
+
+    Raises:
+        EnvironmentFailedError: two have the same name, so that a call could mean either.
+    """
+    by_name: dict[str, EpisodeTool] = {}
+    for tool in tools:
+        if tool.name in by_name:
+            raise EnvironmentFailedError(f"two tools are called {tool.name!r:.100}")
+        by_name[tool.name] = tool
+    return by_name
 
 
 async def run_calls(

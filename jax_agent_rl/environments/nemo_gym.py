@@ -30,7 +30,7 @@ from urllib.parse import quote
 from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.checks import as_score, brief_repr, is_number
 from jax_agent_rl.environments.base import Environment, Observation, register_environment
-from jax_agent_rl.environments.calls import EpisodeTool, call_messages, run_calls
+from jax_agent_rl.environments.calls import EpisodeTool, call_messages, run_calls, tools_by_name
 from jax_agent_rl.environments.server_session import ServerSession
 from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.types import FinishReason, ToolCallRecord
@@ -167,7 +167,7 @@ class NemoGymEnvironment(Environment):
     # --- tools of the protocol `verify` -----------------------------------------------------------
 
     def _offered_tools(self, declared: Sequence[Any]) -> dict[str, EpisodeTool]:
-        tools: dict[str, EpisodeTool] = {}
+        tools: list[EpisodeTool] = []
         for tool in declared:
             is_function = isinstance(tool, Mapping) and tool.get("type") == "function"
             if not is_function or not isinstance(tool.get("name"), str):
@@ -179,17 +179,24 @@ class NemoGymEnvironment(Environment):
                 raise EnvironmentFailedError(
                     f"nemo_gym: a tool is called {name!r}, which is a route of the protocol"
                 )
-            tools[name] = EpisodeTool(
-                name=name,
-                description=tool.get("description") or "",
-                parameters=tool.get("parameters") or {"type": "object", "properties": {}},
-                run=functools.partial(self._call, name),
+            tools.append(
+                EpisodeTool(
+                    name=name,
+                    description=tool.get("description") or "",
+                    parameters=tool.get("parameters") or {"type": "object", "properties": {}},
+                    run=functools.partial(self._call, name),
+                )
             )
-        return tools
+        return tools_by_name(tools)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        # As in NeMo Gym's own agent, the model reads the answer whatever its status is.
-        answer = await self._session().request("POST", f"/{quote(name, safe='')}", dict(arguments))
+        server = self._session()
+        path = f"/{quote(name, safe='')}"
+        answer = await server.request("POST", path, dict(arguments))
+        # As in NeMo Gym's own agent, the model reads what a call was refused for. A server that
+        # failed says nothing about the call.
+        if answer.status >= 500:
+            raise server.refused(path, answer)
         return answer.text
 
     # --- protocol `gymnasium` ---------------------------------------------------------------------

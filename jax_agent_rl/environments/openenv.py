@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.checks import as_score, brief_repr, is_number
 from jax_agent_rl.environments.base import Environment, Observation, register_environment
-from jax_agent_rl.environments.calls import EpisodeTool, call_messages, run_calls
+from jax_agent_rl.environments.calls import EpisodeTool, call_messages, run_calls, tools_by_name
 from jax_agent_rl.environments.server_session import ServerSession
 from jax_agent_rl.errors import EnvironmentFailedError, ToolError
 from jax_agent_rl.types import FinishReason
@@ -156,18 +156,20 @@ class OpenEnvEnvironment(Environment):
         self, server: OpenEnvSession, action: Mapping[str, Any]
     ) -> dict[str, EpisodeTool]:
         """Return the server's MCP tools, and ``act`` if its actions need it."""
-        tools: dict[str, EpisodeTool] = {}
+        tools: list[EpisodeTool] = []
         properties = dict(action.get("properties") or {})
         properties.pop("metadata", None)
         calls_by_action = not properties or properties.keys() >= _MCP_ACTION
         for tool in await server.mcp_tools():
             run = self._call_by_action if calls_by_action else self._call_by_message
             name = str(tool["name"])
-            tools[name] = EpisodeTool(
-                name=name,
-                description=str(tool.get("description") or ""),
-                parameters=tool.get("inputSchema") or tool.get("input_schema") or {},
-                run=functools.partial(run, name),
+            tools.append(
+                EpisodeTool(
+                    name=name,
+                    description=str(tool.get("description") or ""),
+                    parameters=tool.get("inputSchema") or tool.get("input_schema") or {},
+                    run=functools.partial(run, name),
+                )
             )
 
         self._text_field = None
@@ -177,17 +179,19 @@ class OpenEnvEnvironment(Environment):
                     f"{server.url} has no tools, and its actions have no fields: there is nothing"
                     " that a policy could do"
                 )
-            return tools
+            return tools_by_name(tools)
         self._text_field = _only_text(action, properties)
         if self._text_field is None:
             parameters = {key: action[key] for key in ("required", "$defs") if key in action}
-            tools[ACT] = EpisodeTool(
-                name=ACT,
-                description=str(action.get("description") or "Acts in the environment."),
-                parameters={"type": "object", "properties": properties, **parameters},
-                run=self._act,
+            tools.append(
+                EpisodeTool(
+                    name=ACT,
+                    description=str(action.get("description") or "Acts in the environment."),
+                    parameters={"type": "object", "properties": properties, **parameters},
+                    run=self._act,
+                )
             )
-        return tools
+        return tools_by_name(tools)
 
     async def _act(self, action: Mapping[str, Any]) -> str:
         """Take an action; add its reward to the turn's score, and return what is observed."""

@@ -124,7 +124,7 @@ class ServerSession:
         """
         answer = await self.request(method, path, payload)
         if not 200 <= answer.status < 300:
-            raise self.error(f"{self.url}{path} answered HTTP {answer.status}: {answer.text[:300]}")
+            raise self.refused(path, answer)
         return self._object(answer.content)
 
     # --- WebSocket --------------------------------------------------------------------------------
@@ -172,6 +172,10 @@ class ServerSession:
     def error(self, problem: str) -> EnvironmentFailedError:
         """Return an exception that names the environment."""
         return EnvironmentFailedError(f"{self._environment}: {problem}")
+
+    def refused(self, path: str, answer: ServerAnswer) -> EnvironmentFailedError:
+        """Return an exception for an answer that is no success."""
+        return self.error(f"{self.url}{path} answered HTTP {answer.status}: {answer.text[:300]}")
 
     def _open_http(self) -> aiohttp.ClientSession:
         if self._http is None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.environments.base import Environment, Observation, in_thread, register_environment
-from jax_agent_rl.environments.calls import EpisodeTool, call_messages, run_calls
+from jax_agent_rl.environments.calls import EpisodeTool, call_messages, run_calls, tools_by_name
 from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.tools.function_tool import FunctionTool
 from jax_agent_rl.types import FinishReason
@@ -256,7 +256,7 @@ async def _start_tools(task: Any, trace_id: str) -> dict[str, EpisodeTool]:
     """Return the tools of the task's toolsets under the names a harness would give them."""
     from verifiers.v1.utils.decorators import discover_decorated
 
-    tools: dict[str, EpisodeTool] = {}
+    tools: list[EpisodeTool] = []
     for toolset in task.toolsets(task.config):
         await toolset.setup()
         await toolset.setup_task(task.data)
@@ -265,13 +265,15 @@ async def _start_tools(task: Any, trace_id: str) -> dict[str, EpisodeTool]:
             if toolset.server_name:
                 name = f"{toolset.server_name}_{name}"
             tool = FunctionTool(function, name=name)
-            tools[name] = EpisodeTool(
-                name=name,
-                description=tool.description,
-                parameters=tool.parameters,
-                run=functools.partial(_run_function, tool, trace_id),
+            tools.append(
+                EpisodeTool(
+                    name=name,
+                    description=tool.description,
+                    parameters=tool.parameters,
+                    run=functools.partial(_run_function, tool, trace_id),
+                )
             )
-    return tools
+    return tools_by_name(tools)
 
 
 async def _run_function(tool: FunctionTool, trace_id: str, arguments: dict[str, Any]) -> str:

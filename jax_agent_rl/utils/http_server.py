@@ -68,6 +68,7 @@ class HttpServer:
         port: 0 takes a free one.
         token: token that requests must send, or None.
         admits: in place of one token: decides whether a request with this key has access.
+        key_of: returns the key or token of a request; None is :func:`sent_key`.
         token_key: setting that names the token's variable, for messages.
         open_paths: paths that need no token.
         max_body_bytes: limit of a JSON body.
@@ -91,6 +92,7 @@ class HttpServer:
     port: int = 0
     token: str | None = None
     admits: Callable[[str], bool] | None = None
+    key_of: Callable[[web.Request], str] | None = None
     token_key: str
     open_paths: Sequence[str] = ()
     max_body_bytes: int
@@ -184,9 +186,11 @@ class HttpServer:
         """Raise Refused unless the client has access, and sends what can be read."""
         self._check_origin(request)
         if request.path not in self.open_paths:
+            read_key = self.key_of or sent_key
+            key = read_key(request)
             if self.token is not None:
-                _check_token(request, self.token)
-            elif self.admits is not None and not self.admits(sent_key(request)):
+                _check_token(key, self.token)
+            elif self.admits is not None and not self.admits(key):
                 raise Refused(401, "the key is missing, or of no session that is open")
         self._check_content(request)
 
@@ -221,9 +225,8 @@ class HttpServer:
             )
 
 
-def _check_token(request: web.Request, token: str) -> None:
-    key = sent_key(request).encode("utf-8", "surrogateescape")
-    if not hmac.compare_digest(key, token.encode()):
+def _check_token(key: str, token: str) -> None:
+    if not hmac.compare_digest(key.encode("utf-8", "surrogateescape"), token.encode()):
         raise Refused(
             401, "the token is missing or wrong: send the header 'Authorization: Bearer TOKEN'"
         )
@@ -233,15 +236,16 @@ def sent_key(request: web.Request) -> str:
     """Return the key or token that a request was sent with; empty if there is none.
 
     OpenAI's clients send it as a bearer token, Anthropic's and Google's in headers of their own,
-    and Google's API also takes it in the address.
+    which some clients leave empty.
     """
     for header in ("X-Api-Key", "X-Goog-Api-Key"):
-        if header in request.headers:
-            return request.headers[header]
+        key = request.headers.get(header, "").strip()
+        if key:
+            return key
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     if scheme == "Bearer":
         return key.strip()
-    return request.query.get("key", "")
+    return ""
 
 
 def counted(requests: RequestCounts) -> Any:

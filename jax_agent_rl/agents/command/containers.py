@@ -54,7 +54,7 @@ from jax_agent_rl.agents.command.workspace import (
     read_result,
 )
 from jax_agent_rl.config.command_agent import CommandConfig
-from jax_agent_rl.errors import ConfigError, TrajectoryError
+from jax_agent_rl.errors import ConfigError, EnvironmentFailedError
 from jax_agent_rl.utils.text import counted
 
 logger = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ class ContainerRuntime:
         """Return the image of a task, which is built or pulled on first use.
 
         Raises:
-            TrajectoryError: it cannot be.
+            EnvironmentFailedError: it cannot be.
         """
         context = task.build_context
         if context is not None:
@@ -278,7 +278,7 @@ class ContainerRuntime:
         else:
             name = task.image or self.settings.image
         if name is None:
-            raise TrajectoryError(
+            raise EnvironmentFailedError(
                 "the task has no Dockerfile; set agent.command.image to the image of such tasks"
             )
 
@@ -292,7 +292,7 @@ class ContainerRuntime:
                 command = ("pull", name)
             answer = await self.call(*command, seconds=task.build_seconds or _PULL_SECONDS)
         if answer.exit_code:
-            raise TrajectoryError(
+            raise EnvironmentFailedError(
                 f"`{self._cli} {command[0]}` of {context or name}: {answer.stderr.strip()[-2000:]}"
             )
         return name
@@ -301,7 +301,7 @@ class ContainerRuntime:
         """Return the paths of an image that decide what its commands do, listed on first use.
 
         Raises:
-            TrajectoryError: the image has no ``python3``, or cannot be run.
+            EnvironmentFailedError: the image has no ``python3``, or cannot be run.
         """
         async with self._building.setdefault(image, asyncio.Lock()):
             if image not in self._protected_paths:
@@ -316,7 +316,7 @@ class ContainerRuntime:
             paths = ProtectedPaths.model_validate_json(answer.stdout)
         except ValidationError:
             message = f"container of {image} (it needs python3): {answer.stderr.strip()[-2000:]}"
-            raise TrajectoryError(message) from None
+            raise EnvironmentFailedError(message) from None
         if paths.version < _SAFE_PATH:
             logger.warning(
                 "python3 of %s is %d.%d: what a verifier runs by `python3 -m` imports modules of"
@@ -398,7 +398,7 @@ class ContainerRuntime:
 
         did_not_start = answer.exit_code in (125, 126, 127)  # exit statuses of the runtime itself
         if did_not_start and not answer.stdout:
-            raise TrajectoryError(
+            raise EnvironmentFailedError(
                 f"container of {image} (it needs python3): {answer.stderr.strip()[-2000:]}"
             )
         return await asyncio.to_thread(
@@ -534,7 +534,7 @@ class ContainerTask(TaskMachine):
             "commit", "--quiet", self._name, tests_image, seconds=_COMMIT_SECONDS
         )
         if answer.exit_code:
-            raise TrajectoryError(
+            raise EnvironmentFailedError(
                 f"the program's container cannot be saved: {answer.stderr.strip()[-500:]}"
             )
 
@@ -561,7 +561,7 @@ class ContainerTask(TaskMachine):
         if changes.printed_too_much:
             return "the program changed more files than can be listed"
         if changes.exit_code:
-            raise TrajectoryError(
+            raise EnvironmentFailedError(
                 f"the program's changes cannot be listed: {changes.stderr.strip()[-500:]}"
             )
 

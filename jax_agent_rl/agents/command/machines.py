@@ -33,7 +33,7 @@ from jax_agent_rl.agents.command.workspace import (
     read_result,
 )
 from jax_agent_rl.config.command_agent import ProgramLimits
-from jax_agent_rl.errors import ConfigError, ToolError, TrajectoryError
+from jax_agent_rl.errors import ConfigError, EnvironmentFailedError, ToolError
 from jax_agent_rl.tool_server.sandbox import Link, Sandbox, SandboxLimits
 
 RUNNER = Path(__file__).with_name("runner.py")
@@ -87,7 +87,7 @@ class TaskMachine(ABC):
             seconds: time limit.
 
         Raises:
-            TrajectoryError: the machine itself failed.
+            EnvironmentFailedError: the machine itself failed.
         """
 
     @abstractmethod
@@ -95,7 +95,7 @@ class TaskMachine(ABC):
         """Run the task's tests on the files the program left; ``file`` is the reward file's text.
 
         Raises:
-            TrajectoryError: the machine itself failed.
+            EnvironmentFailedError: the machine itself failed.
         """
 
     async def aclose(self) -> None:
@@ -236,6 +236,16 @@ async def pack_job(
     return PackedJob(stdin=json.dumps(job_json).encode() + b"\n", files=packed_files)
 
 
+def left_out_note(program: JobResult) -> str:
+    """Return what a program left that the tests do not see; empty: they see all of it."""
+    if not program.left_out:
+        return ""
+    names = ", ".join(program.left_out_names)
+    if program.left_out > SHOWN_NAMES:
+        names += ", …"
+    return f"not in what the tests saw: {names} (devices, sockets, links that lead elsewhere)\n"
+
+
 class SandboxedTask(TaskMachine):
     """Runs one task in sandboxes; the program never shares one with the tests.
 
@@ -288,14 +298,7 @@ class SandboxedTask(TaskMachine):
             )
 
         result = await self.run_tests_on(program.workspace, seconds)
-        if not program.left_out:
-            return result
-
-        names = ", ".join(program.left_out_names)
-        if program.left_out > SHOWN_NAMES:
-            names += ", …"
-        note = f"not in what the tests saw: {names} (devices, sockets, links that lead elsewhere)\n"
-        return replace(result, stderr=result.stderr + note)
+        return replace(result, stderr=result.stderr + left_out_note(program))
 
     async def run_tests_on(self, workspace: Sequence[Entry], seconds: float) -> JobResult:
         """Run the task's tests on a working folder, as :meth:`run_tests` does."""
@@ -315,7 +318,7 @@ class SandboxedTask(TaskMachine):
         """Run a command on a working folder; the result holds the folder that it left.
 
         Raises:
-            TrajectoryError: the machine itself failed.
+            EnvironmentFailedError: the machine itself failed.
         """
         job = RunnerJob(argv=argv, env=self._task.env, seconds=seconds)
         trees = [(".", file_entries({}, folders=FOLDERS)), ("app", workspace)]
@@ -340,7 +343,7 @@ class SandboxedTask(TaskMachine):
                 limits=replace(self._sandbox.limits, wall_seconds=job.seconds + GRACE_SECONDS),
             )
         except ToolError as error:
-            raise TrajectoryError(f"agent 'command': {error}") from error
+            raise EnvironmentFailedError(f"agent 'command': {error}") from error
         return await asyncio.to_thread(
             read_result,
             result.stdout,

@@ -15,9 +15,10 @@ a branch begins with it instead of running its parent's commands again.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from jax_agent_rl.agents.command.agent import read_verdict
 from jax_agent_rl.agents.command.machines import SandboxedTask, sandbox_limits, workspace_limits
@@ -45,27 +46,30 @@ _LIMITS = workspace_limits(_SETTINGS)
 _SETUP_SECONDS = 3600.0  # environments.start_timeout is less
 _LANGUAGES = ("bash", "sh", "shell")
 
-_sandboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Sandbox]] = (
-    WeakKeyDictionary()
+_openings: WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Task[Sandbox]] = (
+    WeakValueDictionary()
 )
-"""The sandbox of each event loop: to open one, programs are started that test it."""
+"""The sandbox of each event loop, as long as an environment holds it: to open one, programs are
+started that test it."""
 
 
-async def _open() -> Sandbox:
-    """Return the event loop's sandbox.
+def _open() -> asyncio.Task[Sandbox]:
+    """Return the opening of the event loop's sandbox.
 
-    Raises:
-        ConfigError: there is none on this machine.
+    How many commands run at the same time is bounded by the number of environments alone.
     """
     loop = asyncio.get_running_loop()
-    if loop not in _sandboxes:
-        opening = open_sandbox(
-            limits=sandbox_limits(_SETTINGS),
-            max_running=_SETTINGS.max_running,
-            otherwise="or play another environment",
+    opening = _openings.get(loop)
+    if opening is None:
+        opening = loop.create_task(
+            open_sandbox(
+                limits=sandbox_limits(_SETTINGS),
+                max_running=sys.maxsize,
+                otherwise="or play another environment",
+            )
         )
-        _sandboxes[loop] = loop.create_task(opening)
-    return await asyncio.shield(_sandboxes[loop])
+        _openings[loop] = opening
+    return opening
 
 
 @register_environment("shell")
@@ -83,6 +87,7 @@ class ShellEnvironment(Environment):
         self._workspace: tuple[Entry, ...] = ()
         self._task = CommandTask(instruction="")
         self._machine: SandboxedTask | None = None
+        self._opening: asyncio.Task[Sandbox] | None = None
         self._command_seconds = 0.0
 
     async def prepare(
@@ -98,7 +103,7 @@ class ShellEnvironment(Environment):
         if not setup:
             return
 
-        machine = SandboxedTask(await _open(), command_task, _LIMITS)
+        machine = SandboxedTask(await self._sandbox(), command_task, _LIMITS)
         argv = ["bash", "-c", setup]
         result = await machine.run_command(argv, self._first_workspace, seconds=_SETUP_SECONDS)
         if result.workspace is None or result.exit_code != 0:
@@ -126,12 +131,22 @@ class ShellEnvironment(Environment):
             command_seconds: time limit of each command.
         """
         self._task = await _read_task(task=task, files=files, tests=tests, verifier=verifier)
-        self._machine = SandboxedTask(await _open(), self._task, _LIMITS)
+        self._machine = SandboxedTask(await self._sandbox(), self._task, _LIMITS)
         self._workspace = self._first_workspace
         self._command_seconds = command_seconds
         if not self._task.instruction:
             return Observation()
         return Observation.say(self._task.instruction)
+
+    async def _sandbox(self) -> Sandbox:
+        """Return the sandbox.
+
+        Raises:
+            ConfigError: there is none on this machine.
+        """
+        if self._opening is None:
+            self._opening = _open()
+        return await asyncio.shield(self._opening)
 
     async def step(self, reply: Reply) -> Observation:
         """Run the reply's command, and show what it printed."""

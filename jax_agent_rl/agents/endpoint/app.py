@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from jax_agent_rl.agents.endpoint.answers import ApiAnswer, ApiCall, ApiCount, as_api_error
-from jax_agent_rl.agents.endpoint.dialects import DIALECTS, dialect_of
+from jax_agent_rl.agents.endpoint.dialects import DIALECTS, GOOGLE, dialect_of
 from jax_agent_rl.agents.endpoint.requests import (
     ApiError,
     ChatRequest,
@@ -144,6 +144,7 @@ class Endpoint:
             port=port,
             token=api_key,
             admits=self._has_session if session_keys else None,
+            key_of=_sent_key,
             token_key="--token-env",
             open_paths=("/health",),
             max_body_bytes=limits.max_body_bytes,
@@ -237,7 +238,7 @@ class Endpoint:
 
     async def _list(self, request: web.Request) -> web.Response:
         sessions = []
-        for session in self._store.visible_to(sent_key(request)):
+        for session in self._store.visible_to(_sent_key(request)):
             turn_count = len(session.recorder.turns)
             sessions.append(
                 {"session_id": session.session_id, "turns": turn_count, "running": session.requests}
@@ -264,7 +265,7 @@ class Endpoint:
         None if it names no session, or one that it may open.
         """
         session_id = _session_id(request)
-        key = sent_key(request)
+        key = _sent_key(request)
         if session_id is not None:
             return self._store.known(session_id, key)
         session = self._store.with_key(key)
@@ -329,7 +330,7 @@ class Endpoint:
     def _open(self, request: web.Request) -> Session:
         session_id = _session_id(request)
         if session_id is not None:
-            return self._store.open(session_id, sent_key(request))
+            return self._store.open(session_id, _sent_key(request))
         return self._unrecorded()
 
     def _unrecorded(self) -> Session:
@@ -467,6 +468,14 @@ def _recorded_turn(turn: RecordedTurn) -> dict[str, Any]:
 
 def _session_id(request: web.Request) -> str | None:
     return request.match_info.get("session_id") or request.headers.get("X-Session-Id")
+
+
+def _sent_key(request: web.Request) -> str:
+    """Return a request's key, which Google's API also takes in the address."""
+    key = sent_key(request)
+    if not key and dialect_of(request.path) is GOOGLE:
+        return request.query.get("key", "")
+    return key
 
 
 def _is_recorded(request: web.Request, session: Session | None) -> bool:

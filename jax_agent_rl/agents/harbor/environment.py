@@ -30,7 +30,13 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.task.config import NetworkPolicy
 
-from jax_agent_rl.agents.command.machines import FOLDERS, TESTS, RunnerJob, with_settings
+from jax_agent_rl.agents.command.machines import (
+    FOLDERS,
+    TESTS,
+    RunnerJob,
+    left_out_note,
+    with_settings,
+)
 from jax_agent_rl.agents.command.session import SandboxSession
 from jax_agent_rl.agents.command.task import WorkingFolder, read_environment, read_files
 from jax_agent_rl.agents.command.workspace import Entry, WorkspaceLimits, file_entries
@@ -74,6 +80,10 @@ class LocalEnvironment(BaseEnvironment):
         """Whether the tests' sandbox has been asked for."""
         self.tests_problem: str | None = None
         """Why the tests cannot run on what the program left."""
+        self.tests_failure: str | None = None
+        """Why the tests' sandbox did not start."""
+        self.tests_note = ""
+        """What the program left and the tests do not see."""
         super().__init__(*args, **kwargs)
 
     @staticmethod
@@ -138,7 +148,8 @@ class LocalEnvironment(BaseEnvironment):
         """End the harness's sandbox, and start that of the tests on the folder it left.
 
         Raises:
-            ToolError: it left none that tests can run on; see :attr:`tests_problem`.
+            ToolError: it left none that tests can run on; see :attr:`tests_problem`. Or the sandbox
+                did not start; see :attr:`tests_failure`.
         """
         self.verifies = True
         result = await self._running.end()
@@ -148,7 +159,12 @@ class LocalEnvironment(BaseEnvironment):
                 f" {result.pack_problem or result.stopped}"
             )
             raise ToolError(self.tests_problem)
-        self._session = await self._open([("app", result.workspace)])
+        self.tests_note = left_out_note(result)
+        try:
+            self._session = await self._open([("app", result.workspace)])
+        except ToolError as error:
+            self.tests_failure = str(error)
+            raise
 
     async def stop(self, delete: bool) -> None:
         """End the sandbox, and everything that runs in it."""

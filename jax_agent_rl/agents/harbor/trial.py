@@ -12,6 +12,7 @@ Harbor's own failures become the errors of this project, so that each is counted
 Harbor says                                         the trajectory is lost with
 ==================================================  ================================
 the environment did not start, its build failed     ``EnvironmentFailedError``
+the sandbox of the tests did not start              ``EnvironmentFailedError``
 it did not start in time                            ``EnvironmentTimeoutError``
 the harness, or its setup, ran past its limit       ``AgentTimeoutError``
 the harness failed                                  ``TrajectoryError``
@@ -86,7 +87,8 @@ class Verdict:
 
     Attributes:
         rewards: by name; None: the task has no verifier.
-        note: why the reward is 0, where the tests' output does not say it.
+        note: why the reward is 0, where the tests' output does not say it, and what the tests did
+            not see.
         test_output: the end of what the tests printed.
     """
 
@@ -269,19 +271,26 @@ class HarborTrial:
         """
         output = _tail(self._trial.paths.test_stdout_path)
         local = self._local
-        if local is not None and local.tests_problem is not None:
-            return Verdict(rewards={"reward": 0.0}, note=local.tests_problem)
+        note = ""
+        if local is not None:
+            if local.tests_failure is not None:
+                raise EnvironmentFailedError(
+                    f"trial {result.trial_name}: the tests' sandbox: {local.tests_failure}"
+                )
+            if local.tests_problem is not None:
+                return Verdict(rewards={"reward": 0.0}, note=local.tests_problem)
+            note = local.tests_note
 
         failure = failure_of(result)
         if failure is None or (is_cut and result.verifier_result is not None):
             rewards = None
             if result.verifier_result is not None:
                 rewards = result.verifier_result.rewards or {}
-            return Verdict(rewards=rewards, test_output=output)
+            return Verdict(rewards=rewards, note=note, test_output=output)
 
         is_no_reward = failure.exception_type in _NO_REWARD or local is not None
         if _is_of_verifier(failure, result) and is_no_reward:
-            note = f"{failure.exception_type}: {failure.exception_message[:500]}"
+            note += f"{failure.exception_type}: {failure.exception_message[:500]}"
             return Verdict(rewards={"reward": 0.0}, note=note, test_output=output)
         raise as_error(failure, result)
 

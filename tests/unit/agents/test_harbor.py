@@ -23,6 +23,7 @@ from jax_agent_rl.errors import (
     ConfigError,
     EnvironmentFailedError,
     RewardError,
+    ToolError,
     TrajectoryError,
 )
 from jax_agent_rl.observe.run_dir import read_trajectories
@@ -32,6 +33,7 @@ from jax_agent_rl.runtime import build as runtime_build
 from jax_agent_rl.runtime import train as runtime_train
 from jax_agent_rl.runtime.rollouts import open_codec
 from jax_agent_rl.testing.fakes import NoCheckpoints
+from jax_agent_rl.tool_server.sandbox import Sandbox
 from jax_agent_rl.tool_server.sandbox.limits import process_tree
 from tests.agent_testbed import AgentHarness
 from tests.capabilities import needs_bwrap
@@ -126,6 +128,30 @@ async def test_a_verifier_that_says_nothing_is_reward_0_with_a_note(
     assert output["reward"] == 0.0
     assert note in output["verifier"]
     assert processes() == []
+
+
+async def test_a_tests_sandbox_that_does_not_start_is_the_environments_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = Sandbox.run
+
+    async def fails_for_tests(self: Sandbox, *args: Any, **kwargs: Any) -> Any:
+        files = kwargs.get("files") or {}
+        if "/solution" in files and "endpoint.sock" not in files:
+            raise ToolError("no memory for another process")
+        return await run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Sandbox, "run", fails_for_tests)
+    with raises(EnvironmentFailedError, value="no memory for another process"):
+        await play(SOLVES, write_task(tmp_path))
+
+
+async def test_what_the_tests_did_not_see_is_told(tmp_path: Path):
+    commands = ["echo 77 > answer.txt; mkfifo pipe; ln -s /etc/passwd link", "done"]
+    _, output = await play(commands, write_task(tmp_path))
+    assert output["reward"] == 1.0
+    assert "right" in output["verifier"]
+    assert "not in what the tests saw: 'link', 'pipe'" in output["verifier"]
 
 
 @pytest.mark.parametrize("reward", ["1e39", "1" + "0" * 400])

@@ -29,12 +29,14 @@ from tests.messages import assert_message, raises
 from tests.unit.docs.pages import DOCS, write_files
 
 TASKS = '''
+import anyio
 from inspect_ai import Task, task
 from inspect_ai.dataset import MemoryDataset, Sample
 from inspect_ai.model import get_model
 from inspect_ai.scorer import Score, Target, accuracy, includes, match, mean, scorer
 from inspect_ai.scorer import model_graded_qa
-from inspect_ai.solver import TaskState, generate, multiple_choice, system_message, use_tools
+from inspect_ai.solver import TaskState, generate, multiple_choice, solver, system_message
+from inspect_ai.solver import use_tools
 from inspect_ai.tool import tool
 from inspect_ai.util import store
 
@@ -79,6 +81,22 @@ def short():
                 message_limit=2)
 
 @task
+def limited(limit: str, value: int):
+    return Task(dataset=SAMPLES, solver=[use_tools(add()), generate()], scorer=includes(),
+                **{limit: value})
+
+@solver
+def hangs():
+    async def solve(state, generate):
+        state = await generate(state)
+        await anyio.sleep_forever()
+    return solve
+
+@task
+def hanging():
+    return Task(dataset=SAMPLES, solver=hangs(), scorer=includes(), working_limit=1)
+
+@task
 def graded():
     return Task(dataset=SAMPLES, solver=generate(), scorer=model_graded_qa())
 
@@ -99,6 +117,10 @@ def sandboxed():
 @task
 def unscored():
     return Task(dataset=SAMPLES, solver=generate())
+
+@task
+def priced():
+    return Task(dataset=SAMPLES, solver=generate(), scorer=includes(), cost_limit=1.0)
 '''
 
 
@@ -197,6 +219,26 @@ async def test_a_limit_of_the_task_ends_the_solver_and_what_was_said_is_scored(t
     assert trajectory.reward_parts == {"includes": 0.0, "scored": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("limit", "value", "turns"),
+    [
+        ("turn_limit", 1, 2),  # Inspect ends a sample with the turn that is one too many
+        ("token_limit", "output:1", 1),
+    ],
+)
+async def test_every_limit_of_a_task_counts(tasks: Path, limit: str, value: Any, turns: int):
+    row = next(task_rows(f"{tasks}@limited", {"limit": limit, "value": value}))
+    call = '<call> add {"a": 1, "b": 2} </call>'
+    trajectory = await played(stage([call, call, call, "It is 3"]), row)
+    assert trajectory.num_turns == turns
+
+
+async def test_a_limit_on_working_time_ends_a_solver_that_hangs(tasks: Path):
+    row = next(task_rows(f"{tasks}@hanging", {}))
+    trajectory = await played(stage(["It is 3"]), row)
+    assert trajectory.reward_parts == {"includes": 1.0, "scored": 1.0}
+
+
 async def test_the_policy_does_not_grade_itself(tasks: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("INSPECT_EVAL_MODEL", raising=False)
     row = next(task_rows(f"{tasks}@graded", {}))
@@ -212,6 +254,7 @@ async def test_the_policy_does_not_grade_itself(tasks: Path, monkeypatch: pytest
     [
         ("sandboxed", {"value": "needs a sandbox", "fix": "jax-agent-rl serve"}),
         ("unscored", {"value": "no scorer"}),
+        ("priced", {"value": "limit on cost"}),
         ("missing", {"value": "missing"}),
     ],
 )

@@ -1,11 +1,15 @@
 """The environment ``shell``: commands in a sandbox, its tests, its snapshots, its setup."""
 
+import asyncio
+import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
 
 from jax_agent_rl.agents import EnvironmentAgent
+from jax_agent_rl.agents.command import shell as shell_module
 from jax_agent_rl.agents.command.workspace import (
     WorkspaceLimits,
     file_entries,
@@ -16,8 +20,10 @@ from jax_agent_rl.chat.reply import Reply
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.strategies import TreeGrpo
 from jax_agent_rl.config.rollout import TreeGrpoConfig
+from jax_agent_rl.config.task import EnvironmentsConfig
 from jax_agent_rl.environments import EnvironmentPools, LeasedEnvironment, get_environment
 from jax_agent_rl.errors import EnvironmentFailedError
+from jax_agent_rl.tool_server.sandbox import Sandbox, open_sandbox
 from jax_agent_rl.types import FinishReason, SamplingParams
 from tests.agent_testbed import AgentHarness
 from tests.capabilities import needs_bwrap
@@ -103,6 +109,29 @@ async def test_a_snapshot_brings_another_shell_into_the_same_state(pools):
         assert await shown(fork, listing) == await shown(parent, listing)
         await shown(fork, "echo 2 > a/b/c")
         assert await shown(parent, "cat link") == "1\n", "each has a folder of its own"
+
+
+@needs_bwrap
+async def test_shells_share_a_sandbox_while_there_are_any(monkeypatch: pytest.MonkeyPatch):
+    sandboxes: list[weakref.ref[Sandbox]] = []
+    limits: list[int] = []
+
+    async def watched_open(**settings: Any) -> Sandbox:
+        sandbox = await open_sandbox(**settings)
+        sandboxes.append(weakref.ref(sandbox))
+        limits.append(settings["max_running"])
+        return sandbox
+
+    monkeypatch.setattr(shell_module, "open_sandbox", watched_open)
+    pools = EnvironmentPools(timeout=60.0)
+    async with pools.pool("shell").lease(TASK) as one, pools.pool("shell").lease(TASK) as other:
+        await asyncio.gather(one.reset(**TASK), other.reset(**TASK))
+        assert len(sandboxes) == 1
+    await pools.close()
+    del one, other, pools
+    gc.collect()
+    assert sandboxes[0]() is None
+    assert limits[0] >= EnvironmentsConfig().max_instances, "each runs a command at any time"
 
 
 LIMITS = WorkspaceLimits(max_bytes=4096, max_entries=4)

@@ -94,6 +94,8 @@ class CounterServer:
         body = await request.json()
         if body["count"] > 100:
             return JSONResponse({"detail": "too much"}, status_code=422)
+        if body["count"] < 0:
+            return JSONResponse({"detail": "a bug"}, status_code=500)
         self.counters[request.cookies["Counter___server"]] += body["count"]
         return JSONResponse({"success": True})
 
@@ -202,6 +204,12 @@ async def test_the_model_reads_what_was_wrong_with_a_call():
         assert not malformed.done
 
 
+async def test_a_server_that_fails_at_a_call_drops_the_trajectory():
+    async with leased(CounterServer().app, row=ROW) as (environment, _):
+        with raises(EnvironmentFailedError, key="/increment_counter", value=("500", "a bug")):
+            await environment.step(calling("increment_counter", count=-1))
+
+
 async def test_a_reply_that_was_cut_off_is_verified_as_incomplete():
     server = CounterServer()
     async with leased(server.app, row=ROW) as (environment, _):
@@ -230,10 +238,11 @@ async def test_a_reward_that_is_no_score_drops_the_trajectory(reward: Any):
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         {"input": "go", "tools": [{"type": "web_search"}]},
         {"input": "go", "tools": [{**READ, "name": "verify"}]},
+        {"input": "go", "tools": [READ, INCREMENT, READ]},
     ],
 )
 async def test_a_row_that_cannot_be_played_here_is_refused(params: dict[str, Any]):
-    with raises(EnvironmentFailedError, key="nemo_gym"):
+    with raises(EnvironmentFailedError):
         async with leased(CounterServer().app, row={"responses_create_params": params}):
             pass
 

@@ -310,6 +310,9 @@ def errors(code: str, **data: Any) -> list[Exchange]:
     ]
 
 
+TWICE = {"tools": [{"name": "look"}, {"name": "look", "inputSchema": {"type": "object"}}]}
+
+
 @pytest.mark.parametrize(
     ("exchanges", "named"),
     [
@@ -321,6 +324,7 @@ def errors(code: str, **data: Any) -> list[Exchange]:
         ([], {"value": "ended the session"}),
         ([observed(reset(), None, False), tools_list(result={"tools": [{}]})], {"value": "name"}),
         ([observed(reset(), None, False), tools_list(result=None)], {"value": "no tools"}),
+        ([observed(reset(), None, False), tools_list(result=TWICE)], {"value": "'look'"}),
         ([observed(reset(), None, False), tools_list(error=NO_MCP)], {"value": "has no tools"}),
     ],
 )

@@ -152,6 +152,26 @@ async def test_with_a_token_no_route_is_for_strangers(service: Callable):
                 assert answer.status == 404
 
 
+@pytest.mark.parametrize("service", [rollout, endpoint, tools])
+async def test_a_token_in_the_address_opens_no_route_but_googles(service: Callable):
+    async with service("s3cret") as server, client_of(server) as client:
+        for method, path in routes(server):
+            if path in server.open_paths or path.startswith("/v1beta/") or ":" in path:
+                continue
+            sent = {**TYPES.get(method, {}), **PROTOCOL}
+            address = f"{path}?key=s3cret"
+            async with client.request(method, address, headers=sent) as answer:
+                assert answer.status == 401, (method, path)
+
+
+async def test_a_key_header_that_is_empty_hides_no_bearer_token():
+    async with rollout("s3cret") as server, client_of(server) as client:
+        for header in ("X-Api-Key", "X-Goog-Api-Key"):
+            sent = {**PROTOCOL, **TOKEN, header: ""}
+            async with client.get("/nothing", headers=sent) as answer:
+                assert answer.status == 404
+
+
 async def test_a_health_probe_of_the_endpoint_needs_no_key_and_learns_nothing():
     async with endpoint("s3cret") as server:
         async with client_of(server) as client, client.get("/health") as answer:
