@@ -20,6 +20,7 @@ import numpy as np
 
 from jax_agent_rl.models.attention import add_sinks
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, YarnScaling
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.decoder_layer import decoder_layer
 from jax_agent_rl.models.layer_kinds import LayerKind
 from jax_agent_rl.models.layer_scan import scan_layers
@@ -47,6 +48,17 @@ class Inputs:
     fresh: np.ndarray
     visible_from: np.ndarray
     visible_until: np.ndarray
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether every id sees all ids before it, each at the position of its index."""
+        count = self.token_ids.shape[1]
+        return bool(
+            np.all(self.positions == np.arange(count))
+            and np.all(self.fresh)
+            and np.all(self.visible_from == 0)
+            and np.all(self.visible_until >= count)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +161,22 @@ def program_of(config: DecoderConfig) -> DecoderConfig:
     )
 
 
+def remembers_ids_apart(config: DecoderConfig) -> bool:
+    """Return whether each layer remembers every id by its own keys and values.
+
+    Only then can an id be hidden, be moved, or be one of other weights; and layers be computed from
+    what is known of earlier ids.
+    """
+    return config.mixers == ("attention",)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _decoder_states(config: DecoderConfig, params: Params, token_ids: jax.Array) -> jax.Array:
+    """Return the final hidden states [B, T, D] of plain rows."""
+    hidden, _ = Decoder.from_params(config, params)(token_ids)
+    return hidden
+
+
 def hidden_states(
     config: DecoderConfig,
     params: Params,
@@ -160,10 +188,15 @@ def hidden_states(
     """Return the final hidden states [B, T, D], after the last norm.
 
     Args:
+        inputs: plain ones, unless :func:`remembers_ids_apart`; ``old``, ``change`` and ``prefix``
+            are None then.
         old: activations whose keys and values are attended to where ``inputs.fresh`` is false.
         change: other tensors of one or two layers.
         prefix: what precedes the rows.
     """
+    if not remembers_ids_apart(config):
+        assert inputs.are_plain and old is None and change is None and prefix is None
+        return _decoder_states(config, params, jnp.asarray(inputs.token_ids))
     states, _ = _run(
         config,
         params,

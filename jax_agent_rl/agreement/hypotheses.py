@@ -105,6 +105,22 @@ class Trial:
         )
         return self.edit_row is not None and not any(other_settings)
 
+    def rows(self, subject: DiagnosisSubject) -> list[Row]:
+        """Return the rows of all contexts, edited."""
+        rows = []
+        for context in subject.contexts:
+            row = Row.of(context)
+            if self.edit_row is not None:
+                row = self.edit_row(context, row)
+            rows.append(row)
+        return rows
+
+    def can_be_computed(self, subject: DiagnosisSubject) -> bool:
+        """Return whether the model can compute it, see :func:`forward.remembers_ids_apart`."""
+        if forward.remembers_ids_apart(subject.model):
+            return True
+        return self.prefix is None and subject.inputs(self.rows(subject)).are_plain
+
     def scores(
         self,
         subject: DiagnosisSubject,
@@ -121,12 +137,7 @@ class Trial:
         if self.change is not None and activations is not None:
             return self._scores_with_change(subject, *self.change(), activations)
 
-        rows = []
-        for context in subject.contexts:
-            row = Row.of(context)
-            if self.edit_row is not None:
-                row = self.edit_row(context, row)
-            rows.append(row)
+        rows = self.rows(subject)
         if activations is not None and self.only_edits_rows:
             first = rows[0].first_change(Row.of(subject.contexts[0]))
             first -= first % LENGTH  # what is computed again has one of few shapes

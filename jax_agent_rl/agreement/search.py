@@ -13,6 +13,7 @@ confirmed on all contexts in full.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -416,9 +417,13 @@ class Search:
                     trial = trials.send(previous_gap)
             except StopIteration:
                 return
+            if not trial.can_be_computed(probe):
+                previous_gap = math.inf
+                continue
 
             activations = None
             can_reuse = trial.change is not None or trial.only_edits_rows
+            can_reuse = can_reuse and forward.remembers_ids_apart(probe.model)
             if can_reuse and probe is self.probe:
                 activations = self.activations
             score = functools.partial(trial.scores, probe, plain, activations)

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 
 from jax_agent_rl.agreement import forward
 from jax_agent_rl.agreement.hypotheses import Trial, tensors_of_one_layer
-from jax_agent_rl.agreement.report import Cause
+from jax_agent_rl.agreement.report import Cause, Tolerance
+from jax_agent_rl.agreement.search import Search, TimeLimit, examine
 from jax_agent_rl.agreement.subject import Context, DiagnosisSubject, Row
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.decoder import Decoder
@@ -28,6 +29,7 @@ from tests.tiny import logprobs_of, tiny_params
 assert MOE.experts is not None
 DENSE_FIRST = replace(MOE, experts=replace(MOE.experts, first_dense_layers=1))
 SINKS = replace(LLAMA, attention_sinks=True, qkv_bias=True, o_bias=True)
+TOLERANCE = Tolerance(token=5e-4, mean=5e-5)
 IDS = tuple(np.random.default_rng(0).integers(3, 97, 60).tolist())
 
 
@@ -185,3 +187,44 @@ def test_trials_of_one_layer_change_the_tensors_of_its_kind_alone():
         (full_scores,) = replace(trial, change=None).scores(tested, plain)
         np.testing.assert_allclose(part_scores, full_scores, atol=2e-5, err_msg=label)
         assert np.abs(part_scores - plain[0]).max() > 0.01, label
+
+
+def test_a_model_that_remembers_more_than_keys_is_scored_by_its_decoder(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Its rows cannot be edited but for their ids; a wrong tensor is found all the same."""
+    tested = subject()
+    expected = tested.hidden()
+    layers = tested.params["layers"]
+    exchanged = {
+        "gate": layers["gate"].at[1].set(layers["up"][1]),
+        "up": layers["up"].at[1].set(layers["gate"][1]),
+    }
+    wrong = tested.params | {"layers": layers | exchanged}
+    rollout = tested.tokens(tested.hidden(weights=wrong), wrong).plain
+    context = replace(tested.contexts[0], rollout=rollout)
+    tested = replace(tested, contexts=[context])
+
+    monkeypatch.setattr(forward, "remembers_ids_apart", lambda config: False)
+    np.testing.assert_allclose(tested.hidden(), expected, atol=3e-6)
+
+    def move(context: Context, row: Row) -> Row:
+        return replace(row, positions=row.positions + 1)
+
+    def repeat_first_id(context: Context, row: Row) -> Row:
+        return row.insert(1, row.token_ids[:1].tolist())
+
+    moved = Trial(cause=Cause.POSITION, label="", edit_row=move)
+    repeated = Trial(cause=Cause.TOKEN_DRIFT, label="", edit_row=repeat_first_id)
+    assert not moved.can_be_computed(tested)
+    assert repeated.can_be_computed(tested)
+
+    limit = TimeLimit(1.0, lambda: 0.0)
+    examined = examine(tested, TOLERANCE, limit)
+    search = Search(examined=examined, tolerance=TOLERANCE, limit=limit)
+    search.try_family("moved", lambda subject: (trial for trial in [moved]))
+    search.try_family("a tensor", tensors_of_one_layer([1]))
+    assert [finding.verdict for finding in search.findings] == ["not tested", "explains"]
+    assert search.best is not None
+    gate, up = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    assert search.best.label == f"holds {gate} and {up} in each other's place"
