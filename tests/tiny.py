@@ -11,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.jetstream.shapes import EngineShapes
-from jax_agent_rl.models.config import DecoderConfig, Experts, Params
+from jax_agent_rl.models.config import (
+    DecoderConfig,
+    Experts,
+    GlobalAttention,
+    Params,
+    PerLayerInputs,
+    ProportionalScaling,
+    Rope,
+)
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.lora import ADAPTABLE, PeftAdapter
 
@@ -43,6 +51,40 @@ FOUR_SLOTS = EngineShapes(
     prefill_buckets=(4, 16),
 )
 """An engine that continues prompts in chunks."""
+
+_GEMMA4 = replace(
+    TINY,
+    family="gemma4_text",
+    qk_norm=True,
+    v_norm=True,
+    float32_norms=True,
+    sandwich_norms=True,
+    layer_scale=True,
+    activation="gelu_tanh",
+    embed_scale=32**0.5,
+    attention_scale=1.0,
+    logit_softcap=20.0,
+    rope=Rope(theta=1e4, scaling=ProportionalScaling(fraction=0.5)),
+    local_rope=Rope(theta=100.0),
+    sliding_window=12,
+)
+GEMMA4 = replace(
+    _GEMMA4,
+    windowed_layers=(True, True, False),
+    global_attention=GlobalAttention(num_kv_heads=1, head_dim=12, keys_as_values=True),
+)
+"""As Gemma 4 31B: full layers with heads of their own, and keys as values."""
+GEMMA4_SMALL = replace(
+    _GEMMA4,
+    num_layers=5,
+    num_kv_heads=1,
+    windowed_layers=(True, False, True, True, False),
+    global_attention=GlobalAttention(num_kv_heads=1, head_dim=12),
+    shared_kv_layers=2,
+    wide_shared_layers=True,
+    per_layer_inputs=PerLayerInputs(vocab_size=97, size=4),
+)
+"""As Gemma 4 E2B: layers that share keys and values, per-layer inputs."""
 
 EXPERTS = replace(
     TINY,

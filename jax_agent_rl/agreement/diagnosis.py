@@ -452,7 +452,7 @@ def _check_layers(
         detail = "activations are compared in models of attention with keys and values alone"
         return None, HypothesisResult("layers", "not tested", detail)
 
-    learner_outputs = outputs_of_layers(search.activations, len(ids))
+    learner_outputs = outputs_of_layers(probe.model, search.activations, len(ids))
     difference = first_difference(engine_outputs, learner_outputs, precision=engine.precision)
     if difference is not None:
         # Measure what the engine's precision costs at each position, and allow for it.
@@ -463,7 +463,7 @@ def _check_layers(
                 engine_outputs,
                 learner_outputs,
                 precision=engine.precision,
-                rounded=outputs_of_layers(activations, len(ids)),
+                rounded=outputs_of_layers(probe.model, activations, len(ids)),
             )
     if difference is not None:
         return difference, HypothesisResult("layers", "found", difference.describe())

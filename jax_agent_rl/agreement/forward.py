@@ -11,6 +11,7 @@ Shapes: B contexts, T ids, D hidden, H query heads, K key/value heads, h head si
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +23,12 @@ from jax_agent_rl.models.attention import add_sinks
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, YarnScaling
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.decoder_layer import decoder_layer
-from jax_agent_rl.models.layer_kinds import LayerKind
-from jax_agent_rl.models.layer_scan import scan_layers
+from jax_agent_rl.models.layer_kinds import LayerKind, MixerName
+from jax_agent_rl.models.layer_scan import Kept, scan_layers
 from jax_agent_rl.models.layer_weights import LayerWeights
 from jax_agent_rl.models.layers import embed, rms_norm, rope_frequencies
-from jax_agent_rl.models.mixers.attention import mix_heads
+from jax_agent_rl.models.mixers.attention import keys_and_values, mix_heads
+from jax_agent_rl.models.per_layer_inputs import PER_LAYER_PARAMETERS, per_layer_inputs
 from jax_agent_rl.models.tree_kernel import MASK_VALUE
 
 
@@ -68,7 +70,8 @@ class Activations:
     Attributes:
         embedded: [B, T, D], the input of the first layer.
         hidden: [L, B, T, D], the output of each layer.
-        keys: [L, B, K, T, h].
+        keys: [L, B, K, T, h]; of layers with fewer or smaller heads the first, see
+            ``unpadded_heads``. Zeros of layers that read another layer's.
         values: [L, B, K, T, h].
     """
 
@@ -126,7 +129,8 @@ class _Numbers:
     Python's floats keep the dtype of what they are multiplied with.
 
     Attributes:
-        frequencies: rotary frequencies float32 [2, r/2], of full layers and of windowed layers.
+        frequencies: rotary frequencies float32 [2, r/2], of full layers and of windowed layers; the
+            first r/2 of a layer whose heads are smaller.
         magnitudes: float32 [2], what cos and sin of the two are multiplied with.
         windowed: int32 [L], which of the two a layer has.
         windows: int32 [L], positions that a layer looks back.
@@ -144,6 +148,9 @@ class _Numbers:
 def program_of(config: DecoderConfig) -> DecoderConfig:
     """Return the config without the numbers that are arguments of the compiled program."""
     rope = Rope(partial_rotary=config.rope.partial_rotary, interleaved=config.rope.interleaved)
+    windowed_layers: tuple[bool, ...] = ()
+    if config.global_attention is not None:  # then they have other parameters
+        windowed_layers = config.windowed_layers
     return replace(
         config,
         rope=rope,
@@ -152,7 +159,7 @@ def program_of(config: DecoderConfig) -> DecoderConfig:
         attention_scale=1.0,
         embed_scale=1.0,
         sliding_window=None,
-        windowed_layers=(),
+        windowed_layers=windowed_layers,
         vision=None,
         tie_word_embeddings=True,
         max_position_embeddings=1,
@@ -167,7 +174,7 @@ def remembers_ids_apart(config: DecoderConfig) -> bool:
     Only then can an id be hidden, be moved, or be one of other weights; and layers be computed from
     what is known of earlier ids.
     """
-    return config.mixers == ("attention",)
+    return set(config.mixers) <= {"attention", "global_attention"}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -249,6 +256,9 @@ def _run(
     if change is not None:
         layer_change = (change.layer_input, change.first, change.tensors)
     weights = {name: params[name] for name in ("embed", "layers", "final_norm")}
+    if config.per_layer_inputs is not None:
+        for name in PER_LAYER_PARAMETERS:
+            weights[name] = params[name]
     return _layers(
         program_of(config),
         weights,
@@ -290,11 +300,41 @@ def _numbers(config: DecoderConfig, inputs: Inputs, prefix: ComputedPrefix | Non
         rms_norm_eps=float(config.rms_norm_eps),
         attention_scale=float(config.score_scale),
         embed_scale=float(config.embed_scale),
-        frequencies=jnp.stack([rope_frequencies(rope, config.head_dim) for rope in ropes]),
+        frequencies=_frequencies(config),
         magnitudes=jnp.asarray(magnitudes, jnp.float32),
         windowed=jnp.asarray(windowed, jnp.int32),
         windows=jnp.asarray(windows, jnp.int32),
     )
+
+
+def _frequencies(config: DecoderConfig) -> jax.Array:
+    full_size = config.head_dim
+    if config.global_attention is not None:
+        full_size = config.global_attention.head_dim
+    full = rope_frequencies(config.rope, full_size)
+    windowed = rope_frequencies(config.local_rope or config.rope, config.head_dim)
+
+    size = max(len(full), len(windowed))
+    return jnp.stack([jnp.pad(x, (0, size - len(x))) for x in (full, windowed)])
+
+
+def _head_shape(config: DecoderConfig) -> tuple[int, int]:
+    """Return the largest number of key/value heads of a layer, and their largest size."""
+    heads = [config.heads(mixer) for mixer in config.mixers]
+    return max(x.num_kv_heads for x in heads), max(x.head_dim for x in heads)
+
+
+def _padded_heads(config: DecoderConfig, x: jax.Array) -> jax.Array:
+    """Pad keys or values [B, K, T, h] to the largest of all layers."""
+    heads, size = _head_shape(config)
+    padding = ((0, 0), (0, heads - x.shape[1]), (0, 0), (0, size - x.shape[3]))
+    return jnp.pad(x, padding)
+
+
+def unpadded_heads(config: DecoderConfig, kind: LayerKind, x: Any) -> Any:
+    """Return a layer's own keys or values [..., K, T, h], see :class:`Activations`."""
+    heads = config.heads(kind.mixer)
+    return x[..., : heads.num_kv_heads, :, : heads.head_dim]
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="return_activations")
@@ -327,9 +367,13 @@ def _layers(
     )
 
     def compute(
-        x: jax.Array, kind: LayerKind, tensors: Params, values: tuple[Any, ...]
-    ) -> tuple[jax.Array, Any]:
-        number, windowed, window, old_kv, prefix_kv = values
+        x: jax.Array,
+        kind: LayerKind,
+        tensors: Params,
+        values: tuple[Any, ...],
+        kept: Mapping[MixerName, Any],
+    ) -> tuple[jax.Array, Any, Kept]:
+        number, windowed, window, old_kv, prefix_kv, per_layer_input = values
         if layer_change is not None:
             _, first, changed_tensors = layer_change
             pairs = {name: changed_tensors[name] for name in tensors}
@@ -339,36 +383,67 @@ def _layers(
                 lambda: tensors,
             )
         row_kv: list[jax.Array] = []
+        newly_kept: Kept = {}
+
+        def seen_kv(inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Return the keys and values that the layer attends to."""
+            if kind.keys == "shared":
+                return kept[kind.mixer]
+            seen = []
+            for index, x in enumerate(keys_and_values(layer, inputs, cos, sin)):
+                row_kv.append(x)
+                if old_kv is not None:
+                    old = unpadded_heads(config, kind, old_kv[index])
+                    x = jnp.where(fresh[:, None, :, None], x, old)
+                if prefix_kv is not None:
+                    x = jnp.concatenate([unpadded_heads(config, kind, prefix_kv[index]), x], axis=2)
+                seen.append(x)
+            if kind.keys == "kept":
+                newly_kept[kind.mixer] = tuple(seen)
+            return seen[0], seen[1]
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-            row_kv.extend((k, v))
-            if old_kv is not None:
-                k = jnp.where(fresh[:, None, :, None], k, old_kv[0])
-                v = jnp.where(fresh[:, None, :, None], v, old_kv[1])
-            if prefix_kv is not None:
-                k = jnp.concatenate([prefix_kv[0], k], axis=2)
-                v = jnp.concatenate([prefix_kv[1], v], axis=2)
             return _attention(q, k, v, sinks, is_seen & (distance < window))
+
+        def mix(inputs: jax.Array) -> jax.Array:
+            return mix_heads(layer, inputs, cos, sin, seen_kv(inputs), attend)
 
         # The numbers of its config are arguments of the program: other numbers compile nothing.
         layer = LayerWeights(config=layer_config, kind=kind, params=tensors)
-        angles = positions[..., None].astype(jnp.float32) * numbers.frequencies[windowed]
+        pairs = int(config.heads(kind.mixer).head_dim * config.rope.partial_rotary) // 2
+        frequencies = numbers.frequencies[windowed, :pairs]
+        angles = positions[..., None].astype(jnp.float32) * frequencies
         magnitude = numbers.magnitudes[windowed]
         cos = magnitude * jnp.cos(angles)
         sin = magnitude * jnp.sin(angles)
-        x, _ = decoder_layer(layer, x, lambda inputs: mix_heads(layer, inputs, cos, sin, attend))
-        if return_activations:
-            return x, (x, *row_kv)
-        return x, None
+        x, _ = decoder_layer(layer, x, mix, per_layer_input=per_layer_input)
+        if not return_activations:
+            return x, None, newly_kept
+        if not row_kv:
+            heads, size = _head_shape(config)
+            row_kv = [jnp.zeros((len(ids), heads, ids.shape[1], size), x.dtype)] * 2
+        return x, (x, *(_padded_heads(config, kv) for kv in row_kv)), newly_kept
 
     def compute_from_first(
-        x: jax.Array, kind: LayerKind, tensors: Params, values: tuple[Any, ...]
-    ) -> tuple[jax.Array, None]:
+        x: jax.Array,
+        kind: LayerKind,
+        tensors: Params,
+        values: tuple[Any, ...],
+        kept: Mapping[MixerName, Any],
+    ) -> tuple[jax.Array, None, Kept]:
         assert layer_change is not None
         number = values[0]
         first = layer_change[1]
-        x = jax.lax.cond(number >= first, lambda: compute(x, kind, tensors, values)[0], lambda: x)
-        return x, None
+        x = jax.lax.cond(
+            number >= first, lambda: compute(x, kind, tensors, values, kept)[0], lambda: x
+        )
+        return x, None, {}
+
+    x = embed(config, params["embed"], ids)
+    x = x * jnp.asarray(numbers.embed_scale, x.dtype)
+    per_layer = None
+    if config.per_layer_inputs is not None:
+        per_layer = jnp.moveaxis(per_layer_inputs(config, params, ids, x), 2, 0)
 
     prefix_kv = None
     if prefix is not None:
@@ -379,10 +454,10 @@ def _layers(
         numbers.windows,
         old_kv,
         prefix_kv,
+        per_layer,
     )
-    if layer_change is None:
-        x = embed(config, params["embed"], ids)
-        x = x * jnp.asarray(numbers.embed_scale, x.dtype)
+    # Layers that share keys and values read those of a layer before the change.
+    if layer_change is None or config.shared_kv_layers:
         x, outputs = scan_layers(config, compute, x, params["layers"], values)
     else:
         x, outputs = scan_layers(

@@ -223,7 +223,9 @@ The engine's kernels round in other places.
 """
 
 
-def outputs_of_layers(activations: forward.Activations, count: int) -> list[LayerOutput]:
+def outputs_of_layers(
+    model: DecoderConfig, activations: forward.Activations, count: int
+) -> list[LayerOutput]:
     """Return the learner's layer outputs for the first ``count`` ids of the first context."""
 
     def on_host(x: jax.Array) -> np.ndarray:
@@ -233,10 +235,12 @@ def outputs_of_layers(activations: forward.Activations, count: int) -> list[Laye
     hidden_LTD = on_host(activations.hidden[:, 0, :count])
     keys_LKTh = on_host(activations.keys[:, 0, :, :count])
     values_LKTh = on_host(activations.values[:, 0, :, :count])
-    for hidden_TD, keys_KTh, values_KTh in zip(hidden_LTD, keys_LKTh, values_LKTh, strict=True):
+    for layer, kind in enumerate(model.layer_kinds):
+        keys_KTh = forward.unpadded_heads(model, kind, keys_LKTh[layer])
+        values_KTh = forward.unpadded_heads(model, kind, values_LKTh[layer])
         outputs.append(
             LayerOutput(
-                hidden=hidden_TD,
+                hidden=hidden_LTD[layer],
                 keys=keys_KTh.transpose(1, 0, 2),
                 values=values_KTh.transpose(1, 0, 2),
             )

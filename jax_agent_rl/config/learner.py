@@ -76,7 +76,18 @@ class MultihostConfig(Section):
         return self
 
 
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LoraTarget = Literal[
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    # of Gemma 4's per-layer inputs
+    "per_layer_input_gate",
+    "per_layer_projection",
+]
 
 
 class LoraConfig(Section):

@@ -26,13 +26,21 @@ from jax_agent_rl.models.lora import PeftAdapter
 
 FUSED = {
     "qkv": ("q", "k", "v"),
+    "global_qkv": ("global_q", "global_k", "global_v"),
     "o": ("o",),
+    "global_o": ("global_o",),
     "gate_up": ("gate", "up"),
+    "wide_gate_up": ("wide_gate", "wide_up"),
     "down": ("down",),
+    "wide_down": ("wide_down",),
     "shared_gate_up": ("shared_gate", "shared_up"),
     "shared_down": ("shared_down",),
+    "per_layer_gate": ("per_layer_gate",),
+    "per_layer_projection": ("per_layer_projection",),
 }
-"""The engine's matrices and the parameters fused into each."""
+"""The engine's matrices and the parameters fused into each, as far as a layer has them."""
+_BY_HEAD = frozenset({*FUSED["qkv"], *FUSED["global_qkv"]})
+"""Parameters whose outputs the engine groups by key/value head."""
 
 
 @jax.tree_util.register_dataclass
@@ -118,7 +126,7 @@ class ServedAdapters:
             raise ValueError(f"no LoRA adapters {unknown}; there are {list(self.names)}")
 
         kinds = list(dict.fromkeys(kind for layer in stacks for kind in layer))
-        rank = next(iter(stacks[0].values())).b[0].shape[-1]
+        rank = next(matrix for layer in stacks for matrix in layer.values()).b[0].shape[-1]
         parts: set[str] = set()
         for kind in kinds:
             parts.update(FUSED[kind])
@@ -192,42 +200,39 @@ def _lay_out(
     config: DecoderConfig, adapter: PeftAdapter, kinds: Sequence[str], rank: int
 ) -> AdapterStacks:
     """Return one adapter's matrices without the axis of adapters, float32 on the host."""
-    group = config.num_heads // config.num_kv_heads
-    inputs = {"o": config.num_heads * config.head_dim, "down": config.intermediate_size}
-    outputs = {
-        "q": (config.num_kv_heads, group * config.head_dim),
-        "k": (config.num_kv_heads, config.head_dim),
-        "v": (config.num_kv_heads, config.head_dim),
-        "gate": (config.intermediate_size,),
-        "up": (config.intermediate_size,),
-    }
-    if config.experts is not None:
-        inputs["shared_down"] = config.experts.shared_size
-        outputs["shared_gate"] = (config.experts.shared_size,)
-        outputs["shared_up"] = (config.experts.shared_size,)
 
     def matrices_of(name: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a [rank, in] and b [..., out, rank] of one of the model's matrices."""
-        a = np.zeros((rank, inputs.get(name, config.hidden_size)), np.float32)
-        b = np.zeros((*outputs.get(name, (config.hidden_size,)), rank), np.float32)
+        outputs, inputs = config.layer_shapes(layer)[name]
+        out_shape: tuple[int, ...] = (outputs,)
+        if name in _BY_HEAD:
+            kv_heads = config.heads(config.layer_kind(layer).mixer).num_kv_heads
+            out_shape = (kv_heads, outputs // kv_heads)
+        a = np.zeros((rank, inputs), np.float32)
+        b = np.zeros((*out_shape, rank), np.float32)
         if name not in adapter.weights:
             return a, b
         place = config.layers_with(name).index(layer)
         adapter_a, adapter_b = (x[place] for x in adapter.weights[name])
         a[: adapter.rank] = adapter_a
-        if name in ("k", "v"):  # the engine may hold a head several times
-            heads = adapter_b.reshape(-1, config.head_dim, adapter.rank)
-            adapter_b = np.repeat(heads, config.num_kv_heads // len(heads), axis=0)
+        if len(adapter_b) < outputs:  # the engine holds a key/value head several times
+            head_dim = config.heads(config.layer_kind(layer).mixer).head_dim
+            heads = adapter_b.reshape(-1, head_dim, adapter.rank)
+            adapter_b = np.repeat(heads, outputs // len(adapter_b), axis=0)
         b[..., : adapter.rank] = adapter_b.reshape(*b.shape[:-1], -1)
         return a, b
 
-    def low_rank(kind: str, layer: int) -> LowRank:
-        a, b = zip(*(matrices_of(name, layer) for name in FUSED[kind]), strict=True)
+    def low_rank(names: Sequence[str], layer: int) -> LowRank:
+        a, b = zip(*(matrices_of(name, layer) for name in names), strict=True)
         return LowRank(np.concatenate(a), b)
 
     layers = []
     for layer in range(config.num_layers):
         shapes = config.layer_shapes(layer)
-        layer_kinds = [kind for kind in kinds if shapes.keys() >= set(FUSED[kind])]
-        layers.append({kind: low_rank(kind, layer) for kind in layer_kinds})
+        matrices = {}
+        for kind in kinds:
+            names = [name for name in FUSED[kind] if name in shapes]
+            if names:
+                matrices[kind] = low_rank(names, layer)
+        layers.append(matrices)
     return tuple(layers)

@@ -35,7 +35,7 @@ _REPLICATED = PartitionSpec()
 def decode_attention(
     q: jax.Array,
     cached: LayerKV,
-    new: tuple[jax.Array, jax.Array],
+    new: tuple[jax.Array, jax.Array] | None,
     positions: jax.Array,
     pages: jax.Array | None = None,
     sinks: jax.Array | None = None,
@@ -49,7 +49,7 @@ def decode_attention(
         q: [B, K, G, h], already scaled.
         cached: B rows, finite beyond ``positions``; or pages, which TPU kernels read and write in
             place.
-        new: keys and values [B, K, h] of the tokens.
+        new: keys and values [B, K, h] of the tokens; None if the cache has them already.
         positions: int32 [B], position of each token, which attends to the cache up to there.
         pages: int32 [B, n], pages of each slot; None if ``cached`` has rows.
         sinks: [K, G], a further score of each query head's softmax; None for none.
@@ -129,7 +129,7 @@ def _on_each_device(
 def plain_decode(
     q: jax.Array,
     cached: LayerKV,
-    new: tuple[jax.Array, jax.Array],
+    new: tuple[jax.Array, jax.Array] | None,
     positions: jax.Array,
     pages: None,
     sinks: jax.Array | None,
@@ -142,7 +142,8 @@ def plain_decode(
         index = (jnp.arange(len(positions)), *[slice(None)] * (axis - 1), positions)
         return old.at[index].set(jnp.squeeze(token, axis))
 
-    cached = cached.by_position(write, one_position(new, cached))
+    if new is not None:
+        cached = cached.by_position(write, one_position(new, cached))
     length = cached.values.shape[2]
     scales = cached.scales
     distance = positions[:, None] - jnp.arange(length)  # [B, S]
@@ -166,14 +167,15 @@ def plain_decode(
 def _decode_by_kernels(
     q: jax.Array,
     cached: LayerKV,
-    new: tuple[jax.Array, jax.Array],
+    new: tuple[jax.Array, jax.Array] | None,
     positions: jax.Array,
     pages: jax.Array,
     sinks: jax.Array | None,
     *,
     window: int | None,
 ) -> tuple[jax.Array, LayerKV]:
-    cached = write_kernel(cached, one_position(new, cached), pages, positions)
+    if new is not None:
+        cached = write_kernel(cached, one_position(new, cached), pages, positions)
     return decode_kernel(q, cached, pages, positions, sinks, window=window), cached
 
 

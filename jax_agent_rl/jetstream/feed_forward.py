@@ -26,12 +26,31 @@ from jax_agent_rl.models.sharding import constrain
 def _dense(
     config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array, norm: str
 ) -> tuple[jax.Array, None]:
-    if layer.native and not layer.is_adapted("gate_up"):
-        hidden = cpu_kernels.gated_product(config, layer.params["gate_up"], x, layer.params[norm])
+    return _gated(config, mesh, layer, x, norm, ("gate_up", "down")), None
+
+
+def _wide(
+    config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array, norm: str
+) -> tuple[jax.Array, None]:
+    return _gated(config, mesh, layer, x, norm, ("wide_gate_up", "wide_down")), None
+
+
+def _gated(
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    layer: AdaptedLayer,
+    x: jax.Array,
+    norm: str,
+    names: tuple[str, str],
+) -> jax.Array:
+    """Apply a gated network of two matrices."""
+    gate_up, down = names
+    if layer.native and not layer.is_adapted(gate_up):
+        hidden = cpu_kernels.gated_product(config, layer.params[gate_up], x, layer.params[norm])
     else:
         activation = ACTIVATIONS[config.activation]
-        hidden = activation(*layer.multiply(config, "gate_up", x, norm))
-    return constrain(layer.multiply(config, "down", hidden), mesh), None
+        hidden = activation(*layer.multiply(config, gate_up, x, norm))
+    return constrain(layer.multiply(config, down, hidden), mesh)
 
 
 def _experts(
@@ -73,5 +92,6 @@ EngineFeedForward = Callable[
 that is applied to it first, to the output [D, B] and the chosen experts [B, k] of a mixture."""
 ENGINE_FEED_FORWARDS: dict[FeedForwardName, EngineFeedForward] = {
     "dense": _dense,
+    "wide": _wide,
     "experts": _experts,
 }

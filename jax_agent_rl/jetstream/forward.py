@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -33,9 +33,10 @@ from jax_agent_rl.jetstream.feed_forward import ENGINE_FEED_FORWARDS
 from jax_agent_rl.jetstream.kv_cache import KVCache, write_routed
 from jax_agent_rl.jetstream.mixers import ENGINE_MIXERS
 from jax_agent_rl.jetstream.mixers.mixer import ChunkInputs, DecodeInputs, LayerSettings
-from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.config import AttentionHeads, DecoderConfig, Params
 from jax_agent_rl.models.layer_kinds import LayerKind, MixerName
 from jax_agent_rl.models.layers import (
+    ACTIVATIONS,
     deepstack_features,
     embed,
     place_features,
@@ -45,6 +46,7 @@ from jax_agent_rl.models.layers import (
 )
 from jax_agent_rl.models.moe import transpose_matrices
 from jax_agent_rl.models.parameters import PARAMETERS, dtype_of
+from jax_agent_rl.models.per_layer_inputs import PER_LAYER_PARAMETERS, per_layer_inputs
 from jax_agent_rl.models.sharding import constrain
 from jax_agent_rl.models.vision_context import ImageInputs
 
@@ -53,8 +55,13 @@ _FUSED = {
     "q": "qkv",
     "k": "qkv",
     "v": "qkv",
+    "global_q": "global_qkv",
+    "global_k": "global_qkv",
+    "global_v": "global_qkv",
     "gate": "gate_up",
     "up": "gate_up",
+    "wide_gate": "wide_gate_up",
+    "wide_up": "wide_gate_up",
     "shared_gate": "shared_gate_up",
     "shared_up": "shared_gate_up",
 }
@@ -85,13 +92,15 @@ class EngineParams:
     Attributes:
         embed: [V, D].
         layers: the learner's arrays of each layer, with ``qkv`` [K, (G+2)h, D] and ``qkv_bias`` [K,
-            (G+2)h] in place of q, k, v (queries, keys and values of each key/value head),
-            ``gate_up`` [2, F, D] in place of gate, up (and ``shared_gate_up`` in the same way),
-            ``sinks`` [K, G], ``k_norm`` [K h] if it is over all heads, and experts' matrices [E,
+            (G+2)h] in place of q, k, v (queries, keys and values of each key/value head, as far as
+            the layer has them), ``gate_up`` [2, F, D] in place of gate, up (``shared_gate_up`` and
+            ``wide_gate_up`` in the same way), ``sinks`` [K, G], ``k_norm`` [K h] if it is over all
+            heads, and experts' matrices [E,
             in, out], as ``models.moe.grouped_product`` reads them.
         final_norm: [D].
         head: [V, D]; None if embeddings are tied.
         vision: the learner's subtree; None for text models.
+        per_layer: ``per_layer_embed`` and the like; None without per-layer inputs.
     """
 
     embed: jax.Array
@@ -99,6 +108,7 @@ class EngineParams:
     final_norm: jax.Array
     head: jax.Array | None
     vision: Params | None = None
+    per_layer: Params | None = None
 
 
 def engine_params(
@@ -119,12 +129,17 @@ def engine_params(
     others = {name: x for name, x in params.items() if name != "layers"}
     others = jax.tree.map(lambda x: x.astype(dtype), others)
 
+    per_layer = {}
+    for name in PER_LAYER_PARAMETERS:
+        if name in others:
+            per_layer[name] = others[name] + 0
+
     def layer(i: int) -> Params:
         arrays = {}
         for name, x in stacked.items():
             if i in places[name]:
                 arrays[name] = x[places[name].index(i)]
-        fused = _fuse(config, arrays)
+        fused = _fuse(config, config.layer_kind(i), arrays)
         arranged = {}
         for name, x in fused.items():
             if quantize is None or name not in QUANTIZED:
@@ -143,35 +158,41 @@ def engine_params(
         final_norm=others["final_norm"] + 0,
         head=others["lm_head"] + 0 if "lm_head" in others else None,
         vision=jax.tree.map(lambda x: x + 0, others["vision"]) if "vision" in others else None,
+        per_layer=per_layer or None,
     )
 
 
-def _fuse(config: DecoderConfig, layer: Params) -> Params:
+def _fuse(config: DecoderConfig, kind: LayerKind, layer: Params) -> Params:
     layer = dict(layer)
-    for fused, parts in (("qkv", ("q", "k", "v")), ("qkv_bias", ("q_bias", "k_bias", "v_bias"))):
-        if parts[0] in layer:
-            by_head = [_by_kv_head(config, layer.pop(part)) for part in parts]
-            layer[fused] = jnp.concatenate(by_head, axis=1)
+    for suffix in ("", "_bias"):
+        for prefix in ("", "global_"):
+            names = [f"{prefix}{part}{suffix}" for part in "qkv"]
+            parts = [layer.pop(name) for name in names if name in layer]
+            if parts:
+                heads = config.heads(kind.mixer)
+                by_head = [_by_kv_head(heads, part) for part in parts]
+                layer[f"{prefix}qkv{suffix}"] = jnp.concatenate(by_head, axis=1)
     if "k_norm" in layer and config.qk_norm_over == "heads":
-        layer["k_norm"] = _by_kv_head(config, layer["k_norm"]).reshape(-1)
+        k_norm = _by_kv_head(config.heads(kind.mixer), layer["k_norm"])
+        layer["k_norm"] = k_norm.reshape(-1)
     if "sinks" in layer:
         layer["sinks"] = layer["sinks"].reshape(config.num_kv_heads, -1)
-    for network in ("", "shared_"):
-        if f"{network}gate" in layer:
-            parts = [layer.pop(f"{network}gate"), layer.pop(f"{network}up")]
-            layer[f"{network}gate_up"] = jnp.stack(parts)
+    for prefix in ("", "wide_", "shared_"):
+        if f"{prefix}gate" in layer:
+            matrices = [layer.pop(f"{prefix}gate"), layer.pop(f"{prefix}up")]
+            layer[f"{prefix}gate_up"] = jnp.stack(matrices)
     return layer
 
 
-def _by_kv_head(config: DecoderConfig, x: jax.Array) -> jax.Array:
+def _by_kv_head(heads: AttentionHeads, x: jax.Array) -> jax.Array:
     """Group [n h, ...] -> [K, m h, ...], with m = n / K heads each.
 
     Fewer than K key/value heads are repeated.
     """
-    heads = len(x) // config.head_dim
-    kv_heads = min(heads, config.num_kv_heads)
+    count = len(x) // heads.head_dim
+    kv_heads = min(count, heads.num_kv_heads)
     grouped = x.reshape(kv_heads, -1, *x.shape[1:])
-    return jnp.repeat(grouped, config.num_kv_heads // kv_heads, axis=0)
+    return jnp.repeat(grouped, heads.num_kv_heads // kv_heads, axis=0)
 
 
 def decode_step(
@@ -201,7 +222,9 @@ def decode_step(
     positions = slots.positions
     native = kernels is Kernels.CPU
     pages = None if kernels is Kernels.NONE else slots.pages
-    x = constrain(embed(config, params.embed, slots.tokens).T, mesh)  # [D, B]
+    embedded = embed(config, params.embed, slots.tokens)
+    per_layer = _per_layer_inputs(config, params, slots.tokens, embedded, mesh)
+    x = constrain(embedded.T, mesh)  # [D, B]
     rope_positions = positions if slots.offsets is None else positions + slots.offsets
     tables = all_rope_tables(config, rope_positions, None)
     layers = []
@@ -212,11 +235,17 @@ def decode_step(
         running = slots.remaining > 0
     for i, (layer, cached) in enumerate(zip(adapted, cache.entries, strict=True)):
         kind = config.layer_kind(i)
-        settings = LayerSettings(config=config, mesh=mesh, windowed=config.is_windowed(i))
+        settings = LayerSettings(
+            config=config, mesh=mesh, windowed=config.is_windowed(i), kind=kind
+        )
         inputs = DecodeInputs(
             shared=tables[kind.mixer], positions=positions, pages=pages, running=running
         )
-        x, cached, chosen = _decode_layer(settings, kind, layer, x, cached, inputs)
+        source = config.keys_source(i)
+        if source == i:
+            x, cached, chosen = _decode_layer(settings, layer, x, cached, inputs, per_layer[i])
+        else:
+            x, _, chosen = _decode_layer(settings, layer, x, layers[source], inputs, per_layer[i])
         layers.append(cached)
         if chosen is not None:
             routed.append(chosen)
@@ -288,6 +317,7 @@ def prefill_chunks(
     """
     rows, count = tokens.shape
     x = embed(config, params.embed, tokens.reshape(-1))
+    per_layer = _per_layer_inputs(config, params, tokens.reshape(-1), x, mesh)
     if images is not None:
         x = place_features(x.reshape(rows, count, -1), images).reshape(rows * count, -1)
     x = constrain(x.T, mesh)  # [D, R T]
@@ -300,9 +330,19 @@ def prefill_chunks(
     adapted = _adapted_layers(params, adapters, adapter)
     for i, (layer, cached) in enumerate(zip(adapted, cache.entries, strict=True)):
         kind = config.layer_kind(i)
-        settings = LayerSettings(config=config, mesh=mesh, windowed=config.is_windowed(i))
+        settings = LayerSettings(
+            config=config, mesh=mesh, windowed=config.is_windowed(i), kind=kind
+        )
         inputs = ChunkInputs(shared=tables[kind.mixer], starts=starts, lengths=lengths)
-        x, chunk, chosen = _chunk_layer(settings, kind, layer, x, cached, inputs)
+        source = config.keys_source(i)
+        if source == i:
+            x, chunk, chosen = _chunk_layer(settings, layer, x, cached, inputs, per_layer[i])
+        else:
+            inputs = replace(inputs, source_chunk=layers[source][1])
+            x, _, chosen = _chunk_layer(
+                settings, layer, x, cache.entries[source], inputs, per_layer[i]
+            )
+            chunk = cached  # none
         if images is not None and i < num_deepstack:
             features = deepstack_features(images, i, config.hidden_size).astype(x.dtype)
             x = x + constrain(features.reshape(rows * count, -1).T, mesh)
@@ -325,64 +365,94 @@ def _adapted_layers(
 
 
 # Separate jitted functions are traced and lowered once for all layers of a kind; XLA inlines them.
-_one_for_all_layers = functools.partial(jax.jit, static_argnums=(0, 1))
+_one_for_all_layers = functools.partial(jax.jit, static_argnums=0)
 
 
 @_one_for_all_layers
 def _decode_layer(
     settings: LayerSettings,
-    kind: LayerKind,
     layer: AdaptedLayer,
     x: jax.Array,
     cached: Any,
     inputs: DecodeInputs,
+    per_layer_input: jax.Array | None,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
     """Compute a layer for one token of each slot.
 
     Returns:
         x [D, B] after the layer, its cache with the tokens, and the tokens' experts [B, k].
     """
-    mixed, cached = ENGINE_MIXERS[kind.mixer].decode(settings, layer, x, cached, inputs)
-    x, chosen = _finish_layer(settings, kind, layer, x, mixed)
+    mixer = ENGINE_MIXERS[settings.kind.mixer]
+    mixed, cached = mixer.decode(settings, layer, x, cached, inputs)
+    x, chosen = _finish_layer(settings, layer, x, mixed, per_layer_input)
     return x, cached, chosen
 
 
 @_one_for_all_layers
 def _chunk_layer(
     settings: LayerSettings,
-    kind: LayerKind,
     layer: AdaptedLayer,
     x: jax.Array,
     cached: Any,
     inputs: ChunkInputs,
+    per_layer_input: jax.Array | None,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
     """Compute a layer for one chunk of each context.
 
     Returns:
         x [D, R T] after the layer, the cache of the chunks alone, and their experts [R T, k].
     """
-    mixed, chunk = ENGINE_MIXERS[kind.mixer].chunk(settings, layer, x, cached, inputs)
-    x, chosen = _finish_layer(settings, kind, layer, x, mixed)
+    mixer = ENGINE_MIXERS[settings.kind.mixer]
+    mixed, chunk = mixer.chunk(settings, layer, x, cached, inputs)
+    x, chosen = _finish_layer(settings, layer, x, mixed, per_layer_input)
     return x, chunk, chosen
 
 
 def _finish_layer(
-    settings: LayerSettings, kind: LayerKind, layer: AdaptedLayer, x: jax.Array, mixed: jax.Array
+    settings: LayerSettings,
+    layer: AdaptedLayer,
+    x: jax.Array,
+    mixed: jax.Array,
+    per_layer_input: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Finish a layer from its input [D, B] and its mixer's output [D, B].
+    """Finish a layer from its input [D, B], its mixer's output [D, B] and its own input [p, B].
 
     Returns:
         [D, B] after the layer, and the chosen experts [B, k].
     """
     config = settings.config
-    feed_forward = ENGINE_FEED_FORWARDS[kind.feed_forward]
-    if not config.sandwich_norms:
+    feed_forward = ENGINE_FEED_FORWARDS[settings.kind.feed_forward]
+    if config.sandwich_norms:
+        x = x + rms_norm(config, mixed, layer.params["post_attention_norm"], axis=0)
+        out, chosen = feed_forward(config, settings.mesh, layer, x, "pre_feedforward_norm")
+        x = x + rms_norm(config, out, layer.params["post_feedforward_norm"], axis=0)
+    else:
         x = x + mixed
         out, chosen = feed_forward(config, settings.mesh, layer, x, "post_attention_norm")
-        return x + out, chosen
-    x = x + rms_norm(config, mixed, layer.params["post_attention_norm"], axis=0)
-    out, chosen = feed_forward(config, settings.mesh, layer, x, "pre_feedforward_norm")
-    return x + rms_norm(config, out, layer.params["post_feedforward_norm"], axis=0), chosen
+        x = x + out
+
+    if per_layer_input is not None:
+        activation = ACTIVATIONS[config.activation]
+        gated = activation(layer.multiply(config, "per_layer_gate", x), per_layer_input)
+        out = layer.multiply(config, "per_layer_projection", gated)
+        x = x + rms_norm(config, out, layer.params["post_per_layer_norm"], axis=0)
+    if config.layer_scale:
+        x = x * layer.params["layer_scalar"]
+    return x, chosen
+
+
+def _per_layer_inputs(
+    config: DecoderConfig,
+    params: EngineParams,
+    token_ids: jax.Array,
+    embedded: jax.Array,
+    mesh: Mesh | None,
+) -> list[jax.Array | None]:
+    """Return each layer's inputs [p, B] of ids [B] and their embeddings [B, D], or None."""
+    if params.per_layer is None:
+        return [None] * config.num_layers
+    inputs = constrain(per_layer_inputs(config, params.per_layer, token_ids, embedded), mesh)
+    return [inputs[:, layer].T for layer in range(config.num_layers)]
 
 
 def all_rope_tables(

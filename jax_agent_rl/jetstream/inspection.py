@@ -37,6 +37,7 @@ from jax_agent_rl.jetstream.recurrent_states import states_after_chunks
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import HEAD, tensor_names
+from jax_agent_rl.models.layer_kinds import LayerKind
 from jax_agent_rl.models.layers import Quantized, embed
 from jax_agent_rl.models.moe import transpose_matrices
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample, named_tensors
@@ -182,6 +183,8 @@ def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, T
         HEAD: TensorSample.of(np.asarray(head_of(params))),
     }
 
+    for name, array in (params.per_layer or {}).items():
+        samples[names[name]] = TensorSample.of(np.asarray(array))
     if params.vision is not None:
         tower_names = jax.tree.leaves(names["vision"], is_leaf=_is_list)
         arrays = [np.asarray(x) for x in jax.tree.leaves(params.vision)]
@@ -190,7 +193,7 @@ def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, T
 
     for i, layer in enumerate(params.layers):
         named = []
-        for key, array in _split(model, layer).items():
+        for key, array in _split(model, model.layer_kind(i), layer).items():
             place = model.layers_with(key).index(i)
             named.append((names["layers"][key][place], array))
         for name, array in named_tensors(named):
@@ -253,7 +256,9 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
     return outputs
 
 
-def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _split(
+    model: DecoderConfig, kind: LayerKind, layer: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
     """Return a layer's arrays in the learner's layout, on the host.
 
     Undoes the engine's fusion and repetition.
@@ -265,16 +270,19 @@ def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarr
         else:
             arrays[name] = np.asarray(x)
 
-    for fused, parts in (("qkv", ("q", "k", "v")), ("qkv_bias", ("q_bias", "k_bias", "v_bias"))):
+    for fused in ("qkv", "global_qkv", "qkv_bias"):
         if fused not in arrays:
             continue
-        by_head = arrays.pop(fused)  # [K, (G + 2) h, ...]
-        repeats = len(by_head) // model.num_kv_heads
-        size = model.head_dim
-        first_key = by_head.shape[1] - 2 * size
-        queries, keys, values = np.split(by_head, [first_key, first_key + size], axis=1)
-        for name, x in zip(parts, (queries, keys[::repeats], values[::repeats]), strict=True):
-            arrays[name] = x.reshape(-1, *x.shape[2:])
+        by_head = arrays.pop(fused)  # [K, (G + 2) h, ...]; fewer without keys or values
+        heads = model.heads(kind.mixer)
+        repeats = len(by_head) // heads.num_kv_heads
+        num_queries = model.num_heads // len(by_head) * heads.head_dim
+        bounds = range(num_queries, by_head.shape[1], heads.head_dim)
+        queries, *keys_and_values = np.split(by_head, bounds, axis=1)
+        parts = [queries, *(x[::repeats] for x in keys_and_values)]
+        # zip ends with the parts: a layer may have no values, or neither.
+        for letter, x in zip("qkv", parts, strict=False):
+            arrays[fused.replace("qkv", letter)] = x.reshape(-1, *x.shape[2:])
 
     if "k_norm" in arrays and model.qk_norm_over == "heads":
         by_head = arrays["k_norm"].reshape(-1, model.head_dim)
@@ -282,10 +290,11 @@ def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarr
         arrays["k_norm"] = by_head[::repeats].reshape(-1)
     if "sinks" in arrays:
         arrays["sinks"] = arrays["sinks"].reshape(-1)
-    for network in ("", "shared_"):
-        if f"{network}gate_up" in arrays:
-            gate, up = arrays.pop(f"{network}gate_up")
-            arrays |= {f"{network}gate": gate, f"{network}up": up}
+    for prefix in ("", "wide_", "shared_"):
+        if f"{prefix}gate_up" in arrays:
+            gate, up = arrays.pop(f"{prefix}gate_up")
+            arrays[f"{prefix}gate"] = gate
+            arrays[f"{prefix}up"] = up
     for name in EXPERTS & arrays.keys():
         arrays[name] = transpose_matrices(arrays[name])
     return arrays

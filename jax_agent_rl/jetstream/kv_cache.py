@@ -94,7 +94,8 @@ class KVCache:
     """What all layers remember.
 
     Attributes:
-        layers: one for each, such as :class:`LayerKV`; None for recurrent ones.
+        layers: one for each, such as :class:`LayerKV`; None for recurrent ones, and for those that
+            read another layer's.
         routed: uint8 or uint16 [P, 1, S, M k], the experts chosen in the M layers that have any;
             None without experts. What a position chose is adjacent: to write single positions,
             TPUs would otherwise transpose the array and back.
@@ -162,10 +163,16 @@ class KVCache:
 
 def empty_kv(
     config: DecoderConfig, layer: int, count: int, length: int, dtype: jnp.dtype
-) -> LayerKV:
-    """Return keys and values of ``count`` pages of zeros, with scales for int8 or float8."""
-    heads = config.num_kv_heads
-    size = config.head_dim
+) -> LayerKV | None:
+    """Return keys and values of ``count`` pages of zeros, with scales for int8 or float8.
+
+    Return None for a layer that reads another layer's.
+    """
+    kind = config.layer_kind(layer)
+    if kind.keys == "shared":
+        return None
+    heads = config.heads(kind.mixer).num_kv_heads
+    size = config.heads(kind.mixer).head_dim
     keys = jnp.zeros((count, heads, size, length), dtype)
     values = jnp.zeros((count, heads, length, size), dtype)
     scales = None

@@ -47,8 +47,10 @@ _ENGINE_AXES = {  # of arrays in another layout than the learner's, see forward.
     "qkv": ("layers", "heads", "choices", "embed"),
     "qkv_bias": ("layers", "heads", "choices"),
     "sinks": ("layers", "heads", "choices"),
+    "global_qkv": ("layers", "heads", "choices", "embed"),
     "gate_up": ("layers", "choices", "mlp", "embed"),
     "shared_gate_up": ("layers", "choices", "mlp", "embed"),
+    "wide_gate_up": ("layers", "choices", "mlp", "embed"),
     "expert_gate": ("layers", "experts", "embed", "mlp"),
     "expert_up": ("layers", "experts", "embed", "mlp"),
     "expert_down": ("layers", "experts", "mlp", "embed"),
@@ -112,7 +114,18 @@ def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
         )
 
     learner_shardings(model, mesh)  # raises if another dimension does not divide
-    return replace(model, num_kv_heads=kv_heads)
+    model = replace(model, num_kv_heads=kv_heads)
+    if model.global_attention is None:
+        return model
+    global_kv_heads = math.lcm(model.global_attention.num_kv_heads, devices)
+    if model.num_heads % global_kv_heads:
+        raise ConfigError(
+            f"{KEY} gives an engine {devices} devices, which cannot share the"
+            f" {model.global_attention.num_kv_heads} key/value heads of full layers with"
+            f" {model.num_heads} query heads evenly; set a smaller {KEY}.tensor"
+        )
+    global_attention = replace(model.global_attention, num_kv_heads=global_kv_heads)
+    return replace(model, global_attention=global_attention)
 
 
 def learner_shardings(model: DecoderConfig, mesh: Mesh) -> Params:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from jax_agent_rl.models.layer_kinds import LayerKind, MixerName
+from jax_agent_rl.models.layer_kinds import FeedForwardName, KeysName, LayerKind, MixerName
 
 Params = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
@@ -88,7 +88,23 @@ class DynamicScaling:
     positions: int
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling
+@dataclass(frozen=True, kw_only=True)
+class ProportionalScaling:
+    """Only the highest frequencies of a head rotate; the others are 0.
+
+    It differs from ``Rope.partial_rotary``, where a part of the head has frequencies as if it were
+    the whole: here they are as far apart as the whole head's, and pairs are of its two halves.
+
+    Attributes:
+        fraction: of the frequencies.
+        factor: what positions are divided by.
+    """
+
+    fraction: float
+    factor: float = 1.0
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | ProportionalScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +173,52 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GlobalAttention:
+    """Heads of the layers that are not windowed, where they differ from the windowed layers'.
+
+    Attributes:
+        num_kv_heads: K.
+        head_dim: h.
+        keys_as_values: values are the keys before their norm and rotation; there is no matrix of
+            values.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    keys_as_values: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionHeads:
+    """Key/value heads of the layers with one mixer.
+
+    Attributes:
+        prefix: of the names of these layers' parameters of attention.
+        num_kv_heads: K.
+        head_dim: h.
+        keys_as_values: see :class:`GlobalAttention`.
+    """
+
+    prefix: str = ""
+    num_kv_heads: int
+    head_dim: int
+    keys_as_values: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerLayerInputs:
+    """Further embeddings of a token, one for each layer (Gemma 3n and 4).
+
+    Attributes:
+        vocab_size: rows of their table.
+        size: p of one.
+    """
+
+    vocab_size: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class VisionConfig:
     """The vision tower of a Qwen-VL.
 
@@ -210,6 +272,7 @@ class VisionConfig:
     # Constants of the family, under the names models.layers expects of decoders.
     rms_norm_eps: ClassVar[float] = 1e-6
     norm_offset: ClassVar[float] = 0.0
+    float32_norms: ClassVar[bool] = False
 
     @property
     def head_dim(self) -> int:
@@ -323,9 +386,14 @@ class DecoderConfig:
             no value (Xiao et al. 2023, arXiv 2309.17453; a learned one as in gpt-oss).
         qk_norm: q and k have RMS norms.
         qk_norm_over: what they are over: each head by itself, or all heads at once.
-        norm_offset: the norms multiply by ``offset + weight`` (Gemma stores weights around 0).
+        v_norm: v has one per head, without a weight.
+        norm_offset: the norms multiply by ``offset + weight`` (Gemma 3 stores weights around 0).
+        float32_norms: the norms multiply by their weights before they round. They always do with a
+            ``norm_offset``.
         sandwich_norms: the outputs of attention and feed-forward network also have a norm, before
             they are added.
+        layer_scale: the residual stream is multiplied by a number after each layer, which training
+            leaves as it is.
         activation: of the gate, see ``models.layers.ACTIVATIONS``.
         embed_scale: embeddings are multiplied by it.
         attention_scale: of scores; None means 1/sqrt(head_dim).
@@ -333,6 +401,12 @@ class DecoderConfig:
         sliding_window: positions a windowed layer looks back, itself included.
         windowed_layers: which layers have that window (and ``local_rope``); empty means none.
         local_rope: of windowed layers; None for ``rope``.
+        global_attention: heads of the layers that are not windowed; None for those of the others.
+        shared_kv_layers: how many of the last layers have no keys and values, but read those of the
+            last layer before them that is windowed, or is not, as they are.
+        wide_shared_layers: these layers have feed-forward networks of twice the
+            ``intermediate_size``.
+        per_layer_inputs: see ``models.per_layer_inputs``; None for none.
         experts: None means a dense feed-forward network.
         vision: the vision tower; None for text models.
         carried: fields of the ``config.json`` it was read from that have no effect on what is
@@ -359,8 +433,11 @@ class DecoderConfig:
     attention_sinks: bool = False
     qk_norm: bool = False
     qk_norm_over: Literal["head", "heads"] = "head"
+    v_norm: bool = False
     norm_offset: float = 0.0
+    float32_norms: bool = False
     sandwich_norms: bool = False
+    layer_scale: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     embed_scale: float = 1.0
     attention_scale: float | None = None
@@ -368,6 +445,10 @@ class DecoderConfig:
     sliding_window: int | None = None
     windowed_layers: tuple[bool, ...] = ()
     local_rope: Rope | None = None
+    global_attention: GlobalAttention | None = None
+    shared_kv_layers: int = 0
+    wide_shared_layers: bool = False
+    per_layer_inputs: PerLayerInputs | None = None
     experts: Experts | None = None
     vision: VisionConfig | None = None
     carried: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -396,9 +477,48 @@ class DecoderConfig:
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Return what a layer computes."""
-        if self.experts is None or layer < self.experts.first_dense_layers:
-            return LayerKind(feed_forward="dense")
-        return LayerKind(feed_forward="experts")
+        mixer: MixerName = "attention"
+        if self.global_attention is not None and not self.is_windowed(layer):
+            mixer = "global_attention"
+
+        keys = self._keys_of(layer)
+        feed_forward: FeedForwardName = "dense"
+        if self.experts is not None and layer >= self.experts.first_dense_layers:
+            feed_forward = "experts"
+        elif keys == "shared" and self.wide_shared_layers:
+            feed_forward = "wide"
+        return LayerKind(mixer=mixer, keys=keys, feed_forward=feed_forward)
+
+    def _keys_of(self, layer: int) -> KeysName:
+        """Return whose keys and values a layer attends to."""
+        if not self.shared_kv_layers:
+            return "own"
+        first_shared = self.num_layers - self.shared_kv_layers
+        if layer >= first_shared:
+            return "shared"
+        later = range(layer + 1, first_shared)
+        if any(self.is_windowed(other) == self.is_windowed(layer) for other in later):
+            return "own"
+        return "kept"
+
+    def keys_source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to."""
+        if self.layer_kind(layer).keys != "shared":
+            return layer
+        mixer = self.layer_kind(layer).mixer
+        return self.layer_kinds.index(LayerKind(mixer=mixer, keys="kept"))
+
+    def heads(self, mixer: MixerName) -> AttentionHeads:
+        """Return the heads of the layers with one of the mixers of keys and values."""
+        if mixer == "global_attention":
+            assert self.global_attention is not None
+            return AttentionHeads(
+                prefix="global_",
+                num_kv_heads=self.global_attention.num_kv_heads,
+                head_dim=self.global_attention.head_dim,
+                keys_as_values=self.global_attention.keys_as_values,
+            )
+        return AttentionHeads(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -439,6 +559,11 @@ class DecoderConfig:
             "layers": layers,
             "final_norm": (self.hidden_size,),
         }
+        if self.per_layer_inputs is not None:
+            p = self.per_layer_inputs.size
+            shapes["per_layer_embed"] = (self.per_layer_inputs.vocab_size, self.num_layers * p)
+            shapes["per_layer_model_projection"] = (self.num_layers * p, self.hidden_size)
+            shapes["per_layer_model_norm"] = (p,)
         if not self.tie_word_embeddings:
             shapes["lm_head"] = (self.vocab_size, self.hidden_size)
         if self.vision is not None:
@@ -454,38 +579,59 @@ class DecoderConfig:
 
         A name has one shape in all kinds that have it.
         """
+        d = self.hidden_size
         match kind.mixer:
-            case "attention":
-                shapes = self._attention_shapes()
+            case "attention" | "global_attention":
+                shapes = self._attention_shapes(kind)
         match kind.feed_forward:
             case "dense":
                 shapes |= self._dense_shapes()
+            case "wide":
+                f = 2 * self.intermediate_size
+                shapes |= {"wide_gate": (f, d), "wide_up": (f, d), "wide_down": (d, f)}
             case "experts":
                 shapes |= self._expert_shapes()
 
-        d = self.hidden_size
         shapes |= {"input_norm": (d,), "post_attention_norm": (d,)}
         if self.sandwich_norms:
             shapes |= {"pre_feedforward_norm": (d,), "post_feedforward_norm": (d,)}
+        if self.per_layer_inputs is not None:
+            p = self.per_layer_inputs.size
+            shapes |= {
+                "per_layer_gate": (p, d),
+                "per_layer_projection": (d, p),
+                "post_per_layer_norm": (d,),
+            }
+        if self.layer_scale:
+            shapes["layer_scalar"] = (1,)
         return shapes
 
-    def _attention_shapes(self) -> Shapes:
+    def _attention_shapes(self, kind: LayerKind) -> Shapes:
+        heads = self.heads(kind.mixer)
         d = self.hidden_size
-        h = self.head_dim
+        h = heads.head_dim
         query = self.num_heads * h
-        key = self.num_kv_heads * h
-        shapes: Shapes = {"q": (query, d), "k": (key, d), "v": (key, d), "o": (d, query)}
+        key = heads.num_kv_heads * h
+        has_keys = kind.keys != "shared"
+
+        shapes: Shapes = {"q": (query, d)}
+        if has_keys:
+            shapes["k"] = (key, d)
+            if not heads.keys_as_values:
+                shapes["v"] = (key, d)
+        shapes["o"] = (d, query)
         if self.qkv_bias:
             shapes |= {"q_bias": (query,), "k_bias": (key,), "v_bias": (key,)}
         if self.o_bias:
             shapes["o_bias"] = (d,)
         if self.attention_sinks:
             shapes["sinks"] = (self.num_heads,)
-        if self.qk_norm and self.qk_norm_over == "head":
-            shapes |= {"q_norm": (h,), "k_norm": (h,)}
-        elif self.qk_norm:
-            shapes |= {"q_norm": (query,), "k_norm": (key,)}
-        return shapes
+        if self.qk_norm:
+            over_heads = self.qk_norm_over == "heads"
+            shapes["q_norm"] = (query,) if over_heads else (h,)
+            if has_keys:
+                shapes["k_norm"] = (key,) if over_heads else (h,)
+        return {heads.prefix + name: shape for name, shape in shapes.items()}
 
     def _dense_shapes(self) -> Shapes:
         d = self.hidden_size

@@ -43,6 +43,7 @@ from jax_agent_rl.models.lora import LoRA
 from jax_agent_rl.models.mixers import MIXERS
 from jax_agent_rl.models.mixers.mixer import TokenTrees
 from jax_agent_rl.models.parameters import rounded_params
+from jax_agent_rl.models.per_layer_inputs import PER_LAYER_PARAMETERS, per_layer_inputs
 from jax_agent_rl.models.sharding import ROWS, constrain
 from jax_agent_rl.models.vision_context import ImageInputs
 from jax_agent_rl.models.vision_tower import VisionTower
@@ -137,9 +138,13 @@ class Decoder(Module):
             deepstack_count = len(config.vision.deepstack_layers)
 
         def compute(
-            x: jax.Array, kind: LayerKind, stacked: dict[str, Any], values: tuple[Any, ...]
-        ) -> tuple[jax.Array, jax.Array | None]:
-            number, window_choice, routed = values
+            x: jax.Array,
+            kind: LayerKind,
+            stacked: dict[str, Any],
+            values: tuple[Any, ...],
+            kept: Mapping[MixerName, Any],
+        ) -> tuple[jax.Array, jax.Array | None, dict[MixerName, Any]]:
+            number, window_choice, routed, per_layer_input = values
             layer = self._layer(kind, stacked, mesh)
             mixer = MIXERS[kind.mixer]
             choices = shared[kind.mixer]
@@ -148,10 +153,26 @@ class Decoder(Module):
             else:
                 context = jax.tree.map(lambda *x: jnp.stack(x)[window_choice], *choices)
 
-            def mix(inputs: jax.Array) -> jax.Array:
-                return mixer.mix(layer, inputs, context)
+            newly_kept: dict[MixerName, Any] = {}
 
-            x, load = decoder_layer(layer, x, mix, copies=copies, routed=routed)
+            def mix(inputs: jax.Array) -> jax.Array:
+                if kind.keys == "own":
+                    return mixer.mix(layer, inputs, context)
+                assert mixer.keys_and_values is not None and mixer.mix_with is not None
+                if kind.keys == "shared":
+                    return mixer.mix_with(layer, inputs, context, kept[kind.mixer])
+                keys_and_values = mixer.keys_and_values(layer, inputs, context)
+                newly_kept[kind.mixer] = keys_and_values
+                return mixer.mix_with(layer, inputs, context, keys_and_values)
+
+            x, load = decoder_layer(
+                layer,
+                x,
+                mix,
+                copies=copies,
+                routed=routed,
+                per_layer_input=per_layer_input,
+            )
             if deepstack_count and images is not None:
                 layer_features = functools.partial(
                     deepstack_features, images, size=config.hidden_size
@@ -161,7 +182,7 @@ class Decoder(Module):
                     return x + layer_features(number).astype(x.dtype)
 
                 x = jax.lax.cond(number < deepstack_count, add_features, lambda: x)
-            return x, load
+            return x, load, newly_kept
 
         if remat != "none":
             compute = jax.checkpoint(compute, policy=REMAT_POLICIES[remat], static_argnums=1)
@@ -172,12 +193,25 @@ class Decoder(Module):
         x = constrain(x, mesh, ROWS, "context", None)
 
         numbers = jnp.arange(config.num_layers)
-        values = (numbers, _window_choices(config), _routed_by_layer(config, routed_experts))
+        values = (
+            numbers,
+            _window_choices(config),
+            _routed_by_layer(config, routed_experts),
+            self._per_layer_inputs(token_ids, x),
+        )
         x, loads = scan_layers(config, compute, x, self._stacks(), values)
         hidden = rms_norm(config, x, self.final_norm[...])
         if loads is None:
             return hidden, None
         return hidden, jnp.sum(loads, axis=0)
+
+    def _per_layer_inputs(self, token_ids: jax.Array, embedded: jax.Array) -> jax.Array | None:
+        """Return each layer's inputs [L, B, T, p] of ids [B, T] and their embeddings, if any."""
+        if self.config.per_layer_inputs is None:
+            return None
+        params = {name: getattr(self, name)[...] for name in PER_LAYER_PARAMETERS}
+        inputs = per_layer_inputs(self.config, params, token_ids, embedded)
+        return jnp.moveaxis(inputs, 2, 0)
 
     def _stacks(self) -> dict[str, tuple[Any, tuple[jax.Array, jax.Array] | None]]:
         """Return each parameter of the layers with the two matrices of its adapter, if any."""

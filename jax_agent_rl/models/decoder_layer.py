@@ -11,6 +11,7 @@ import jax
 
 from jax_agent_rl.models.feed_forward import FEED_FORWARDS, router_load
 from jax_agent_rl.models.layer_weights import LayerWeights
+from jax_agent_rl.models.per_layer_inputs import add_per_layer_input
 
 
 def decoder_layer(
@@ -20,8 +21,11 @@ def decoder_layer(
     *,
     copies: jax.Array | None = None,
     routed: jax.Array | None = None,
+    per_layer_input: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Apply a layer: mixer and feed-forward network, each with its norms and residual.
+
+    The layer's own input of each token may follow.
 
     Args:
         x: [B, T, D].
@@ -29,6 +33,7 @@ def decoder_layer(
         copies: int32 [B, T], how often each token counts in the load of the experts; None computes
             none.
         routed: [B, T, k], experts to take (``moe.route``); None chooses all.
+        per_layer_input: [B, T, p], the layer's own (``models.per_layer_inputs``), if it has one.
 
     Returns:
         [B, T, D], and ``moe.router_load`` float32 [2, E], or None.
@@ -48,4 +53,11 @@ def decoder_layer(
     out = FEED_FORWARDS[layer.kind.feed_forward](layer, inputs, routed)
     if layer.config.sandwich_norms:
         out = layer.norm("post_feedforward_norm", out)
-    return x + out, load
+    x = x + out
+
+    if per_layer_input is not None:
+        x = add_per_layer_input(layer, x, per_layer_input)
+    if layer.config.layer_scale:
+        scale = jax.lax.stop_gradient(layer.params["layer_scalar"])
+        x = x * scale.astype(x.dtype)
+    return x, load

@@ -22,6 +22,12 @@ def _dense(layer: LayerWeights, x: jax.Array, _: jax.Array | None) -> jax.Array:
     return layer.linear("down", activation(layer.linear("gate", x), layer.linear("up", x)))
 
 
+def _wide(layer: LayerWeights, x: jax.Array, _: jax.Array | None) -> jax.Array:
+    activation = ACTIVATIONS[layer.config.activation]
+    hidden = activation(layer.linear("wide_gate", x), layer.linear("wide_up", x))
+    return layer.linear("wide_down", hidden)
+
+
 def _experts(layer: LayerWeights, x: jax.Array, routed: jax.Array | None) -> jax.Array:
     experts = layer.config.experts
     assert experts is not None
@@ -58,7 +64,11 @@ def _expert_params(layer: LayerWeights) -> Params:
 FeedForward = Callable[[LayerWeights, jax.Array, jax.Array | None], jax.Array]
 """From a layer, its normalized input [B, T, D] and the experts to take [B, T, k] (``moe.route``) to
 its output [B, T, D]; None chooses all."""
-FEED_FORWARDS: dict[FeedForwardName, FeedForward] = {"dense": _dense, "experts": _experts}
+FEED_FORWARDS: dict[FeedForwardName, FeedForward] = {
+    "dense": _dense,
+    "wide": _wide,
+    "experts": _experts,
+}
 
 
 def router_load(
@@ -73,6 +83,6 @@ def router_load(
     """
     experts = layer.config.experts
     assert experts is not None
-    if layer.kind.feed_forward == "dense":
+    if layer.kind.feed_forward != "experts":
         return jnp.zeros((2, experts.count), jnp.float32)
     return moe.router_load(experts, _expert_params(layer), x, copies, routed)

@@ -17,7 +17,7 @@ import numpy as np
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES, read_config, write_config
-from jax_agent_rl.models.parameters import PARAMETERS, Kind, dtype_of, leaves_by_key
+from jax_agent_rl.models.parameters import PARAMETERS, dtype_of, leaves_by_key
 from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.models.tensors import (
     HEAD,
@@ -40,7 +40,13 @@ from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
 logger = logging.getLogger(__name__)
 
-TOP = {"embed": "embed_tokens.weight", "final_norm": "norm.weight"}
+TOP = {
+    "embed": "embed_tokens.weight",
+    "final_norm": "norm.weight",
+    "per_layer_embed": "embed_tokens_per_layer.weight",
+    "per_layer_model_projection": "per_layer_model_projection.weight",
+    "per_layer_model_norm": "per_layer_projection_norm.weight",
+}
 LAYER = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -346,11 +352,11 @@ def tensor_names(config: DecoderConfig) -> Params:
     A parameter that is stacked over layers has a list of names, experts a list of lists.
     """
     prefix = FAMILIES[config.family].prefix
-    tree: Params = {
-        "embed": prefix + TOP["embed"],
-        "layers": {key: _layer_names(config, key) for key in config.parameter_shapes()["layers"]},
-        "final_norm": prefix + TOP["final_norm"],
-    }
+    shapes = config.parameter_shapes()
+    tree: Params = {"layers": {key: _layer_names(config, key) for key in shapes["layers"]}}
+    for key, name in TOP.items():
+        if key in shapes:
+            tree[key] = prefix + name
     if not config.tie_word_embeddings:
         tree["lm_head"] = HEAD
     if config.vision is not None:
@@ -370,7 +376,7 @@ def _layer_names(config: DecoderConfig, key: str) -> Names:
 
     parameter = key.removesuffix("_bias")
     suffix = ".bias" if key.endswith("_bias") else ".weight"
-    if PARAMETERS[key].kind is Kind.CORRECTION:
+    if not PARAMETERS[key].is_trained:
         suffix = ""  # its name is the tensor's
     module = family.names.get(parameter) or LAYER[parameter]
     if "{expert}" not in module:
@@ -402,15 +408,26 @@ def _tensors(files: Sequence[str | Path], config: DecoderConfig) -> Tensors:
 
 
 def _require_none_left(tensors: Tensors, config: DecoderConfig, folder: str) -> None:
-    """Check that every tensor is part of the model."""
+    """Check that every tensor is part of the model, or one that the family leaves out."""
+    family = FAMILIES[config.family]
     known = {tensor_name(stored) for stored in jax.tree.leaves(tensor_names(config))}
     if config.tie_word_embeddings:
         known.add(HEAD)  # a copy of the embeddings
-    unknown = sorted(tensors.keys() - known - of_prediction_layers(tensors))
+    rest = sorted(tensors.keys() - known - of_prediction_layers(tensors))
+
+    left_out = family.left_out(config) if family.left_out is not None else ()
+    unknown = [name for name in rest if not name.startswith(left_out)]
     if unknown:
         raise ModelError(
             f"{folder} holds {counted(len(unknown), 'tensor')} that a {config.family} model does"
             f" not have: {unknown[:3]}"
+        )
+    if rest:
+        logger.info(
+            "%s: %s of towers and of other models are left out, among them %s",
+            folder,
+            counted(len(rest), "tensor"),
+            ", ".join(rest[:3]),
         )
 
 

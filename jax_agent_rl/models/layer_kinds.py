@@ -15,10 +15,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-MixerName = Literal["attention"]
+MixerName = Literal["attention", "global_attention"]
 """What lets tokens see each other, see ``models.mixers``."""
-FeedForwardName = Literal["dense", "experts"]
+FeedForwardName = Literal["dense", "wide", "experts"]
 """What follows it, see ``models.feed_forward``."""
+KeysName = Literal["own", "kept", "shared"]
+"""Whose keys and values a layer attends to: its own; its own, which later layers read as well; or
+those that an earlier layer with the same mixer kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,7 @@ class LayerKind:
     """What a layer computes. Layers of a kind have parameters of the same names and shapes."""
 
     mixer: MixerName = "attention"
+    keys: KeysName = "own"
     feed_forward: FeedForwardName = "dense"
 
 

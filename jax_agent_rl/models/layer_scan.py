@@ -10,11 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.layer_kinds import LayerKind, Run, repeating_runs
+from jax_agent_rl.models.layer_kinds import LayerKind, MixerName, Run, repeating_runs
 
-ComputeLayer = Callable[[Any, LayerKind, dict[str, Any], Any], tuple[Any, Any]]
-"""From a carry, a layer's kind, its parameters by name and its values to the next carry and the
-layer's outputs, a tree of the same structure for all layers."""
+Kept = dict[MixerName, Any]
+"""What a layer of each mixer kept for later ones."""
+ComputeLayer = Callable[
+    [Any, LayerKind, dict[str, Any], Any, Mapping[MixerName, Any]], tuple[Any, Any, Kept]
+]
+"""From a carry, a layer's kind, its parameters by name, its values and what earlier layers kept to
+the next carry, the layer's outputs (a tree of the same structure for all layers), and what it keeps
+itself if its kind says so."""
 
 
 def scan_layers(
@@ -37,9 +42,11 @@ def scan_layers(
         The last carry, and the outputs of all layers, [L, ...].
     """
     outputs = []
+    kept: Kept = {}
     for run in repeating_runs(config.layer_kinds):
-        carry, run_outputs = _scan_run(config, run, compute, carry, stacks, values)
+        carry, run_outputs, run_kept = _scan_run(config, run, compute, carry, stacks, values, kept)
         outputs.append(run_outputs)
+        kept |= run_kept
     if len(outputs) == 1:
         return carry, outputs[0]
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
@@ -52,7 +59,8 @@ def _scan_run(
     carry: Any,
     stacks: Mapping[str, Any],
     values: Any,
-) -> tuple[Any, Any]:
+    kept: Kept,
+) -> tuple[Any, Any, Kept]:
     size = len(run.pattern)
     run_stacks = {}
     places: dict[str, list[int]] = {}  # by parameter: which of the pattern's layers have it
@@ -74,18 +82,24 @@ def _scan_run(
                 params[place][name] = element
 
         outputs = []
+        pattern_kept: Kept = {}
         for place, layer_values in enumerate(_unstacked(pattern_values, size)):
-            kind = run.pattern[place]
-            carry, layer_outputs = compute(carry, kind, params[place], layer_values)
+            carry, layer_outputs, layer_kept = compute(
+                carry, run.pattern[place], params[place], layer_values, {**kept, **pattern_kept}
+            )
             outputs.append(layer_outputs)
+            pattern_kept |= layer_kept
         if size == 1:
-            return carry, outputs[0]
-        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
+            return carry, (outputs[0], pattern_kept)
+        return carry, (jax.tree.map(lambda *parts: jnp.stack(parts), *outputs), pattern_kept)
 
-    carry, outputs = jax.lax.scan(body, carry, (run_stacks, run_values), length=run.repeats)
+    carry, (outputs, run_kept) = jax.lax.scan(
+        body, carry, (run_stacks, run_values), length=run.repeats
+    )
     if size > 1:
         outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
-    return carry, outputs
+    # A mixer has one layer that keeps something, so its run does not repeat.
+    return carry, outputs, jax.tree.map(lambda x: x[0], run_kept)
 
 
 class _Slice:

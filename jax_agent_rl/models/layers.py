@@ -24,6 +24,7 @@ from jax_agent_rl.models.config import (
     LinearScaling,
     Llama3Scaling,
     Params,
+    ProportionalScaling,
     Rope,
     VisionConfig,
     YarnScaling,
@@ -86,6 +87,10 @@ def rope_frequencies(rope: Rope, head_dim: int) -> jax.Array:
             growth = factor * longest / trained - factor + 1
             theta = rope.theta * growth ** (size / (size - 2))
             return 1.0 / theta**exponents
+        case ProportionalScaling(fraction=fraction, factor=factor):
+            rotating = int(fraction * size // 2)
+            is_rotating = jnp.arange(size // 2) < rotating
+            return jnp.where(is_rotating, frequencies / factor, 0.0)
     return frequencies
 
 
@@ -211,7 +216,7 @@ def rms_norm(
     x_float32 = x.astype(jnp.float32)
     mean_square = jnp.mean(x_float32 * x_float32, axis=axis, keepdims=True)
     scaled = x_float32 * jax.lax.rsqrt(mean_square + config.rms_norm_eps)
-    if config.norm_offset:
+    if config.norm_offset or config.float32_norms:
         return (scaled * (config.norm_offset + weight.astype(jnp.float32))).astype(x.dtype)
     return weight * scaled.astype(x.dtype)
 
@@ -273,7 +278,8 @@ class Module(nnx.Module):
 
     Args:
         shapes: by name; the tables of submodules among them are skipped.
-        rngs: draws initial values, float32: matrices normal, biases 0, norms the identity.
+        rngs: draws initial values, float32: matrices normal, biases 0, norms and constants
+            the identity.
     """
 
     def __init__(self, config: Any, shapes: Mapping[str, Any], *, rngs: nnx.Rngs) -> None:
@@ -289,6 +295,8 @@ class Module(nnx.Module):
     def _draw(self, kind: Kind, shape: tuple[int, ...], rngs: nnx.Rngs) -> jax.Array:
         if kind is Kind.NORM:
             return jnp.full(shape, 1.0 - self.config.norm_offset)
+        if kind is Kind.CONSTANT:
+            return jnp.ones(shape)
         if kind in (Kind.BIAS, Kind.SINK, Kind.CORRECTION):
             return jnp.zeros(shape)
         return 0.02 * jax.random.normal(rngs.params(), shape)

@@ -100,13 +100,15 @@ ADAPTABLE = frozenset(
 )
 """Matrices of the parameter tree that engines adapt."""
 TARGETS: Mapping[LoraTarget, tuple[str, ...]] = {
-    "q_proj": ("q",),
-    "k_proj": ("k",),
-    "v_proj": ("v",),
-    "o_proj": ("o",),
-    "gate_proj": ("gate", "shared_gate"),
-    "up_proj": ("up", "shared_up"),
-    "down_proj": ("down", "shared_down"),
+    "q_proj": ("q", "global_q"),
+    "k_proj": ("k", "global_k"),
+    "v_proj": ("v", "global_v"),
+    "o_proj": ("o", "global_o"),
+    "gate_proj": ("gate", "shared_gate", "wide_gate"),
+    "up_proj": ("up", "shared_up", "wide_up"),
+    "down_proj": ("down", "shared_down", "wide_down"),
+    "per_layer_input_gate": ("per_layer_gate",),
+    "per_layer_projection": ("per_layer_projection",),
 }
 """``ADAPTABLE`` by the last part of Hugging Face's names: PEFT adapts all that a target names."""
 

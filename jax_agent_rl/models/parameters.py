@@ -34,7 +34,7 @@ class Kind(StrEnum):
     MATRIX = "matrix"
     """Of a linear layer, [.., out, in]."""
     EMBEDDING = "embedding"
-    """Rows that are looked up, or the map from a patch of pixels to one."""
+    """Rows that are looked up, or the map from something else to such a row."""
     HEAD = "head"
     """Maps the last hidden states to logits or to a value."""
     ROUTER = "router"
@@ -46,6 +46,8 @@ class Kind(StrEnum):
     NORM = "norm"
     SINK = "sink"
     """A further score of each head's softmax."""
+    CONSTANT = "constant"
+    """A number that training leaves as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Parameter:
     @property
     def is_trained(self) -> bool:
         """Whether an optimizer may change it."""
-        return self.kind is not Kind.CORRECTION
+        return self.kind not in (Kind.CORRECTION, Kind.CONSTANT)
 
     @property
     def is_of_experts(self) -> bool:
@@ -122,6 +124,25 @@ PARAMETERS: dict[str, Parameter] = {
     "post_attention_norm": _norm("layers", "norm"),
     "pre_feedforward_norm": _norm("layers", "norm"),
     "post_feedforward_norm": _norm("layers", "norm"),
+    # Layers that are not windowed, where their heads are others (DecoderConfig.global_attention).
+    "global_q": _matrix("layers", "heads", "embed"),
+    "global_k": _matrix("layers", "heads", "embed"),
+    "global_v": _matrix("layers", "heads", "embed"),
+    "global_o": _matrix("layers", "embed", "heads"),
+    "global_q_norm": _norm("layers", "norm"),
+    "global_k_norm": _norm("layers", "norm"),
+    # Networks of twice the size (DecoderConfig.wide_shared_layers).
+    "wide_gate": _matrix("layers", "mlp", "embed"),
+    "wide_up": _matrix("layers", "mlp", "embed"),
+    "wide_down": _matrix("layers", "embed", "mlp"),
+    # models.per_layer_inputs
+    "per_layer_embed": Parameter(Kind.EMBEDDING, ("vocab", "embed")),
+    "per_layer_model_projection": Parameter(Kind.EMBEDDING, ("patch", "embed")),
+    "per_layer_model_norm": _norm("norm"),
+    "per_layer_gate": _matrix("layers", "choices", "embed"),
+    "per_layer_projection": _matrix("layers", "embed", "choices"),
+    "post_per_layer_norm": _norm("layers", "norm"),
+    "layer_scalar": Parameter(Kind.CONSTANT, ("layers", "norm")),
 }
 """Parameters of decoders and critics."""
 

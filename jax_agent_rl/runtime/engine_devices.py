@@ -13,6 +13,7 @@ on one device.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class ResidentBytes:
 
         position = 0.0
         for kind in model.layer_kinds:
+            if kind.keys == "shared":  # it reads another layer's
+                continue
             position += _POSITION_BYTES[kind.mixer](model, devices, kv_bytes)
         if model.experts is not None:
             expert_id_bytes = 2 if model.experts.count > 256 else 1
@@ -84,14 +87,18 @@ class ResidentBytes:
         return self.weights + shapes.pages * shapes.page * self.position
 
 
-def _kv_position_bytes(model: DecoderConfig, devices: int, number_bytes: int) -> float:
+def _kv_position_bytes(
+    mixer: MixerName, model: DecoderConfig, devices: int, number_bytes: int
+) -> float:
+    heads = model.heads(mixer)
     # Heads are repeated where there are fewer of them than devices.
-    heads_per_device = math.lcm(model.num_kv_heads, devices) / devices
-    return 2 * heads_per_device * model.head_dim * number_bytes
+    heads_per_device = math.lcm(heads.num_kv_heads, devices) / devices
+    return 2 * heads_per_device * heads.head_dim * number_bytes
 
 
 _POSITION_BYTES: dict[MixerName, Callable[[DecoderConfig, int, int], float]] = {
-    "attention": _kv_position_bytes
+    "attention": functools.partial(_kv_position_bytes, "attention"),
+    "global_attention": functools.partial(_kv_position_bytes, "global_attention"),
 }
 """From a model, an engine's devices and the bytes of a number to what a layer remembers of one
 token, bytes on each device."""

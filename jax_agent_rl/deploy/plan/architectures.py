@@ -65,6 +65,24 @@ _GEMMA3 = {
     "hidden_activation": "gelu_pytorch_tanh",
     "eos_token_id": 106,
 }
+_GEMMA4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 262144,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "eos_token_id": [1, 106],
+}
 _SMOLLM2 = {
     "model_type": "llama",
     "vocab_size": 49152,
@@ -207,6 +225,26 @@ ARCHITECTURES: Mapping[str, Fields] = {
     "minimax-m2": _fields(_MINIMAX_M2, (3072, 1536, 62, 48, 8)),
     "gpt-oss-20b": _fields(_GPT_OSS, (2880, 2880, 24, 64, 8), num_local_experts=32),
     "gpt-oss-120b": _fields(_GPT_OSS, (2880, 2880, 36, 64, 8), num_local_experts=128),
+    "gemma-4-e2b": _fields(
+        _GEMMA4,
+        (1536, 6144, 35, 8, 1),
+        sliding_window=512,
+        layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+        vocab_size_per_layer_input=262144,
+        hidden_size_per_layer_input=256,
+        max_position_embeddings=131072,
+    ),
+    "gemma-4-31b": _fields(
+        _GEMMA4,
+        (5376, 21504, 60, 32, 16),
+        sliding_window=1024,
+        num_global_key_value_heads=4,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        max_position_embeddings=262144,
+    ),
     "smollm2-135m": _fields(_SMOLLM2, (576, 1536, 30, 9, 3)),
     "smollm2-360m": _fields(_SMOLLM2, (960, 2560, 32, 15, 5)),
     "smollm2-1.7b": _fields(_SMOLLM2, (2048, 8192, 24, 32, 32), rope_theta=1.3e5),

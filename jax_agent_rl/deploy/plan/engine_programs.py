@@ -280,12 +280,13 @@ def pass_flops(model: DecoderConfig, tokens: int, *, visible: float, head: bool 
     return tokens * (2 * weights + mixing)
 
 
-def _attention_flops(model: DecoderConfig, visible: float) -> float:
-    return 4 * model.num_heads * model.head_dim * visible
+def _attention_flops(mixer: MixerName, model: DecoderConfig, visible: float) -> float:
+    return 4 * model.num_heads * model.heads(mixer).head_dim * visible
 
 
 _MIXING_FLOPS: dict[MixerName, Callable[[DecoderConfig, float], float]] = {
-    "attention": _attention_flops
+    "attention": functools.partial(_attention_flops, "attention"),
+    "global_attention": functools.partial(_attention_flops, "global_attention"),
 }
 """From a model and the positions that a token sees to what a layer's mixer computes for the token,
 besides products with parameters."""
@@ -359,11 +360,12 @@ class EngineWork(NamedTuple):
         Keys and values that are kept on several devices count once.
         """
         size = 0.0
-        for number, layer in enumerate(self.cache.layers):
+        for number, kind in enumerate(self.model.layer_kinds):
+            layer = self.cache.layers[self.model.keys_source(number)]
             bytes_per_position = _bytes(layer) / (layer.count * layer.length)
             copies = 1.0
             if isinstance(layer, LayerKV):
-                copies = layer.values.shape[1] / self.model.num_kv_heads
+                copies = layer.values.shape[1] / self.model.heads(kind.mixer).num_kv_heads
             visible = _visible(self.model, number, span)
             size += contexts * visible * bytes_per_position / copies
         return size

@@ -88,8 +88,10 @@ def _activation_bytes(config: Config, model: DecoderConfig) -> float:
     learner = config.learner
     mesh = learner.mesh
     tokens = learner.micro_batch_size * learner.pack_length / mesh.context
-    queries = model.num_heads * model.head_dim
-    keys = model.num_kv_heads * model.head_dim
+    # Of the larger heads, where layers have different ones.
+    heads = [model.heads(kind.mixer) for kind in model.layer_kinds]
+    queries = model.num_heads * max(layer.head_dim for layer in heads)
+    keys = max(layer.num_kv_heads * layer.head_dim for layer in heads)
     hidden = model.hidden_size
 
     saved = 0.0
@@ -97,6 +99,8 @@ def _activation_bytes(config: Config, model: DecoderConfig) -> float:
     for kind in model.layer_kinds:
         if kind.feed_forward == "dense":
             intermediate = model.intermediate_size
+        elif kind.feed_forward == "wide":
+            intermediate = 2 * model.intermediate_size
         else:
             assert model.experts is not None
             intermediate = model.experts.per_token * model.experts.intermediate_size
@@ -119,6 +123,8 @@ def _gathered_bytes(config: Config, model: DecoderConfig) -> float:
         size = sum(math.prod(shape) for shape in model.kind_shapes(kind).values())
         largest_layer = max(largest_layer, size)
     vocabulary = model.vocab_size * model.hidden_size
+    if model.per_layer_inputs is not None:
+        vocabulary += math.prod(model.parameter_shapes()["per_layer_embed"])
     return (2 * largest_layer / mesh.expert + vocabulary) / mesh.tensor * _compute_width(config)
 
 
@@ -156,11 +162,14 @@ def _train_seconds(config: Config, model: DecoderConfig, chip: Chip) -> float:
     # Bytes that a chip sends for one micro-batch, along each axis.
     layers = model.num_layers
     tokens = config.learner.micro_batch_size * length / mesh.context
-    kv_size = model.num_kv_heads * model.head_dim
+    kv_sizes = []  # of a token, by layer
+    for kind in model.layer_kinds:
+        heads = model.heads(kind.mixer)
+        kv_sizes.append(heads.num_kv_heads * heads.head_dim)
     copies = mesh.data * mesh.context  # of each gradient
     weights = parameters / (mesh.tensor * mesh.expert) * (2 * width + MASTER) * (1 - 1 / mesh.fsdp)
     activations = 4 * layers * tokens * model.hidden_size * width * 2 * (1 - 1 / mesh.tensor)
-    kv = 6 * layers * tokens * kv_size * width * (mesh.context - 1)
+    kv = 6 * tokens * sum(kv_sizes) * width * (mesh.context - 1)
     gradients = 2 * MASTER * parameters / (mesh.tensor * mesh.expert * mesh.fsdp) * (1 - 1 / copies)
     link_seconds = (weights + activations + kv + gradients) / (RING * chip.link_bandwidth)
     return calls * max(product_seconds, link_seconds)

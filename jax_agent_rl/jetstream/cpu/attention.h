@@ -17,6 +17,7 @@ struct Attention {
   int64_t row_pages;
   int64_t rotated;  // pairs of a head's numbers
   int64_t window;   // 0: none
+  bool writes;      // the tokens' keys and values, before it reads
   float scale;
   bool interleaved;
   const float* qkv;
@@ -197,8 +198,8 @@ void Softmax(float* scores, int64_t first, int64_t end, const float* sink) {
 }
 
 // Attention of heads [from, to) of `count` consecutive tokens of a context, in columns from `slot`
-// on: writes their keys and values to its pages, and mixes the values that their queries see. Heads
-// are neighbours in a page, so each page is read in one go.
+// on: writes their keys and values to its pages, unless they are there already, and mixes the values
+// that their queries see. Heads are neighbours in a page, so each page is read in one go.
 void Attend(const Attention& a, int64_t slot, int64_t count, int64_t from, int64_t to) {
   const int64_t size = a.size;
   const int64_t page = a.page;
@@ -239,13 +240,15 @@ void Attend(const Attention& a, int64_t slot, int64_t count, int64_t from, int64
   for (int64_t head = from; head < to; ++head) {
     for (int64_t t = 0; t < count; ++t) {
       float* queries = all_queries + ((head - from) * count + t) * group * size;
-      const float* qkv = a.qkv + head * (group + 2) * size * a.slots + slot + t;
+      const int64_t rows = a.writes ? group + 2 : group;
+      const float* qkv = a.qkv + head * rows * size * a.slots + slot + t;
       for (int64_t i = 0; i < group * size; ++i) queries[i] = qkv[i * a.slots];
-      for (int64_t i = 0; i < size; ++i) key[i] = qkv[(group * size + i) * a.slots];
       for (int64_t g = 0; g < group; ++g) Rotate(a, slot + t, queries + g * size);
-      Rotate(a, slot + t, key.data());
       for (int64_t i = 0; i < group * size; ++i) queries[i] *= a.scale;
+      if (!a.writes) continue;
 
+      for (int64_t i = 0; i < size; ++i) key[i] = qkv[(group * size + i) * a.slots];
+      Rotate(a, slot + t, key.data());
       const int64_t begin = at((position + t) / page, head);
       const int64_t offset = (position + t) % page;
       for (int64_t d = 0; d < size; ++d) a.keys[begin + d * page + offset] = key[d];
@@ -332,39 +335,13 @@ const std::vector<int64_t>& ContextBegins(const Attention& a) {
   return begins;
 }
 
-// Queries, keys and values [K, G + 2, h, B] before their rotation; cos and sin [r/2, B]; sinks
-// [K, G] or empty. The cache (keys [P, K, h, S], values [P, K, S, h]) is changed where it lies.
-// Tokens of one context see those before them, see ContextBegins.
-ffi::Error DecodeAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32>,
-                           ffi::Buffer<ffi::F32>, ffi::Buffer<ffi::S32> pages,
-                           ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::F32> cos,
-                           ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::F32> sinks, float scale,
-                           int64_t window, bool interleaved, ffi::ResultBuffer<ffi::F32> mixed,
-                           ffi::ResultBuffer<ffi::F32> keys, ffi::ResultBuffer<ffi::F32> values) {
+// Attends with all heads and slots, and writes the mixture [K, G, h, B] to `out`. `a` lacks nothing
+// but where mixtures are collected.
+void AttendAll(ffi::ThreadPool& pool, Attention a, int64_t count_mixed, float* out) {
   // By slot first: cores that wrote neighbouring slots of one feature would take its cache line
   // from each other.
   thread_local std::vector<float> by_slot;
-  by_slot.resize(mixed->element_count());
-
-  Attention a;
-  a.slots = qkv.dimensions()[3];
-  a.kv_heads = qkv.dimensions()[0];
-  a.group = qkv.dimensions()[1] - 2;
-  a.size = qkv.dimensions()[2];
-  a.page = keys->dimensions()[3];
-  a.row_pages = pages.dimensions()[1];
-  a.rotated = cos.dimensions()[0];
-  a.window = window;
-  a.scale = scale;
-  a.interleaved = interleaved;
-  a.qkv = qkv.typed_data();
-  a.cos = cos.typed_data();
-  a.sin = sin.typed_data();
-  a.sinks = DataOrNull(sinks);
-  a.pages = pages.typed_data();
-  a.positions = positions.typed_data();
-  a.keys = keys->typed_data();
-  a.values = values->typed_data();
+  by_slot.resize(count_mixed);
   a.mixed = by_slot.data();
 
   // The heads of a context are divided only if there is a single context.
@@ -383,13 +360,70 @@ ffi::Error DecodeAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi:
     }
   });
 
-  const int64_t features = mixed->element_count() / a.slots;
-  float* out = mixed->typed_data();
+  const int64_t features = count_mixed / a.slots;
   for (int64_t d = 0; d < features; ++d) {
     for (int64_t slot = 0; slot < a.slots; ++slot) {
       out[d * a.slots + slot] = a.mixed[slot * features + d];
     }
   }
+}
+
+// What DecodeAttention and ReadAttention have in common.
+Attention MakeAttention(const ffi::Buffer<ffi::F32>& qkv, const ffi::Buffer<ffi::S32>& pages,
+                        const ffi::Buffer<ffi::S32>& positions, const ffi::Buffer<ffi::F32>& cos,
+                        const ffi::Buffer<ffi::F32>& sin, const ffi::Buffer<ffi::F32>& sinks,
+                        float scale, int64_t window, bool interleaved, bool writes) {
+  Attention a;
+  a.slots = qkv.dimensions()[3];
+  a.kv_heads = qkv.dimensions()[0];
+  a.group = qkv.dimensions()[1] - (writes ? 2 : 0);
+  a.size = qkv.dimensions()[2];
+  a.row_pages = pages.dimensions()[1];
+  a.rotated = cos.dimensions()[0];
+  a.window = window;
+  a.writes = writes;
+  a.scale = scale;
+  a.interleaved = interleaved;
+  a.qkv = qkv.typed_data();
+  a.cos = cos.typed_data();
+  a.sin = sin.typed_data();
+  a.sinks = DataOrNull(sinks);
+  a.pages = pages.typed_data();
+  a.positions = positions.typed_data();
+  return a;
+}
+
+// Queries, keys and values [K, G + 2, h, B] before their rotation; cos and sin [r/2, B]; sinks
+// [K, G] or empty. The cache (keys [P, K, h, S], values [P, K, S, h]) is changed where it lies.
+// Tokens of one context see those before them, see ContextBegins.
+ffi::Error DecodeAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32>,
+                           ffi::Buffer<ffi::F32>, ffi::Buffer<ffi::S32> pages,
+                           ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::F32> cos,
+                           ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::F32> sinks, float scale,
+                           int64_t window, bool interleaved, ffi::ResultBuffer<ffi::F32> mixed,
+                           ffi::ResultBuffer<ffi::F32> keys, ffi::ResultBuffer<ffi::F32> values) {
+  Attention a =
+      MakeAttention(qkv, pages, positions, cos, sin, sinks, scale, window, interleaved, true);
+  a.page = keys->dimensions()[3];
+  a.keys = keys->typed_data();
+  a.values = values->typed_data();
+  AttendAll(pool, a, mixed->element_count(), mixed->typed_data());
+  return ffi::Error::Success();
+}
+
+// The same for queries alone, [K, G, h, B], of tokens whose keys and values the cache has already.
+ffi::Error ReadAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries,
+                         ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values,
+                         ffi::Buffer<ffi::S32> pages, ffi::Buffer<ffi::S32> positions,
+                         ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                         ffi::Buffer<ffi::F32> sinks, float scale, int64_t window,
+                         bool interleaved, ffi::ResultBuffer<ffi::F32> mixed) {
+  Attention a =
+      MakeAttention(queries, pages, positions, cos, sin, sinks, scale, window, interleaved, false);
+  a.page = keys.dimensions()[3];
+  a.keys = keys.typed_data();
+  a.values = values.typed_data();
+  AttendAll(pool, a, mixed->element_count(), mixed->typed_data());
   return ffi::Error::Success();
 }
 

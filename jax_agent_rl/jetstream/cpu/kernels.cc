@@ -31,3 +31,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(decode_attention, DecodeAttention,
                                   .Attr<int64_t>("window")
                                   .Attr<bool>("interleaved")
                                   .RESULT.RESULT.RESULT);
+
+// queries, keys, values, pages, positions, cos, sin, sinks -> mixed
+XLA_FFI_DEFINE_HANDLER_SYMBOL(read_attention, ReadAttention,
+                              BIND.FLOATS.FLOATS.FLOATS.INTS.INTS.FLOATS.FLOATS.FLOATS
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<bool>("interleaved")
+                                  .RESULT);

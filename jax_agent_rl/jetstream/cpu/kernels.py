@@ -39,7 +39,13 @@ from jax_agent_rl.utils.files import cache_root
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cc")
 HEADERS = tuple(SOURCE.with_name(f"{name}.h") for name in ("vectors", "products", "attention"))
-TARGETS = ("product", "gated_product", "grouped_product", "decode_attention")
+TARGETS = (
+    "product",
+    "gated_product",
+    "grouped_product",
+    "decode_attention",
+    "read_attention",
+)
 COMPILERS = ("c++", "g++", "clang++")
 COMPILER_SECONDS = 600.0
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
@@ -209,15 +215,49 @@ def decode_attention(
         (mixed_shape, keys_shape, values_shape),
         input_output_aliases={1: 1, 2: 2},  # keys and values
     )
-    window = config.sliding_window if windowed else None
     cos, sin = rope_table
     mixed, keys, values = call(
         *(qkv, cached.keys, cached.values, pages, positions, cos, sin, _or_empty(sinks)),
-        scale=np.float32(config.score_scale),
-        window=np.int64(window or 0),
-        interleaved=config.rope.interleaved,
+        **_attention_settings(config, windowed),
     )
     return mixed, LayerKV(keys, values)
+
+
+def read_attention(
+    config: DecoderConfig,
+    queries: jax.Array,
+    cached: LayerKV,
+    positions: jax.Array,
+    pages: jax.Array,
+    rope_table: tuple[jax.Array, jax.Array],
+    *,
+    windowed: bool = False,
+) -> jax.Array:
+    """Rotate one token's queries per slot and attend to the slot's pages, which have its key.
+
+    The other arguments are those of :func:`decode_attention`.
+
+    Args:
+        queries: [K, G, h, B], not rotated.
+
+    Returns:
+        [K, G, h, B].
+    """
+    call = _call("read_attention", jax.ShapeDtypeStruct(queries.shape, queries.dtype))
+    cos, sin = rope_table
+    return call(
+        *(queries, cached.keys, cached.values, pages, positions, cos, sin, _or_empty(None)),
+        **_attention_settings(config, windowed),
+    )
+
+
+def _attention_settings(config: DecoderConfig, windowed: bool) -> dict[str, Any]:
+    window = config.sliding_window if windowed else None
+    return {
+        "scale": np.float32(config.score_scale),
+        "window": np.int64(window or 0),
+        "interleaved": config.rope.interleaved,
+    }
 
 
 def _call(target: str, out: Any, **options: Any) -> Callable[..., Any]:

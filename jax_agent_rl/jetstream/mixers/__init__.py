@@ -7,12 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_agent_rl.jetstream.kv_cache import KVCache, empty_routed
-from jax_agent_rl.jetstream.mixers.attention import ATTENTION
+from jax_agent_rl.jetstream.mixers.attention import ATTENTION, GLOBAL_ATTENTION
 from jax_agent_rl.jetstream.mixers.mixer import EngineMixer
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.layer_kinds import MixerName
 
-ENGINE_MIXERS: dict[MixerName, EngineMixer] = {"attention": ATTENTION}
+ENGINE_MIXERS: dict[MixerName, EngineMixer] = {
+    "attention": ATTENTION,
+    "global_attention": GLOBAL_ATTENTION,
+}
 
 
 def has_states(config: DecoderConfig) -> bool:

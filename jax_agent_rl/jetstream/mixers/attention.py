@@ -5,6 +5,8 @@ Shapes as in ``jetstream.forward``.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -20,6 +22,7 @@ from jax_agent_rl.jetstream.mixers.mixer import (
     LayerSettings,
 )
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.layer_kinds import MixerName
 from jax_agent_rl.models.layers import mrope_tables, rms_norm, rope_tables, rotate
 from jax_agent_rl.models.sharding import constrain
 from jax_agent_rl.models.vision_context import ImageInputs
@@ -28,14 +31,17 @@ RopeTables = tuple[tuple[jax.Array, jax.Array], ...]
 """Cos and sin [r/2, B] of full layers, and of windowed ones, if r of a head's numbers rotate."""
 
 
-def _prepare(config: DecoderConfig, positions: jax.Array, images: ImageInputs | None) -> RopeTables:
+def _prepare(
+    mixer: MixerName, config: DecoderConfig, positions: jax.Array, images: ImageInputs | None
+) -> RopeTables:
+    head_dim = config.heads(mixer).head_dim
     if images is not None:  # no vision model has windowed layers
-        cos, sin = mrope_tables(config.rope, config.head_dim, images.rope_positions.reshape(-1, 3))
+        cos, sin = mrope_tables(config.rope, head_dim, images.rope_positions.reshape(-1, 3))
         return ((cos.T, sin.T),)
 
     tables = []
     for rope in (config.rope, config.local_rope or config.rope):
-        cos, sin = rope_tables(rope, config.head_dim, positions)
+        cos, sin = rope_tables(rope, head_dim, positions)
         tables.append((cos.T, sin.T))
     return tuple(tables)
 
@@ -52,22 +58,43 @@ def _decode(
     pages = inputs.pages
     rope_table = inputs.shared[settings.windowed]
     sinks = layer.params.get("sinks")
+    heads = _project(settings, layer, x)
     if layer.native:
         assert pages is not None  # these kernels read no rows
-        qkv = _project(config, layer, x)
-        mixed, cached = cpu_kernels.decode_attention(
-            config, qkv, cached, positions, pages, rope_table, sinks, windowed=settings.windowed
-        )
+        if settings.kind.keys == "shared":
+            mixed = cpu_kernels.read_attention(
+                config, heads, cached, positions, pages, rope_table, windowed=settings.windowed
+            )
+        else:
+            mixed, cached = cpu_kernels.decode_attention(
+                config,
+                heads,
+                cached,
+                positions,
+                pages,
+                rope_table,
+                sinks,
+                windowed=settings.windowed,
+            )
         mixed = mixed.reshape(-1, x.shape[1])
-    else:
-        q, k, v = _split_and_rotate(config, _project(config, layer, x), *rope_table)
-        q = q.transpose(3, 0, 1, 2)
+        return _project_back(settings, layer, mixed), cached
+
+    q, kv = _split_and_rotate(settings, heads, *rope_table)
+    new = None
+    if kv is not None:
+        k, v = kv
         new = (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
-        mixed, cached = decode_attention(
-            q, cached, new, positions, pages, sinks, window=_window(settings), mesh=settings.mesh
-        )
-        mixed = mixed.reshape(len(positions), -1).T
-    return _project_back(settings, layer, mixed), cached
+    mixed, cached = decode_attention(
+        q.transpose(3, 0, 1, 2),
+        cached,
+        new,
+        positions,
+        pages,
+        sinks,
+        window=_window(settings),
+        mesh=settings.mesh,
+    )
+    return _project_back(settings, layer, mixed.reshape(len(positions), -1).T), cached
 
 
 def _chunk(
@@ -80,10 +107,14 @@ def _chunk(
     rows = len(inputs.starts)
     rope_table = inputs.shared[settings.windowed]
     sinks = layer.params.get("sinks")
-    qkv = _project(settings.config, layer, x)
-    q, k, v = _split_and_rotate(settings.config, qkv, *rope_table)
-    q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
-    chunk = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
+    q, kv = _split_and_rotate(settings, _project(settings, layer, x), *rope_table)
+    q = q.reshape(*q.shape[:-1], rows, -1)
+    if kv is None:
+        chunk = inputs.source_chunk
+        assert chunk is not None
+    else:
+        k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in kv)
+        chunk = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
     mixed = chunk_attention(
         q, cached, chunk, inputs.starts, sinks, window=_window(settings), mesh=settings.mesh
     )
@@ -94,17 +125,40 @@ def _window(settings: LayerSettings) -> int | None:
     return settings.config.sliding_window if settings.windowed else None
 
 
-def _project(config: DecoderConfig, layer: AdaptedLayer, x: jax.Array) -> jax.Array:
-    """Return queries, keys and values [K, G + 2, h, B] of x [D, B], not rotated."""
-    qkv = layer.multiply(config, "qkv", x, "input_norm")
+def _project(settings: LayerSettings, layer: AdaptedLayer, x: jax.Array) -> jax.Array:
+    """Return queries, keys and values [K, G + 2, h, B] of x [D, B], not rotated.
+
+    Layers that share another layer's keys and values have queries alone, [K, G, h, B].
+    """
+    config = settings.config
+    heads = config.heads(settings.kind.mixer)
+    qkv = layer.multiply(config, f"{heads.prefix}qkv", x, "input_norm")
     if config.qkv_bias:
         qkv = qkv + layer.params["qkv_bias"][..., None]
-    qkv = qkv.reshape(config.num_kv_heads, -1, config.head_dim, x.shape[1])
-    if not config.qk_norm:
+    qkv = qkv.reshape(heads.num_kv_heads, -1, heads.head_dim, x.shape[1])
+
+    group = config.num_heads // heads.num_kv_heads
+    q = qkv[:, :group]
+    if settings.kind.keys == "shared":
+        return _head_norm(settings, layer, q, "q_norm")
+    if not config.qk_norm and not config.v_norm and not heads.keys_as_values:
         return qkv
-    q = _norm(config, qkv[:, :-2], layer.params["q_norm"])
-    k = _norm(config, qkv[:, -2:-1], layer.params["k_norm"])
-    return jnp.concatenate([q, k, qkv[:, -1:]], axis=1)
+    k = qkv[:, group : group + 1]
+    v = qkv[:, -1:]  # the keys, if there are no values
+    if config.v_norm:
+        v = rms_norm(config, v, jnp.ones(heads.head_dim, v.dtype), axis=2)
+    q = _head_norm(settings, layer, q, "q_norm")
+    k = _head_norm(settings, layer, k, "k_norm")
+    return jnp.concatenate([q, k, v], axis=1)
+
+
+def _head_norm(settings: LayerSettings, layer: AdaptedLayer, x: jax.Array, name: str) -> jax.Array:
+    """Apply the norm of heads [K, n, h, B], if there is one."""
+    config = settings.config
+    if not config.qk_norm:
+        return x
+    prefix = config.heads(settings.kind.mixer).prefix
+    return _norm(config, x, layer.params[prefix + name])
 
 
 def _norm(config: DecoderConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -116,21 +170,27 @@ def _norm(config: DecoderConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _split_and_rotate(
-    config: DecoderConfig, qkv: jax.Array, cos: jax.Array, sin: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return rotated, scaled queries [K, G, h, B] and rotated keys and values [K, h, B].
+    settings: LayerSettings, heads: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """Split what :func:`_project` returned; ``cos`` and ``sin`` are [r/2, B].
 
-    ``cos`` and ``sin`` are [r/2, B].
+    Returns:
+        Rotated, scaled queries [K, G, h, B], and rotated keys and values [K, h, B], or None if the
+        layer shares another's.
     """
-    q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
+    config = settings.config
+    if settings.kind.keys == "shared":
+        return rotate(config.rope, heads, cos, sin, axis=2) * config.score_scale, None
+    q, k, v = heads[:, :-2], heads[:, -2], heads[:, -1]
     q = rotate(config.rope, q, cos, sin, axis=2)
     k = rotate(config.rope, k, cos, sin, axis=1)
-    return q * config.score_scale, k, v
+    return q * config.score_scale, (k, v)
 
 
 def _project_back(settings: LayerSettings, layer: AdaptedLayer, mixed: jax.Array) -> jax.Array:
     """Return the output [D, B] of the heads' mixture [H h, B]."""
-    out = constrain(layer.multiply(settings.config, "o", mixed), settings.mesh)
+    prefix = settings.config.heads(settings.kind.mixer).prefix
+    out = constrain(layer.multiply(settings.config, f"{prefix}o", mixed), settings.mesh)
     if settings.config.o_bias:
         out = out + layer.params["o_bias"][:, None]
     return out
@@ -141,10 +201,15 @@ def _cache_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, DEVICES))
 
 
-ATTENTION = EngineMixer(
-    prepare=_prepare,
-    decode=_decode,
-    chunk=_chunk,
-    empty_cache=empty_kv,
-    cache_sharding=_cache_sharding,
-)
+def _mixer(name: MixerName) -> EngineMixer:
+    return EngineMixer(
+        prepare=functools.partial(_prepare, name),
+        decode=_decode,
+        chunk=_chunk,
+        empty_cache=empty_kv,
+        cache_sharding=_cache_sharding,
+    )
+
+
+ATTENTION = _mixer("attention")
+GLOBAL_ATTENTION = _mixer("global_attention")

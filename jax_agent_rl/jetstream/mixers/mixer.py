@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.jetstream.adapted_layer import AdaptedLayer
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.layer_kinds import LayerKind
 from jax_agent_rl.models.vision_context import ImageInputs
 
 
@@ -26,11 +27,13 @@ class LayerSettings:
         config: the model, with the engine's ``num_kv_heads``.
         mesh: the engine's mesh, if it has more than one device.
         windowed: the layer sees ``config.sliding_window`` positions only.
+        kind: what the layer computes.
     """
 
     config: DecoderConfig
     mesh: Mesh | None
     windowed: bool
+    kind: LayerKind
 
 
 @jax.tree_util.register_dataclass
@@ -61,11 +64,13 @@ class ChunkInputs:
         starts: int32 [R], position of each chunk's first token.
         lengths: int32 [R], tokens of each chunk, without its padding; None for models without
             states.
+        source_chunk: that layer's cache of the chunks, if the layer reads another layer's.
     """
 
     shared: Any
     starts: jax.Array
     lengths: jax.Array | None = None
+    source_chunk: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +81,8 @@ class EngineMixer:
         prepare: from a model, rotary positions int32 [B] and perhaps images (with rotary positions
             [.., 3] of the same tokens) to what all layers share, a tree of arrays.
         decode: from a layer, its input [D, B] before the norm and its cache to the output [D, B],
-            without the residual, and the cache with the tokens.
+            without the residual, and the cache with the tokens. A layer that shares another
+            layer's keys is given that layer's cache, with the tokens, and returns it.
         chunk: the same for chunks: from [D, R T] and a cache of R rows to [D, R T] and a cache of R
             rows that hold the chunks alone.
         empty_cache: from a model, the number of a layer, a number of pages, their positions and a

@@ -19,6 +19,7 @@ from jax_agent_rl.models.config import (
     LinearScaling,
     Llama3Scaling,
     Params,
+    ProportionalScaling,
     Rope,
     Scaling,
     VisionConfig,
@@ -89,6 +90,10 @@ class ModelFamily:
             the layer's prefix.
         prefix: of the decoder's tensors.
         prefixes: from the beginning of tensor names in newer files to the one in published files.
+        text_model: from a file to the one of the text model in it; None if all files are those of
+            the model.
+        left_out: beginnings of the names of tensors that a folder may hold, but the model does not
+            have.
         vision_names: where the vision tower's parameters are stored, in the shape of
             ``params["vision"]``.
     """
@@ -101,6 +106,8 @@ class ModelFamily:
     packed: Mapping[str, Packed] = field(default_factory=dict)
     prefix: str = "model."
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    text_model: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    left_out: Callable[[DecoderConfig], tuple[str, ...]] | None = None
     vision_names: Callable[[VisionConfig], Params] | None = None
 
 
@@ -580,3 +587,9 @@ def write_scaling(rope: Rope) -> dict[str, Any] | None:
             return {"rope_type": "yarn"} | fields
         case DynamicScaling(factor=factor, trained_positions=trained):
             return {"rope_type": "dynamic", "factor": factor, "max_trained_positions": trained}
+        case ProportionalScaling(fraction=fraction, factor=factor):
+            return {
+                "rope_type": "proportional",
+                "partial_rotary_factor": fraction,
+                "factor": factor,
+            }

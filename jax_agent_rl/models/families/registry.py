@@ -51,6 +51,8 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
             f" {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[name]
+    if family.text_model is not None:
+        raw = family.text_model(raw)
     fields = Fields(raw)
     config: DecoderConfig = family.read(fields)
     if config.num_heads % config.num_kv_heads:

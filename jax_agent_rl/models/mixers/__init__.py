@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from jax_agent_rl.models.layer_kinds import MixerName
-from jax_agent_rl.models.mixers.attention import ATTENTION
+from jax_agent_rl.models.mixers.attention import ATTENTION, GLOBAL_ATTENTION
 from jax_agent_rl.models.mixers.mixer import Mixer
 
-MIXERS: dict[MixerName, Mixer] = {"attention": ATTENTION}
+MIXERS: dict[MixerName, Mixer] = {
+    "attention": ATTENTION,
+    "global_attention": GLOBAL_ATTENTION,
+}

@@ -38,7 +38,12 @@ class Mixer:
             share: a tree of arrays, computed once for them.
         mix: from a layer, its normalized input [B, T, D] and what it shares to its output [B, T,
             D], which is added to the residual stream.
+        keys_and_values: what other layers may read of a layer, from the same arguments; None if
+            there is no such thing.
+        mix_with: ``mix`` with the keys and values of another layer as a further argument.
     """
 
     prepare: Callable[[DecoderConfig, bool, TokenTrees], Any]
     mix: Callable[[LayerWeights, jax.Array, Any], jax.Array]
+    keys_and_values: Callable[[LayerWeights, jax.Array, Any], Any] | None = None
+    mix_with: Callable[[LayerWeights, jax.Array, Any, Any], jax.Array] | None = None

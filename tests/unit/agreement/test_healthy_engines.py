@@ -25,7 +25,7 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.models.config import DecoderConfig, Experts, Rope
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from tests.agreement_testbed import GEMMA, LLAMA, MOE, SHAPES, conversations, jax_engine
-from tests.tiny import tiny_params
+from tests.tiny import GEMMA4, GEMMA4_SMALL, tiny_params
 
 FAMILIES = {
     "llama": LLAMA,
@@ -42,6 +42,8 @@ FAMILIES = {
         rope=Rope(partial_rotary=0.5, interleaved=True),
     ),
     "gemma3": GEMMA,
+    "gemma4": replace(GEMMA4, vocab_size=LLAMA.vocab_size),
+    "gemma4 small": replace(GEMMA4_SMALL, vocab_size=LLAMA.vocab_size),
     "qwen3_moe": MOE,
     "gpt_oss": replace(
         LLAMA,
@@ -110,7 +112,7 @@ async def check(
         short_subject.weights(),
         short_subject.inputs(short_subject.rows),
     )
-    expected = outputs_of_layers(activations, len(ids))
+    expected = outputs_of_layers(model, activations, len(ids))
     assert len(layers) == 1 + model.num_layers
     assert first_difference(layers, expected, precision=precision) is None
 

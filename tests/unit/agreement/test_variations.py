@@ -19,15 +19,29 @@ from jax_agent_rl.models.config import (
     DecoderConfig,
     DynamicScaling,
     Experts,
+    GlobalAttention,
     LinearScaling,
     Llama3Scaling,
+    PerLayerInputs,
+    ProportionalScaling,
     Rope,
     YarnScaling,
 )
 from tests.agreement_testbed import GEMMA, LLAMA, MOE
-from tests.tiny import tiny_params
+from tests.tiny import GEMMA4, GEMMA4_SMALL, tiny_params
 
-CLASSES = (DecoderConfig, Rope, Experts, LinearScaling, Llama3Scaling, YarnScaling, DynamicScaling)
+CLASSES = (
+    DecoderConfig,
+    Rope,
+    Experts,
+    GlobalAttention,
+    PerLayerInputs,
+    LinearScaling,
+    Llama3Scaling,
+    YarnScaling,
+    DynamicScaling,
+    ProportionalScaling,
+)
 SCALINGS = (
     LinearScaling(factor=2.0),
     Llama3Scaling(
@@ -56,6 +70,8 @@ MODELS = (
     MOE,
     GROUPED,
     GEMMA,
+    GEMMA4,
+    GEMMA4_SMALL,
     *(replace(LLAMA, rope=Rope(scaling=scaling)) for scaling in SCALINGS),
 )
 

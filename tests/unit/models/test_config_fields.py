@@ -42,12 +42,22 @@ TEXT_FAMILIES = sorted(name for name in FAMILIES if not name.endswith("_vl"))
 def small(family: str) -> dict[str, Any]:
     """A config.json of a small model of the family."""
     left_out = LEFT_OUT.get(family, MOE)
-    raw = {"model_type": family} | {
-        name: value for name, value in SMALL.items() if name not in left_out
-    }
+    fields = {name: value for name, value in SMALL.items() if name not in left_out}
+    if family == "gemma4":
+        return {"model_type": family, "text_config": {"model_type": "gemma4_text"} | fields}
+    raw = {"model_type": family} | fields
     if family == "glm4_moe":
         raw["n_routed_experts"] = 4
     return raw
+
+
+def with_rope(raw: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """The config.json with rotary settings, where the family has them."""
+    if not raw["model_type"].startswith("gemma4"):
+        return raw | {"rope_scaling": rope}
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    full = rope | {"rope_type": "proportional", "rope_theta": 1e6}
+    return raw | {"rope_parameters": {"full_attention": full, "sliding_attention": default}}
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
@@ -57,7 +67,7 @@ def test_a_field_that_is_not_known_is_refused_by_name_wherever_it_stands(family:
         read_config(raw | {"residual_scale": 0.5})
     rope = {"rope_type": "linear", "factor": 2.0, "stretch": 3.0}
     with pytest.raises(ModelError, match=r"stretch=3\.0"):
-        read_config(raw | {"rope_scaling": rope})
+        read_config(with_rope(raw, rope))
     assert read_config(raw | {"residual_scale": None}) == read_config(raw)
 
 

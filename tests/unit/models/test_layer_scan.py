@@ -29,11 +29,13 @@ class Layers:
         return tuple(i for i, kind in enumerate(self.layer_kinds) if name in SHAPES[kind])
 
 
-def compute(x: jax.Array, kind: Any, params: dict[str, Any], value: Any) -> tuple[Any, Any]:
+def compute(
+    x: jax.Array, kind: Any, params: dict[str, Any], value: Any, kept: Any
+) -> tuple[Any, Any, dict]:
     assert params.keys() == SHAPES[kind].keys()
     matrix = params["delta"] if kind == "D" else params["query"].T
     x = jnp.tanh(matrix @ x * params["norm"] + value)
-    return x, x[0]
+    return x, x[0], {}
 
 
 def one_by_one(layers: Layers, stacks: dict[str, Any], x: jax.Array, values: Any) -> Any:
@@ -42,7 +44,7 @@ def one_by_one(layers: Layers, stacks: dict[str, Any], x: jax.Array, values: Any
         params = {}
         for name in SHAPES[kind]:
             params[name] = stacks[name][layers.layers_with(name).index(layer)]
-        x, output = compute(x, kind, params, values[layer])
+        x, output, _ = compute(x, kind, params, values[layer], {})
         outputs.append(output)
     return x, jnp.stack(outputs)
 
@@ -78,9 +80,9 @@ def test_every_layer_has_its_own_parameters_and_gives_them_their_gradient(kinds:
 def test_a_pattern_is_computed_once_and_repeated():
     computed = []
 
-    def count(x: jax.Array, kind: LayerKind, params: dict[str, Any], value: Any) -> Any:
+    def count(x: jax.Array, kind: LayerKind, params: dict[str, Any], value: Any, kept: Any) -> Any:
         computed.append(kind)
-        return compute(x, kind, params, value)
+        return compute(x, kind, params, value, kept)
 
     layers = Layers("DDDA" * 6)
     stacks = {}

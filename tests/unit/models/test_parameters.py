@@ -23,7 +23,7 @@ from jax_agent_rl.models.config import DecoderConfig, Experts, VisionConfig
 from jax_agent_rl.models.families import FAMILIES, read_config
 from jax_agent_rl.models.lora import ADAPTABLE, TARGETS
 from jax_agent_rl.models.parameters import PARAMETERS, STACKS, VISION_PARAMETERS, Kind, parameter_at
-from tests.tiny import TINY
+from tests.tiny import GEMMA4, GEMMA4_SMALL, TINY
 from tests.tiny_vision import TINY_VL
 
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=16, normalize=True)
@@ -55,6 +55,8 @@ TINY_FAMILIES = {
         TINY, family="gemma3_text", qk_norm=True, sandwich_norms=True, norm_offset=1.0
     ),
     "qwen3_moe": replace(TINY, family="qwen3_moe", qk_norm=True, experts=EXPERTS),
+    "gemma4_text": GEMMA4,
+    "gemma4 small": GEMMA4_SMALL,
     "gpt_oss": GPT_OSS,
     "shared experts": replace(TINY, family="qwen3_moe", experts=SHARED),
     "qwen2_5_vl": TINY_VL,
@@ -66,7 +68,7 @@ FAMILY_CONFIGS = [
     *(read_config({"num_key_value_heads": 1, **fields}) for fields in ARCHITECTURES.values()),
     *TINY_FAMILIES.values(),
 ]
-NO_MATRIX = re.compile(r"norm|bias|sinks|embed|head|router|positions")
+NO_MATRIX = re.compile(r"norm|bias|sinks|embed|head|router|positions|scalar|model_projection")
 
 
 def leaves(shapes: Any) -> list[tuple[Any, tuple[int, ...]]]:
@@ -74,7 +76,9 @@ def leaves(shapes: Any) -> list[tuple[Any, tuple[int, ...]]]:
 
 
 def test_all_families_are_among_the_configurations():
-    assert {config.family for config in FAMILY_CONFIGS} | {"ministral"} == set(FAMILIES)
+    # A gemma4 is read as its text model.
+    known = {config.family for config in FAMILY_CONFIGS} | {"ministral", "gemma4"}
+    assert known == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +124,9 @@ def test_adapters_and_eight_bits_are_for_matrices():
         assert len(parameter.axes) == len(shape)
         assert "rank" in parameter.axes
     dense = {"qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down"}
-    assert dense | {"expert_gate", "expert_up", "expert_down"} == QUANTIZED
+    gemma4 = {"global_qkv", "global_o", "wide_gate_up", "wide_down"}
+    gemma4 |= {"per_layer_gate", "per_layer_projection"}
+    assert dense | gemma4 | {"expert_gate", "expert_up", "expert_down"} == QUANTIZED
 
 
 def test_operations_of_a_pass_count_no_biases():

@@ -10,9 +10,9 @@ from dataclasses import replace
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.models.config import DecoderConfig, Experts, Rope
+from jax_agent_rl.models.config import DecoderConfig, Experts, PerLayerInputs, Rope
 from jax_agent_rl.models.hf import load_hf, save_hf
-from tests.tiny import TINY, tiny_params
+from tests.tiny import GEMMA4, GEMMA4_SMALL, TINY, tiny_params
 from tests.trajectories import random_groups
 
 base = replace(TINY, vocab_size=96, num_layers=2)
@@ -26,10 +26,10 @@ def trained(learner):
     first_moments = optax.tree_utils.tree_get(learner.state.policy.opt_state, "mu")
     gradients = jax.tree.map(lambda m: m / 0.1, first_moments)
     params = {**learner.params, "layers": dict(learner.params["layers"])}
-    correction = params["layers"].pop("router_correction", None)
-    if correction is not None:  # has no gradient
-        first = tiny_params(config=glm4_moe)["layers"]["router_correction"]
-        np.testing.assert_array_equal(correction, first)
+    for name in ("router_correction", "layer_scalar"):  # have no gradient
+        if name in params["layers"]:
+            first = tiny_params(config=learner.model)["layers"][name]
+            np.testing.assert_array_equal(params["layers"].pop(name), first)
     return jax.tree.map(np.asarray, (params, gradients))
 
 def check(results):
@@ -60,6 +60,8 @@ for config in (
     replace(base, family="qwen3_moe", qk_norm=True, experts=experts),
     replace(base, family="gemma3_text", **gemma),
     glm4_moe,
+    replace(GEMMA4, vocab_size=96),
+    replace(GEMMA4_SMALL, vocab_size=96, per_layer_inputs=PerLayerInputs(vocab_size=96, size=4)),
 ):
     results = []
     mesh = {"fsdp": 2, "tensor": 2, "expert" if config is glm4_moe else "data": 2}
@@ -138,5 +140,6 @@ def test_a_mesh_reads_and_trains_every_family_as_one_device_does():
     lines = run_on_devices(
         SCRIPT, flags=""
     )  # Adam makes more of what quick compilation rounds otherwise
-    families = ("qwen2", "gpt_oss", "glm4", "qwen3_moe", "gemma3_text", "glm4_moe", "qwen2_5_vl")
+    families = ("qwen2", "gpt_oss", "glm4", "qwen3_moe", "gemma3_text", "glm4_moe")
+    families += ("gemma4_text", "gemma4_text", "qwen2_5_vl")
     assert lines == [f"{family} equal" for family in families]
