@@ -13,6 +13,7 @@ Harbor says                                         the trajectory is lost with
 ==================================================  ================================
 the environment did not start, its build failed     ``EnvironmentFailedError``
 the sandbox of the tests did not start              ``EnvironmentFailedError``
+it ended while the harness ran                      ``EnvironmentFailedError``
 it did not start in time                            ``EnvironmentTimeoutError``
 the harness, or its setup, ran past its limit       ``AgentTimeoutError``
 the harness failed                                  ``TrajectoryError``
@@ -65,6 +66,8 @@ from jax_agent_rl.errors import (
 
 _LOCAL_CLASS = f"{LocalEnvironment.__module__}:{LocalEnvironment.__name__}"
 _OUTPUT_BYTES = 16_000
+_CHECK_SECONDS = 60.0
+"""For a command that does nothing, after a harness failed."""
 _NO_REWARD = frozenset(
     {
         "RewardFileEmptyError",
@@ -203,6 +206,7 @@ class HarborTrial:
         self._trial = trial
         environment = trial.agent_environment
         self._local = environment if isinstance(environment, LocalEnvironment) else None
+        self._environment_problem: str | None = None
 
     @classmethod
     async def create(cls, config: TrialConfig, machine: LocalMachine | None) -> HarborTrial:
@@ -227,6 +231,8 @@ class HarborTrial:
             harbor_trial._refuse_unsafe_verifiers()
             harbor_trial._local.connect(machine)
             trial.add_hook(TrialEvent.VERIFICATION_START, harbor_trial._begin_tests)
+        else:
+            trial.add_hook(TrialEvent.VERIFICATION_START, harbor_trial._check_environment)
         return harbor_trial
 
     def _refuse_unsafe_verifiers(self) -> None:
@@ -246,6 +252,17 @@ class HarborTrial:
     async def _begin_tests(self, event: TrialHookEvent) -> None:
         assert self._local is not None
         await self._local.begin_tests()
+
+    async def _check_environment(self, event: TrialHookEvent) -> None:
+        """Find out whether a harness failed because its environment is gone."""
+        if failure_of(event.result) is None:
+            return
+        try:
+            async with asyncio.timeout(_CHECK_SECONDS):
+                await self._trial.agent_environment.exec("true", cwd="/")
+        except Exception as error:  # of a provider's package: any
+            self._environment_problem = f"{type(error).__name__}: {error}"
+            raise
 
     async def run(self) -> TrialResult:
         """Run the trial to its end; nothing of it is left, also if it is cancelled.
@@ -269,6 +286,11 @@ class HarborTrial:
         Raises:
             TrajectoryError: there is no verdict; of the class that says whose failure it is.
         """
+        if self._environment_problem is not None:
+            raise EnvironmentFailedError(
+                f"trial {result.trial_name}: the environment ended while the harness ran:"
+                f" {self._environment_problem[:1000]}"
+            )
         output = _tail(self._trial.paths.test_stdout_path)
         local = self._local
         note = ""
