@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,8 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_agent_rl.models.config import Experts
+from jax_agent_rl.models.config import DecoderConfig, Experts, Rope
+from jax_agent_rl.models.decoder import Decoder
+from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.models.moe import load_balancing_loss, route, router_load
+from jax_agent_rl.testing.conformance.models import TransformersReference
+from tests.tiny import tiny_params
 
 torch = pytest.importorskip("torch")
 
@@ -108,6 +114,32 @@ def _by_expert(weights: Any, chosen: Any) -> np.ndarray:
     dense = np.zeros((TOKENS, COUNT))
     np.put_along_axis(dense, np.asarray(chosen), np.asarray(weights), axis=-1)
     return dense
+
+
+def test_the_conformance_suites_reference_ranks_experts_as_they_are_chosen(tmp_path: Path):
+    config = DecoderConfig(
+        family="glm4_moe",
+        vocab_size=89,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rope=Rope(partial_rotary=0.5),
+        experts=replace(GROUPED, shared_size=8, first_dense_layers=1),
+    )
+    params = tiny_params(config=config)
+    save_hf(tmp_path / "model", config, params)
+    ids = np.random.default_rng(0).integers(0, 89, 30)
+    reference = TransformersReference({"base": tmp_path / "model"})
+    scores_TLE = reference.router_scores(ids.tolist(), weights="base")
+    ranked = np.argsort(-scores_TLE, axis=-1)[..., :4]
+
+    _, load = Decoder.from_params(config, params)(ids[None], copies=jnp.ones((1, 30), jnp.int32))
+    assert load is not None
+    assert ranked.shape == (30, 2, 4)
+    np.testing.assert_array_equal(load[0], np.bincount(ranked.reshape(-1), minlength=COUNT))
 
 
 def test_the_balance_of_a_sigmoid_router_is_minimax_m2s():

@@ -1,6 +1,7 @@
 """MiniMax M2, M2.1 and M2.5 (``minimax_m2``): experts in all layers, norms over all heads at once.
 
-The router scores each expert by itself, with a correction, and part of each head rotates.
+The router scores each expert by itself, with a correction, and part of each head rotates. Published
+weights are in FP8, in blocks; they are read as floats, and written so.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jax_agent_rl.models.families.hf_config import (
     refuse,
     write_common,
 )
+from jax_agent_rl.models.tensors import Fp8Slice
 
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -47,6 +49,7 @@ _DEFAULTS = Defaults(
 def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
     refuse(raw, **_FIXED)
+    _read_quantization(raw.section("quantization_config"))
     common = read_common(raw, _DEFAULTS)
     refuse(raw, attn_type_list=[1] * common["num_layers"])  # 0 is MiniMax-01's linear attention
 
@@ -60,6 +63,16 @@ def read(raw: Fields) -> DecoderConfig:
         qk_norm_over="heads",
         experts=_read_experts(raw, common["intermediate_size"]),
     )
+
+
+def _read_quantization(settings: Fields) -> None:
+    """Check that weights are in FP8, in blocks, if they are quantized at all."""
+    blocks = [Fp8Slice.BLOCK] * 2
+    refuse(settings, quant_method="fp8", fmt="float8_e4m3fn", weight_block_size=blocks)
+    # Read only to count as known: activations are not quantized here, and the tensors' names say
+    # which matrices are.
+    settings.get("activation_scheme")
+    settings.get("modules_to_not_convert")
 
 
 def _read_experts(raw: Fields, size: int) -> Experts:

@@ -233,6 +233,19 @@ _EDGE = 1e-4
 """Relative slack of the nucleus mass: sums in float32 may cut one id earlier or later."""
 
 
+def _in_best_groups(ranking: np.ndarray, groups: int, count: int) -> np.ndarray:
+    """Return the ranking of experts [T, L, E], -inf for those outside the best groups.
+
+    The best groups are those whose two best experts have the largest sums.
+    """
+    grouped = ranking.reshape(*ranking.shape[:2], groups, -1)
+    if count == groups:
+        return ranking
+    sums = np.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
+    least = np.sort(sums, axis=-1)[..., -count, None, None]
+    return np.where(sums[..., None] >= least, grouped, -np.inf).reshape(ranking.shape)
+
+
 class Reference(Protocol):
     """A model whose logits are taken as correct."""
 
@@ -244,9 +257,10 @@ class Reference(Protocol):
         ...
 
     def router_scores(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
-        """Return the float64 scores [T, L, E] of a mixture's routers.
+        """Return the float64 scores [T, L, E] by which a mixture's routers rank the experts.
 
-        They are needed to test ``Capabilities.routed_experts``.
+        A token takes those with the highest ones. L counts layers with experts. They are needed to
+        test ``Capabilities.routed_experts``.
         """
         ...
 
@@ -281,10 +295,21 @@ class TransformersReference:
     def router_scores(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
         import torch
 
+        model = self._model(weights)
         with torch.inference_mode():
-            output = self._model(weights)(torch.tensor([list(ids)]), output_router_logits=True)
+            output = model(torch.tensor([list(ids)]), output_router_logits=True)
         layers = [scores.reshape(len(ids), -1) for scores in output.router_logits]
-        return torch.stack(layers, dim=1).double().numpy()
+        scores_TLE = torch.stack(layers, dim=1).double().numpy()
+        corrections = []
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                corrections.append(buffer.double().numpy())
+        if not corrections:
+            return scores_TLE
+
+        ranking_TLE = 1 / (1 + np.exp(-scores_TLE)) + np.stack(corrections)
+        fields = model.config.to_dict()
+        return _in_best_groups(ranking_TLE, fields.get("n_group", 1), fields.get("topk_group", 1))
 
     def _model(self, weights: str) -> Any:
         if weights not in self._models:

@@ -27,6 +27,14 @@ from jax_agent_rl.rollout.protocol import WeightUpdate
 from tests.agreement_testbed import GEMMA, LLAMA, MOE, SHAPES, conversations, jax_engine
 from tests.tiny import GEMMA4, GEMMA4_SMALL, tiny_params
 
+SIGMOID = Experts(
+    count=8,
+    per_token=2,
+    intermediate_size=24,
+    normalize=True,
+    scoring="sigmoid",
+    correction=True,
+)
 FAMILIES = {
     "llama": LLAMA,
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True, tie_word_embeddings=False),
@@ -45,6 +53,18 @@ FAMILIES = {
     "gemma4": replace(GEMMA4, vocab_size=LLAMA.vocab_size),
     "gemma4 small": replace(GEMMA4_SMALL, vocab_size=LLAMA.vocab_size),
     "qwen3_moe": MOE,
+    "glm4_moe": replace(
+        LLAMA,
+        family="glm4_moe",
+        rope=Rope(partial_rotary=0.5),
+        tie_word_embeddings=False,
+        experts=replace(
+            SIGMOID, first_dense_layers=1, groups=4, groups_per_token=2, scale=2.5, shared_size=24
+        ),
+    ),
+    "minimax_m2": replace(
+        LLAMA, family="minimax_m2", qk_norm=True, qk_norm_over="heads", experts=SIGMOID
+    ),
     "gpt_oss": replace(
         LLAMA,
         family="gpt_oss",

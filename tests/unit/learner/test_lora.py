@@ -15,7 +15,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.parameterization import merge_adapters, new_adapters, with_adapters
-from jax_agent_rl.models.config import DecoderConfig, Experts, Params
+from jax_agent_rl.models.config import DecoderConfig, Experts, Params, Rope
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.models.lora import save_peft
 from tests.messages import raises
@@ -24,6 +24,23 @@ from tests.tiny_vision import TINY_VL
 from tests.trajectories import random_groups
 
 LORA = LoraConfig(rank=3, alpha=6.0)
+
+GLM4_MOE = replace(
+    TINY,
+    family="glm4_moe",
+    rope=Rope(partial_rotary=0.5),
+    experts=Experts(
+        count=4,
+        per_token=2,
+        intermediate_size=16,
+        normalize=True,
+        first_dense_layers=1,
+        scoring="sigmoid",
+        correction=True,
+        shared_size=16,
+    ),
+)
+"""A dense layer, then mixtures with a shared expert."""
 
 
 def make_learner(lora: dict | None = None, **algorithm) -> Learner:
@@ -34,10 +51,10 @@ def make_learner(lora: dict | None = None, **algorithm) -> Learner:
     )
 
 
-def drawn_adapters(model: DecoderConfig = TINY) -> Params:
+def drawn_adapters(model: DecoderConfig = TINY, lora: LoraConfig = LORA) -> Params:
     """Adapters whose ``b`` is not zero."""
     rng = np.random.default_rng(4)
-    adapters = new_adapters(LORA, model)
+    adapters = new_adapters(lora, model)
     return jax.tree.map(
         lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.1, jnp.float32), adapters
     )
@@ -50,15 +67,25 @@ def test_the_seed_draws_the_first_values():
     assert any(not np.array_equal(a, b) for a, b in zip(first, other_seed, strict=True))
 
 
-def test_an_adapted_model_computes_what_the_merged_one_does():
-    params = tiny_params()
-    adapters = drawn_adapters()
+@pytest.mark.parametrize("config", [TINY, GLM4_MOE], ids=lambda config: config.family)
+def test_an_adapted_model_computes_what_the_merged_one_does(config: DecoderConfig):
+    params = tiny_params(config=config)
+    adapters = drawn_adapters(config)
     ids = np.random.default_rng(0).integers(3, 97, 20)
-    adapted = with_adapters(LORA, TINY, params, adapters)
+    adapted = with_adapters(LORA, config, params, adapters)
     got = adapted.logits(adapted(ids[None])[0])[0]
-    expected = full_logits(merge_adapters(adapted), ids.tolist())
+    expected = full_logits(merge_adapters(adapted), ids.tolist(), config)
     np.testing.assert_allclose(got, expected, atol=5e-4 * np.abs(expected).max())
-    assert np.abs(expected - full_logits(params, ids.tolist())).max() > 0.1
+    assert np.abs(expected - full_logits(params, ids.tolist(), config)).max() > 0.1
+
+
+def test_a_target_adapts_dense_and_shared_networks():
+    names = new_adapters(LoraConfig(targets=("gate_proj", "q_proj")), GLM4_MOE)["adapters"]
+    assert {name: adapter["b"].shape for name, adapter in names.items()} == {
+        "gate": (1, 48, 16),
+        "shared_gate": (2, 16, 16),
+        "q": (3, 32, 16),
+    }
 
 
 def test_gradients_are_those_of_torch_in_float64():
@@ -144,7 +171,7 @@ def test_a_checkpoint_of_adapters_restores(tmp_path: Path):
     assert leaves_of(learner.params) == leaves_of(restored.params)
 
 
-@pytest.mark.parametrize("config", [TINY, TINY_VL], ids=lambda config: config.family)
+@pytest.mark.parametrize("config", [TINY, TINY_VL, GLM4_MOE], ids=lambda config: config.family)
 def test_the_files_load_in_peft_and_give_the_merged_models_logits(
     config: DecoderConfig, tmp_path: Path
 ):
@@ -152,10 +179,15 @@ def test_the_files_load_in_peft_and_give_the_merged_models_logits(
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    lora = LORA
+    if config.experts is not None:
+        # PEFT takes gate_proj, up_proj and down_proj for the experts' matrices.
+        attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+        lora = LoraConfig(rank=3, alpha=6.0, targets=attention)
     params = tiny_params(config=config)
-    adapters = drawn_adapters(config)
+    adapters = drawn_adapters(config, lora)
     save_hf(tmp_path / "base", config, params)
-    save_peft(tmp_path / "adapter", LORA, config, adapters, base=str(tmp_path / "base"))
+    save_peft(tmp_path / "adapter", lora, config, adapters, base=str(tmp_path / "base"))
     kind = AutoModelForCausalLM if config.vision is None else AutoModelForImageTextToText
     model = peft.PeftModel.from_pretrained(
         kind.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
@@ -164,7 +196,7 @@ def test_the_files_load_in_peft_and_give_the_merged_models_logits(
     ids = np.random.default_rng(2).integers(3, 97, 12).tolist()
     with torch.no_grad():
         theirs = model(torch.tensor([ids])).logits[0].numpy()
-    mine = full_logits(merge_adapters(with_adapters(LORA, config, params, adapters)), ids, config)
+    mine = full_logits(merge_adapters(with_adapters(lora, config, params, adapters)), ids, config)
     np.testing.assert_allclose(mine, theirs, atol=2e-4 * np.abs(theirs).max())
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["r"] == 3

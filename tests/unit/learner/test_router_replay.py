@@ -18,7 +18,7 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.packing import pack
-from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.moe import route
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import (
@@ -44,27 +44,29 @@ SHAPES = EngineShapes(
 SEED = 2  # in bfloat16 many of its tokens choose other experts than in float32
 
 
-def weights(seed: int) -> Params:
+def weights(seed: int, model: DecoderConfig = EXPERTS) -> Params:
     """Weights that bfloat16 holds exactly: engine and learner differ in their arithmetic alone."""
     return jax.tree.map(
-        lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), tiny_params(seed, EXPERTS)
+        lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), tiny_params(seed, model)
     )
 
 
-def make_learner(params: Params, **changes) -> Learner:
+def make_learner(params: Params, model: DecoderConfig = EXPERTS, **changes) -> Learner:
     config = LearnerConfig(**{"pack_length": 64, "remat": "none"} | changes)
-    return Learner(EXPERTS, params, algorithm=AlgorithmConfig(), config=config, temperature=1.0)
+    return Learner(model, params, algorithm=AlgorithmConfig(), config=config, temperature=1.0)
 
 
 @functools.cache
-def sampled(dtype: str) -> tuple[tuple[list[int], TokenOutput], ...]:
+def sampled(
+    dtype: str, model: DecoderConfig = EXPERTS
+) -> tuple[tuple[list[int], TokenOutput], ...]:
     """Prompts and outputs of an engine."""
 
     async def run() -> tuple[tuple[list[int], TokenOutput], ...]:
-        backend = JetStreamBackend(EXPERTS, weights(SEED), SHAPES, dtype=dtype)
+        backend = JetStreamBackend(model, weights(SEED, model), SHAPES, dtype=dtype)
         await backend.start()
         rng = np.random.default_rng(SEED)
-        prompts = [rng.integers(3, EXPERTS.vocab_size, 9).tolist() for _ in range(4)]
+        prompts = [rng.integers(3, model.vocab_size, 9).tolist() for _ in range(4)]
         requests = (
             GenerateRequest(
                 request_id=str(i),
@@ -83,25 +85,41 @@ def sampled(dtype: str) -> tuple[tuple[list[int], TokenOutput], ...]:
     return asyncio.run(run())
 
 
-def group(dtype: str, *, replay: bool) -> Group:
+def group(
+    dtype: str, model: DecoderConfig = EXPERTS, *, replay: bool, shifted_by: int = 0
+) -> Group:
+    """A group of the engine's outputs.
+
+    Args:
+        replay: with the experts that it reports.
+        shifted_by: added to their numbers.
+    """
+
+    def reported(output: TokenOutput) -> RoutedExperts | None:
+        if not replay or output.routed_experts is None:
+            return None
+        routed = output.routed_experts
+        numbers = np.reshape(routed.numbers, routed.shape)
+        return RoutedExperts.of(routed.start, (numbers + shifted_by) % 8)
+
     trajectories = (
         Trajectory.from_turns(
             prompt_ids=prompt,
-            turns=[Turn(output=output if replay else replace(output, routed_experts=None))],
+            turns=[Turn(output=replace(output, routed_experts=reported(output)))],
             trajectory_id=f"g-{i}",
             group_id="g",
             agent_name="a",
             finish_reason=FinishReason.ANSWER,
             reward=float(i % 2),
         )
-        for i, (prompt, output) in enumerate(sampled(dtype))
+        for i, (prompt, output) in enumerate(sampled(dtype, model))
     )
     return Group(group_id="g", trajectories=tuple(trajectories))
 
 
-def gaps(group: Group) -> np.ndarray:
+def gaps(group: Group, model: DecoderConfig = EXPERTS) -> np.ndarray:
     """Differences between the learner's log-probs and the engine's."""
-    learner = make_learner(weights(SEED))
+    learner = make_learner(weights(SEED, model), model)
     (mini,) = learner.packer.mini_batches([group])
     scored = learner.scorer.logprobs(learner.policy.weights, mini.batch)
     wanted = (trajectory.rollout_logprobs for trajectory in group.trajectories)
@@ -113,6 +131,30 @@ def test_in_bfloat16_the_ratio_is_1_to_rounding_only_with_replay():
     free = gaps(group("bfloat16", replay=False))
     assert replayed.max() < 0.2 and replayed.mean() < 0.03  # nats: what bfloat16 rounds
     assert free.max() > 2 and (free > 0.2).sum() > 5  # other experts
+
+
+assert EXPERTS.experts is not None
+CORRECTED = replace(
+    EXPERTS,
+    num_layers=3,
+    experts=replace(
+        EXPERTS.experts,
+        first_dense_layers=1,
+        scoring="sigmoid",
+        correction=True,
+        groups=4,
+        groups_per_token=2,
+        scale=2.0,
+        shared_size=16,
+    ),
+)
+
+
+def test_corrected_choices_in_groups_are_replayed_beside_a_shared_expert():
+    replayed = gaps(group("bfloat16", CORRECTED, replay=True), CORRECTED)
+    assert replayed.max() < 0.3 and replayed.mean() < 0.03
+    others = gaps(group("bfloat16", CORRECTED, replay=True, shifted_by=1), CORRECTED)
+    assert others.max() > 2 and others.mean() > 0.3
 
 
 def test_in_float32_both_choose_alike_and_replay_changes_nothing():

@@ -97,6 +97,13 @@ MINIMAX_M2: dict[str, Any] = {
     "num_mtp_modules": 3,
     "output_router_logits": False,
     "qk_norm_type": "per_layer",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "float8_e4m3fn",
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
     "rms_norm_eps": 1e-06,
     "rope_theta": 5000000,
     "rotary_dim": 64,
@@ -145,6 +152,8 @@ def test_minimax_m2_is_read_with_all_its_parameters():
     assert billions(config) == pytest.approx(228.7, abs=0.1)
     assert config.rope == Rope(theta=5e6, partial_rotary=0.5)
     assert config.parameter_shapes()["layers"]["k_norm"] == (62, 8 * 128)
+    with raises(ModelError, key="quant_method", value="awq"):
+        read_config(MINIMAX_M2 | {"quantization_config": {"quant_method": "awq"}})
     with raises(ModelError, key="attn_type_list"):
         read_config(MINIMAX_M2 | {"attn_type_list": [0] * 62})
 
