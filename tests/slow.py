@@ -46,6 +46,7 @@ SLOW = {
     "faults/test_nan_batches.py": "whole runs",
     "faults/test_tpu_faults.py": "thirty launches in a made-up cloud",
     "parity/test_delta_net_vs_transformers.py": "a layer of torch; tests/unit/models has the recurrence",
+    "parity/test_gemma4_vs_transformers.py": "a model with a tower; the tests of all families have its text model",
     "parity/test_jetstream_driver.py::test_the_driver_and_the_scheduler_sample_the_same_ids": "two engines",
     "parity/test_llama_vs_transformers.py::test_the_real_model_equals_transformers_on_a_conversation": "135M parameters, twice",
     "parity/test_llama_vs_transformers.py::test_the_real_model_is_as_close_to_float64_as_transformers_is": "135M parameters in float64",
@@ -273,6 +274,10 @@ REPRESENTATIVES = {
         "an engine for every type and family",
     ),
     "unit/jetstream/test_engine_mesh.py": (("[dense",), "compiles for eight devices"),
+    "unit/jetstream/test_gemma4.py": (
+        ("cpu-shared keys", "hold_none"),
+        "an engine for every path of a request",
+    ),
     "unit/jetstream/test_routed_experts.py": (("choose_alike",), "an engine with experts for each"),
     "unit/jetstream/test_sampling.py::test_draws_follow_the_distribution_and_logprobs_are_of_it": (
         ("{'top_k': 5}",),

@@ -37,7 +37,7 @@ def check(results):
     jax.tree.map(check_step, params, mesh_params, gradients, mesh_gradients)
 
 def check_step(one_params, mesh_params, one_gradients, mesh_gradients):
-    np.testing.assert_allclose(one_gradients, mesh_gradients, atol=1e-6)
+    np.testing.assert_allclose(one_gradients, mesh_gradients, atol=1e-6, rtol=3e-5)
     # AdamW divides a gradient by its own size: one of rounding size moves its parameter by up to
     # the learning rate.
     exact = (np.abs(one_gradients) > 1e-7) | (one_gradients == mesh_gradients)
