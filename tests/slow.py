@@ -11,6 +11,7 @@ from collections.abc import Mapping
 SLOW = {
     "conformance/test_conformance.py::test_engines_report_experts": "engines with experts",
     "conformance/test_conformance.py::test_engines_see_images": "engines with a tower",
+    "conformance/test_conformance.py::test_engines_serve_layers_that_share_keys": "another engine",
     "e2e/test_agent_examples.py": "a whole run for each agent framework",
     "e2e/test_agreement_run.py": "three whole runs with a fault; tests/unit/agreement has the same checks on engines",
     "e2e/test_async_modes.py": "whole runs of each trainer; their logic is under tests/unit/trainer",

@@ -443,7 +443,7 @@ def _layers(
     x = x * jnp.asarray(numbers.embed_scale, x.dtype)
     per_layer = None
     if config.per_layer_inputs is not None:
-        per_layer = jnp.moveaxis(per_layer_inputs(config, params, ids, x), 2, 0)
+        per_layer = jnp.moveaxis(per_layer_inputs(layer_config, params, ids, x), 2, 0)
 
     prefix_kv = None
     if prefix is not None:

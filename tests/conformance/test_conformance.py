@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream import speculation
 from jax_agent_rl.jetstream.speculation import Speculation
+from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.testing.conformance.backends import (
     ADAPTED,
     BASE,
@@ -33,6 +34,7 @@ from jax_agent_rl.testing.conformance.models import (
 from jax_agent_rl.testing.conformance.runner import SUITE, BackendSession, run_suite
 from tests.gpu_backend.vision import write_model
 from tests.simulated import environment_with
+from tests.tiny import GEMMA4_SMALL, tiny_params
 from tests.toy_backend import ToyBackend, served_toy, toy_files, toy_subject
 from tests.warm import python
 
@@ -266,6 +268,19 @@ def test_engines_report_experts(backend: str, tmp_path: Path):
     checks += ["greedy-matches-reference", "prefix-reuse"]
     report = run_suite(select_backend(backend, options), only=checks)
     assert [r.outcome for r in report.results] == ["passed"] * 6, report.results
+
+
+def test_engines_serve_layers_that_share_keys(tmp_path: Path):
+    """Checks that heads of two sizes and shared caches could fail, on a tiny random Gemma 4."""
+    pytest.importorskip("torch")
+    letters = write_tiny_model(tmp_path / "letters")
+    config = replace(GEMMA4_SMALL, max_position_embeddings=1024)
+    model = tmp_path / "model"
+    save_hf(model, config, tiny_params(config=config), tokenizer_from=letters)
+    options = BackendOptions(folders=prepare_folders(model, tmp_path), max_concurrent=2)
+    checks = ["greedy-matches-reference", "prefix-reuse", "weights-take-effect"]
+    report = run_suite(select_backend("jetstream", options), only=checks)
+    assert [r.outcome for r in report.results] == ["passed"] * 3, report.results
 
 
 @pytest.mark.parametrize("backend", ["jetstream", pytest.param("vllm", marks=pytest.mark.vllm)])
