@@ -1188,7 +1188,8 @@ def _with_layers(subject: DiagnosisSubject, first: int, tensors: LayerPair) -> P
 
 def _blank(model: DecoderConfig, key: str, x: jax.Array) -> jax.Array:
     """Return a tensor as it is before anything is loaded: norms the identity, all others zeros."""
-    if parameter_at(["layers", key]).kind is Kind.NORM and not model.norm_offset:
+    kind = parameter_at(["layers", key]).kind
+    if kind is Kind.PLAIN_NORM or (kind is Kind.NORM and not model.norm_offset):
         return jnp.ones_like(x)
     return jnp.zeros_like(x)
 

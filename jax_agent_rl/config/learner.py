@@ -87,6 +87,14 @@ LoraTarget = Literal[
     # of Gemma 4's per-layer inputs
     "per_layer_input_gate",
     "per_layer_projection",
+    # of delta nets
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "out_proj",
 ]
 
 

@@ -181,10 +181,13 @@ def _muon_or_adamw(path: Any, _: Any) -> str:
 def _factored_or_whole(path: Any, _: Any) -> str:
     """Return whether Adafactor factors the second moments of a parameter.
 
-    It does not for biases, norms and sinks: their further axes are stacked layers, not columns.
+    It does not for vectors: their further axes are stacked layers, not columns.
     """
-    is_vector = parameter_at(path).kind in (Kind.BIAS, Kind.NORM, Kind.SINK)
-    return "whole" if is_vector else "factored"
+    kind = parameter_at(path).kind
+    return "whole" if kind in _VECTORS else "factored"
+
+
+_VECTORS = (Kind.BIAS, Kind.NORM, Kind.PLAIN_NORM, Kind.SINK, Kind.DECAY, Kind.CONVOLUTION)
 
 
 def is_decayed(path: Any, config: OptimizerSection) -> bool:

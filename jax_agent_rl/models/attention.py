@@ -59,7 +59,7 @@ def sharded_tree_attention(
         offset = jax.lax.axis_index("context") * q.shape[2]
         return tree_attention(q, row_keys, row_values, tree_mask._replace(offset=offset), sinks)
 
-    repeats = _kv_head_repeats(q.shape[1], k.shape[1], mesh.shape["tensor"])
+    repeats = kv_head_repeats(q.shape[1], k.shape[1], mesh.shape["tensor"])
     if repeats is None:
         head_axis = None
         repeats = 1
@@ -82,7 +82,7 @@ def sharded_tree_attention(
     return run(q, k, v, tree_mask, sinks)
 
 
-def _kv_head_repeats(heads: int, kv_heads: int, shards: int) -> int | None:
+def kv_head_repeats(heads: int, kv_heads: int, shards: int) -> int | None:
     """Return how often to repeat key/value heads so that the shards divide all heads.
 
     None means that no repetition does: the heads are replicated.

@@ -219,6 +219,39 @@ class PerLayerInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Layers that have a gated delta net in place of attention, see ``models.delta_net``.
+
+    Attributes:
+        layers: which layers do.
+        key_heads: G.
+        value_heads: H; each key head serves H / G adjacent ones.
+        key_dim: size of a key.
+        value_dim: size of a value.
+        conv_kernel: n, tokens that the convolution sees.
+        fused: the inputs are projected by two matrices, grouped by key head, instead of four.
+    """
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int = 4
+    fused: bool = False
+
+    @property
+    def keys_size(self) -> int:
+        """Numbers of all key heads of a token."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values_size(self) -> int:
+        """Numbers of all value heads of a token."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class VisionConfig:
     """The vision tower of a Qwen-VL.
 
@@ -387,6 +420,8 @@ class DecoderConfig:
         qk_norm: q and k have RMS norms.
         qk_norm_over: what they are over: each head by itself, or all heads at once.
         v_norm: v has one per head, without a weight.
+        attention_gate: what a head mixes is multiplied by the sigmoid of a gate, which q projects
+            as well, after each head's query (Qiu et al. 2025, arXiv 2505.06708).
         norm_offset: the norms multiply by ``offset + weight`` (Gemma 3 stores weights around 0).
         float32_norms: the norms multiply by their weights before they round. They always do with a
             ``norm_offset``.
@@ -408,6 +443,7 @@ class DecoderConfig:
             ``intermediate_size``.
         per_layer_inputs: see ``models.per_layer_inputs``; None for none.
         experts: None means a dense feed-forward network.
+        delta_net: None means attention in all layers.
         vision: the vision tower; None for text models.
         carried: fields of the ``config.json`` it was read from that have no effect on what is
             computed (``pad_token_id``), written again with it. Configurations that differ in them
@@ -434,6 +470,7 @@ class DecoderConfig:
     qk_norm: bool = False
     qk_norm_over: Literal["head", "heads"] = "head"
     v_norm: bool = False
+    attention_gate: bool = False
     norm_offset: float = 0.0
     float32_norms: bool = False
     sandwich_norms: bool = False
@@ -450,6 +487,7 @@ class DecoderConfig:
     wide_shared_layers: bool = False
     per_layer_inputs: PerLayerInputs | None = None
     experts: Experts | None = None
+    delta_net: DeltaNet | None = None
     vision: VisionConfig | None = None
     carried: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -480,6 +518,8 @@ class DecoderConfig:
         mixer: MixerName = "attention"
         if self.global_attention is not None and not self.is_windowed(layer):
             mixer = "global_attention"
+        if self.delta_net is not None and self.delta_net.layers[layer]:
+            mixer = "delta_net"
 
         keys = self._keys_of(layer)
         feed_forward: FeedForwardName = "dense"
@@ -583,6 +623,8 @@ class DecoderConfig:
         match kind.mixer:
             case "attention" | "global_attention":
                 shapes = self._attention_shapes(kind)
+            case "delta_net":
+                shapes = self._delta_net_shapes()
         match kind.feed_forward:
             case "dense":
                 shapes |= self._dense_shapes()
@@ -614,7 +656,7 @@ class DecoderConfig:
         key = heads.num_kv_heads * h
         has_keys = kind.keys != "shared"
 
-        shapes: Shapes = {"q": (query, d)}
+        shapes: Shapes = {"q": (2 * query if self.attention_gate else query, d)}
         if has_keys:
             shapes["k"] = (key, d)
             if not heads.keys_as_values:
@@ -632,6 +674,32 @@ class DecoderConfig:
             if has_keys:
                 shapes["k_norm"] = (key,) if over_heads else (h,)
         return {heads.prefix + name: shape for name, shape in shapes.items()}
+
+    def _delta_net_shapes(self) -> Shapes:
+        assert self.delta_net is not None
+        d = self.hidden_size
+        keys = self.delta_net.keys_size
+        values = self.delta_net.values_size
+        heads = self.delta_net.value_heads
+        if self.delta_net.fused:
+            shapes: Shapes = {
+                "delta_qkvz": (2 * keys + 2 * values, d),
+                "delta_ba": (2 * heads, d),
+            }
+        else:
+            shapes = {
+                "delta_qkv": (2 * keys + values, d),
+                "delta_z": (values, d),
+                "delta_b": (heads, d),
+                "delta_a": (heads, d),
+            }
+        return shapes | {
+            "delta_conv": (2 * keys + values, 1, self.delta_net.conv_kernel),
+            "delta_decay_log": (heads,),
+            "delta_decay_bias": (heads,),
+            "delta_norm": (self.delta_net.value_dim,),
+            "delta_out": (d, values),
+        }
 
     def _dense_shapes(self) -> Shapes:
         d = self.hidden_size

@@ -30,6 +30,7 @@ from jax_agent_rl.models.tensors import (
     read_slice,
     require_finite,
     save_tensors,
+    split_experts,
     tensor_name,
     unstack,
 )
@@ -55,6 +56,15 @@ LAYER = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "delta_qkv": "linear_attn.in_proj_qkv",
+    "delta_z": "linear_attn.in_proj_z",
+    "delta_b": "linear_attn.in_proj_b",
+    "delta_a": "linear_attn.in_proj_a",
+    "delta_qkvz": "linear_attn.in_proj_qkvz",
+    "delta_ba": "linear_attn.in_proj_ba",
+    "delta_conv": "linear_attn.conv1d",
+    "delta_norm": "linear_attn.norm",
+    "delta_out": "linear_attn.out_proj",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
     "router": "mlp.gate",
@@ -404,7 +414,10 @@ def _published(config: DecoderConfig, name: str) -> str:
 
 def _tensors(files: Sequence[str | Path], config: DecoderConfig) -> Tensors:
     """Open every tensor of the files, by its published name."""
-    return {_published(config, name): tensor for name, tensor in open_tensors(files).items()}
+    tensors = {_published(config, name): tensor for name, tensor in open_tensors(files).items()}
+    if config.experts is not None and "expert_gate" not in FAMILIES[config.family].packed:
+        return split_experts(tensors)
+    return tensors
 
 
 def _require_none_left(tensors: Tensors, config: DecoderConfig, folder: str) -> None:

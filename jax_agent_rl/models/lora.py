@@ -109,6 +109,13 @@ TARGETS: Mapping[LoraTarget, tuple[str, ...]] = {
     "down_proj": ("down", "shared_down", "wide_down"),
     "per_layer_input_gate": ("per_layer_gate",),
     "per_layer_projection": ("per_layer_projection",),
+    "in_proj_qkv": ("delta_qkv",),
+    "in_proj_z": ("delta_z",),
+    "in_proj_b": ("delta_b",),
+    "in_proj_a": ("delta_a",),
+    "in_proj_qkvz": ("delta_qkvz",),
+    "in_proj_ba": ("delta_ba",),
+    "out_proj": ("delta_out",),
 }
 """``ADAPTABLE`` by the last part of Hugging Face's names: PEFT adapts all that a target names."""
 

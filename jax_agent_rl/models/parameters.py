@@ -42,8 +42,14 @@ class Kind(StrEnum):
     expert."""
     CORRECTION = "correction"
     """Of the experts' probabilities, for their choice alone. No gradient reaches it."""
+    CONVOLUTION = "convolution"
+    """Weights of each channel's last inputs."""
+    DECAY = "decay"
+    """Of a recurrent state, by head."""
     BIAS = "bias"
     NORM = "norm"
+    PLAIN_NORM = "plain_norm"
+    """A norm that multiplies by its weight, whatever the model's ``norm_offset``."""
     SINK = "sink"
     """A further score of each head's softmax."""
     CONSTANT = "constant"
@@ -104,6 +110,17 @@ PARAMETERS: dict[str, Parameter] = {
     "sinks": Parameter(Kind.SINK, ("layers", "heads")),
     "q_norm": _norm("layers", "norm"),
     "k_norm": _norm("layers", "norm"),
+    "delta_qkv": _matrix("layers", "heads", "embed"),
+    "delta_z": _matrix("layers", "heads", "embed"),
+    "delta_b": _matrix("layers", "heads", "embed"),
+    "delta_a": _matrix("layers", "heads", "embed"),
+    "delta_qkvz": _matrix("layers", "heads", "embed"),
+    "delta_ba": _matrix("layers", "heads", "embed"),
+    "delta_conv": Parameter(Kind.CONVOLUTION, ("layers", "heads", "kernel", "kernel")),
+    "delta_decay_log": Parameter(Kind.DECAY, ("layers", "heads")),
+    "delta_decay_bias": Parameter(Kind.DECAY, ("layers", "heads")),
+    "delta_norm": Parameter(Kind.PLAIN_NORM, ("layers", "norm")),
+    "delta_out": _matrix("layers", "embed", "heads"),
     "gate": _matrix("layers", "mlp", "embed"),
     "up": _matrix("layers", "mlp", "embed"),
     "down": _matrix("layers", "embed", "mlp"),

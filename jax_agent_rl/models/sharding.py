@@ -44,6 +44,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "experts": "expert",
     "choices": None,
     "norm": None,
+    "kernel": None,
     "patch": None,
     "tower_mlp": None,  # Qwen2.5-VL's 3420 would keep eight devices from splitting the decoder
     "rank": None,

@@ -300,6 +300,59 @@ def open_tensors(files: Sequence[str | Path]) -> Tensors:
     return tensors
 
 
+def split_experts(tensors: Tensors) -> Tensors:
+    """Give each expert's matrices names of their own, where files have them in one tensor.
+
+    A tensor ``….experts.gate_up_proj`` [E, 2 F, D] has gates, then ups, ``….experts.down_proj``
+    [E, D, F] has downs.
+    """
+    split: Tensors = {}
+    for name, tensor in tensors.items():
+        prefix, _, part = name.rpartition(".")
+        modules = _EXPERT_MODULES.get(part)
+        if modules is None or not prefix.endswith(".experts"):
+            split[name] = tensor
+            continue
+        experts, rows, _ = tensor().get_shape()
+        size = rows // len(modules)
+        for expert in range(experts):
+            for number, module in enumerate(modules):
+                matrix = partial(ExpertSlice, tensor, expert, number * size, size)
+                split[f"{prefix}.{expert}.{module}.weight"] = matrix
+    return split
+
+
+_EXPERT_MODULES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+class ExpertSlice:
+    """A matrix [rows, in] of one expert in a tensor of all of them.
+
+    Args:
+        tensor: opens [E, all rows, in].
+        expert: its number.
+        first_row: of the matrix among the expert's.
+        rows: of the matrix.
+    """
+
+    def __init__(self, tensor: Callable[[], Any], expert: int, first_row: int, rows: int) -> None:
+        self._tensor = tensor()
+        self._expert = expert
+        self._first_row = first_row
+        self._rows = rows
+
+    def get_shape(self) -> list[int]:
+        """Return [rows, in]."""
+        return [self._rows, self._tensor.get_shape()[2]]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a slice."""
+        rows, columns = index
+        begin, end, _ = rows.indices(self._rows)
+        tensor_rows = slice(self._first_row + begin, self._first_row + end)
+        return self._tensor[self._expert : self._expert + 1, tensor_rows, columns][0]
+
+
 class Mxfp4Slice:
     """A stack of matrices [E, in, out] in MXFP4, read as float32.
 

@@ -25,11 +25,13 @@ AS_THEY_ARE = "float32"
 _FLOAT16_MAX = 65504.0
 
 
-FLOAT32_PARAMETERS = frozenset({"router_correction", "value_head"})
+FLOAT32_PARAMETERS = frozenset(
+    {"delta_decay_bias", "delta_decay_log", "router_correction", "value_head"}
+)
 """Names of parameters that have float32 in models of every dtype, and on the way to engines.
 
-Experts' corrections differ by less than bfloat16's steps near 1, and a regression needs the
-precision.
+Experts' corrections differ by less than bfloat16's steps near 1, a regression needs the precision,
+and the decay of a recurrent state multiplies over thousands of tokens.
 """
 
 

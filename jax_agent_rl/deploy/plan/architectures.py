@@ -42,6 +42,35 @@ _QWEN = {
 }
 _QWEN25 = {**_QWEN, "model_type": "qwen2", "tie_word_embeddings": False}
 _QWEN3 = {**_QWEN, "model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": False}
+_QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262144,
+    "eos_token_id": 248046,
+    "tie_word_embeddings": False,
+}
+_QWEN3_NEXT = {
+    **_QWEN35,
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "eos_token_id": 151645,
+}
 _LLAMA = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -180,6 +209,17 @@ ARCHITECTURES: Mapping[str, Fields] = {
     "qwen3-14b": _fields(_QWEN3, (5120, 17408, 40, 40, 8)),
     "qwen3-32b": _fields(_QWEN3, (5120, 25600, 64, 64, 8)),
     "qwen3-30b-a3b": _fields(_QWEN3, (2048, 6144, 48, 32, 4), model_type="qwen3_moe", **_EXPERTS),
+    "qwen3-next-80b-a3b": _fields(_QWEN3_NEXT, (2048, 5120, 48, 16, 2)),
+    "qwen3.5-9b": _fields(_QWEN35, (4096, 12288, 32, 16, 4)),
+    "qwen3.5-35b-a3b": _fields(
+        _QWEN35,
+        (2048, 512, 40, 16, 2),
+        model_type="qwen3_5_moe_text",
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
     "llama-3.2-1b": _fields(
         _LLAMA, (2048, 8192, 16, 32, 8), tie_word_embeddings=True, **_llama3_rope(32.0)
     ),
@@ -249,7 +289,7 @@ ARCHITECTURES: Mapping[str, Fields] = {
     "smollm2-360m": _fields(_SMOLLM2, (960, 2560, 32, 15, 5)),
     "smollm2-1.7b": _fields(_SMOLLM2, (2048, 8192, 24, 32, 32), rope_theta=1.3e5),
 }
-"""Fields of ``config.json`` by name; of Gemma 3 the decoder, without the vision encoder."""
+"""Fields of ``config.json`` by name; of Gemma 3 and Qwen3.5 the decoder, without the tower."""
 
 
 @contextlib.contextmanager

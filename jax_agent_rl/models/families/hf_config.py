@@ -349,6 +349,7 @@ class Defaults:
         num_kv_heads: None means the number of heads.
         head_dim: None means the heads' share of ``hidden_size``.
         max_positions: for ``max_position_embeddings``.
+        intermediate_size: None means that the field is needed.
         tied: for ``tie_word_embeddings``.
         rope_theta: base of the rotary embedding.
     """
@@ -359,6 +360,7 @@ class Defaults:
     head_dim: int | None = None
     max_positions: int = 2048
     rms_norm_eps: float = 1e-6
+    intermediate_size: int | None = None
     tied: bool = False
     rope_theta: float = 10000.0
 
@@ -387,7 +389,7 @@ def read_common(raw: Fields, defaults: Defaults, *, family: str | None = None) -
         "family": family or raw["model_type"],
         "vocab_size": integer(raw, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": integer(raw, "intermediate_size"),
+        "intermediate_size": integer(raw, "intermediate_size", defaults.intermediate_size),
         "num_layers": integer(raw, "num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": integer(raw, "num_key_value_heads", default_kv_heads),

@@ -114,7 +114,7 @@ def _read_experts(raw: Fields, num_layers: int) -> Experts:
         per_token=integer(raw, "num_experts_per_tok"),
         intermediate_size=integer(raw, "moe_intermediate_size"),
         normalize=switch(raw, "norm_topk_prob", False),
-        first_dense_layers=_read_first_dense_layers(raw, num_layers),
+        first_dense_layers=read_first_dense_layers(raw, num_layers),
     )
     if experts.per_token > experts.count:
         raise ModelError(
@@ -124,7 +124,7 @@ def _read_experts(raw: Fields, num_layers: int) -> Experts:
     return experts
 
 
-def _read_first_dense_layers(raw: Fields, num_layers: int) -> int:
+def read_first_dense_layers(raw: Fields, num_layers: int) -> int:
     """Read how many of the first layers have no experts; no other layers may lack them."""
     dense_layers = raw.get("mlp_only_layers") or []
     count = len(dense_layers)

@@ -119,10 +119,20 @@ def mix_heads(
     config = layer.config
     heads = config.heads(layer.kind.mixer)
     rows, count, _ = x.shape
-    q = _project_heads(layer, heads, "q", x, "q_norm" if config.qk_norm else None)
+    q = layer.linear(f"{heads.prefix}q", x)
+    gate = None
+    if config.attention_gate:
+        # Each head's query, then its gate.
+        by_head = q.reshape(rows, count, config.num_heads, -1)
+        queries, gate = jnp.split(by_head, 2, axis=-1)
+        q = queries.reshape(rows, count, -1)
+        gate = gate.transpose(0, 2, 1, 3)
+    q = _split_heads(layer, heads, q, "q_norm" if config.qk_norm else None)
     q = rotate(config.rope, q, cos[:, None], sin[:, None]) * config.score_scale
 
     mixed = attend(q, *kv, layer.params.get("sinks"))
+    if gate is not None:
+        mixed = mixed * jax.nn.sigmoid(gate)
     return layer.linear(f"{heads.prefix}o", mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1))
 
 
@@ -130,9 +140,15 @@ def _project_heads(
     layer: LayerWeights, heads: AttentionHeads, name: str, x: jax.Array, norm: str | None = None
 ) -> jax.Array:
     """Project [B, T, D] -> [B, heads, T, h], and apply a norm."""
-    rows, count, _ = x.shape
+    return _split_heads(layer, heads, layer.linear(heads.prefix + name, x), norm)
+
+
+def _split_heads(
+    layer: LayerWeights, heads: AttentionHeads, projected: jax.Array, norm: str | None
+) -> jax.Array:
+    """Turn [B, T, heads h] into [B, heads, T, h], and apply a norm."""
+    rows, count, _ = projected.shape
     over = layer.config.qk_norm_over
-    projected = layer.linear(heads.prefix + name, x)
     if norm is not None and over == "heads":
         projected = layer.norm(heads.prefix + norm, projected)
     by_head = projected.reshape(rows, count, -1, heads.head_dim)
