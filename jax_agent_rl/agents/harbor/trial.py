@@ -77,6 +77,7 @@ _NO_REWARD = frozenset(
     }
 )
 """Failures of the verifier that a program which the tests run could cause."""
+_NEED_TERMINALS = frozenset({"terminus", "terminus-1", "terminus-2"})
 _TIMEOUTS: Mapping[str, type[TrajectoryError]] = {
     "AgentSetupTimeoutError": AgentTimeoutError,
     "AgentTimeoutError": AgentTimeoutError,
@@ -114,6 +115,11 @@ def check_settings(settings: HarborConfig) -> None:
         AgentFactory.run_preflight(_agent_config(settings, access, 1.0))
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"agent.harbor.agent={settings.agent!r}: {error}") from error
+    if settings.environment == LOCAL and settings.agent in _NEED_TERMINALS:
+        raise ConfigError(
+            f"agent.harbor.agent={settings.agent!r} works in a terminal of tmux, and programs in"
+            " the sandbox can open no terminal; set agent.harbor.environment"
+        )
 
     key = f"agent.harbor.environment={settings.environment!r}"
     try:

@@ -299,6 +299,14 @@ async def test_a_setting_that_is_wrong_names_its_key(settings: dict[str, Any], k
         await harness.agent.preflight()
 
 
+async def test_a_harness_that_needs_a_terminal_is_refused_in_the_sandbox():
+    harness = AgentHarness(HarborAgent, [], harbor={"agent": "terminus-2"})
+    with raises(ConfigError, key="agent.harbor.agent", fix="agent.harbor.environment"):
+        await harness.agent.preflight()
+    elsewhere = {"agent": "terminus-2", "environment": "tests.harbor_harnesses:Elsewhere"}
+    await AgentHarness(HarborAgent, [], harbor=elsewhere).agent.preflight()
+
+
 async def test_a_run_counts_what_it_loses_by_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
