@@ -388,7 +388,12 @@ def _layer_names(config: DecoderConfig, key: str) -> Names:
     suffix = ".bias" if key.endswith("_bias") else ".weight"
     if not PARAMETERS[key].is_trained:
         suffix = ""  # its name is the tensor's
-    module = family.names.get(parameter) or LAYER[parameter]
+    module = family.names.get(parameter) or LAYER.get(parameter)
+    if module is None:
+        raise ValueError(
+            f"the parameter {key!r} has no published name in the family {config.family!r}; add it"
+            " to the family's names, or to models.hf.LAYER if others share it"
+        )
     if "{expert}" not in module:
         return [f"{layer}.{module}{suffix}" for layer in layers]
 

@@ -48,7 +48,7 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     if name not in FAMILIES:
         raise ModelError(
             f"config.json: model_type {name!r} is not supported; supported:"
-            f" {', '.join(sorted(FAMILIES))}"
+            f" {', '.join(sorted(FAMILIES))}; docs/write/model.md shows how to add a family"
         )
     family = FAMILIES[name]
     if family.text_model is not None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from jax_agent_rl.models.hf import (
     load_hf,
     load_params,
     save_hf,
+    tensor_names,
 )
 from tests.messages import raises
 from tests.tiny import TINY, full_logits, tiny_params
@@ -90,6 +92,17 @@ def test_a_file_that_is_no_json_object_is_named(folder: Path, name: str, content
     (folder / name).write_bytes(content)
     with pytest.raises(ModelError, match=f"{name}.*download"):
         load_config(folder)
+
+
+def test_a_family_that_is_not_known_is_named_with_how_to_add_one():
+    with raises(ModelError, key="model_type", value="seed_oss", fix="docs/write/model.md"):
+        read_config({"model_type": "seed_oss"})
+
+
+def test_a_parameter_without_a_published_name_is_named_with_where_to_add_it():
+    config = replace(TINY, attention_sinks=True)  # of which Llama has none
+    with raises(ValueError, key="sinks", value="llama", fix="models.hf.LAYER"):
+        tensor_names(config)
 
 
 def test_a_null_eos_is_no_eos(folder: Path):
