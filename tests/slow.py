@@ -126,6 +126,7 @@ SLOW = {
     "unit/models/test_parameters.py::test_muon_orthogonalizes_each_matrix_of_a_stack_and_nothing_else": "compiles an optimizer for every family",
     "unit/models/test_qwen_vl.py::test_a_drawn_model_has_the_tower_of_its_config": "draws a model with a tower",
     "unit/models/test_router_correction.py::test_an_update_leaves_it_as_it_is": "a learner for each optimizer",
+    "unit/models/test_gemma4.py::test_branches_of_a_tree_are_computed_as_rows_of_their_own_with_equal_gradients": "compiles two gradients",
     "unit/models/test_sharded_families.py": "compiles every family for eight devices",
     "unit/models/test_stored.py::test_any_mesh_reads_what_any_mesh_wrote_each_byte_once": "compiles for eight devices",
     "unit/observe/test_sink_libraries.py::test_wandb_offline_keeps_one_run_with_the_training_step_as_its_axis": "starts W&B's service",
