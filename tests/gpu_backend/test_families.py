@@ -83,21 +83,6 @@ def glm4_moe() -> Any:
     return Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES, **experts, tie_word_embeddings=False))
 
 
-def minimax_m2() -> Any:
-    """Norms over all heads, and routers with corrections."""
-    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
-
-    experts = {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rotary_dim": 16,
-        # which published files have, and vLLM reads
-        "scoring_func": "sigmoid",
-        "use_routing_bias": True,
-    }
-    return MiniMaxM2ForCausalLM(MiniMaxM2Config(**SIZES, **experts, tie_word_embeddings=False))
-
-
 def gemma3() -> Any:
     """A layer with a window shorter than the prompt, one without; tied."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -137,7 +122,7 @@ def make(folder: Path, family: Any, seed: int) -> Reference:
     return Reference(folder)
 
 
-@pytest.mark.parametrize("family", [qwen3, qwen3_moe, glm4_moe, minimax_m2, gemma3, gpt2])
+@pytest.mark.parametrize("family", [qwen3, qwen3_moe, glm4_moe, gemma3, gpt2])
 async def test_other_families_take_updates(tmp_path: Path, family: Any):
     """Their tensors are fused, stacked or transposed in other ways; every one is read back."""
     old = make(tmp_path / "old", family, 0)
@@ -159,7 +144,7 @@ async def test_other_families_take_updates(tmp_path: Path, family: Any):
     )
 
 
-@pytest.mark.parametrize("family", [qwen3_moe, glm4_moe, minimax_m2, gemma3, glm4, mistral])
+@pytest.mark.parametrize("family", [qwen3_moe, glm4_moe, gemma3, glm4, mistral])
 async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(
     tmp_path: Path, family: Any
 ):

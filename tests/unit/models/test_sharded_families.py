@@ -53,6 +53,9 @@ sigmoid = {"count": 8, "groups": 4, "groups_per_token": 2, "scoring": "sigmoid",
            "correction": True, "shared_size": 32, "first_dense_layers": 1}
 glm4_moe = replace(base, family="glm4_moe", num_layers=3, qkv_bias=True, qk_norm=True,
                    rope=Rope(partial_rotary=0.5), experts=replace(experts, **sigmoid))
+over_heads = {"qk_norm": True, "qk_norm_over": "heads", "rope": Rope(partial_rotary=0.5)}
+minimax_m2 = replace(base, family="minimax_m2", **over_heads, experts=replace(
+    experts, intermediate_size=base.intermediate_size, scoring="sigmoid", correction=True))
 gpt_oss = {"qkv_bias": True, "o_bias": True, "attention_sinks": True,
            "activation": "clamped_swiglu", "sliding_window": 4, "windowed_layers": (True, False),
            "experts": replace(experts, intermediate_size=base.intermediate_size, bias=True)}
@@ -64,11 +67,13 @@ for config in (
     replace(base, family="qwen3_moe", qk_norm=True, experts=experts),
     replace(base, family="gemma3_text", **gemma),
     glm4_moe,
+    minimax_m2,
     replace(GEMMA4, vocab_size=96),
     replace(GEMMA4_SMALL, vocab_size=96, per_layer_inputs=PerLayerInputs(vocab_size=96, size=4)),
 ):
     results = []
-    mesh = {"fsdp": 2, "tensor": 2, "expert" if config is glm4_moe else "data": 2}
+    third_axis = "expert" if config in (glm4_moe, minimax_m2) else "data"
+    mesh = {"fsdp": 2, "tensor": 2, third_axis: 2}
     with tempfile.TemporaryDirectory() as folder:
         save_hf(folder, config, tiny_params(config=config))
         for shape in ({}, mesh):
@@ -146,5 +151,5 @@ def test_a_mesh_reads_and_trains_every_family_as_one_device_does():
         SCRIPT, flags=""
     )  # Adam makes more of what quick compilation rounds otherwise
     families = ("qwen2", "gpt_oss", "glm4", "qwen3_moe", "gemma3_text", "glm4_moe")
-    families += ("gemma4_text", "gemma4_text", "qwen2_5_vl")
+    families += ("minimax_m2", "gemma4_text", "gemma4_text", "qwen2_5_vl")
     assert lines == [f"{family} equal" for family in families]
