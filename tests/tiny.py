@@ -15,6 +15,7 @@ from jax_agent_rl.models.config import (
     DecoderConfig,
     Experts,
     GlobalAttention,
+    LatentAttention,
     Params,
     PerLayerInputs,
     ProportionalScaling,
@@ -85,6 +86,14 @@ GEMMA4_SMALL = replace(
     per_layer_inputs=PerLayerInputs(vocab_size=97, size=4),
 )
 """As Gemma 4 E2B: layers that share keys and values, per-layer inputs."""
+LATENT = replace(
+    TINY,
+    num_kv_heads=4,
+    head_dim=12,
+    rope=Rope(interleaved=True),
+    latent=LatentAttention(q_rank=12, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=6),
+)
+"""Latent attention."""
 
 EXPERTS = replace(
     TINY,

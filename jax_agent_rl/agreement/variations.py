@@ -81,6 +81,12 @@ UNVARIED: Mapping[str, str] = {
     "DecoderConfig.logit_softcap": "caps are tried among the changes of logits",
     "DecoderConfig.carried": "has no effect on what is computed",
     "DecoderConfig.vision": _IMAGES,
+    "LatentAttention.q_rank": _SHAPE,
+    "LatentAttention.kv_rank": _SHAPE,
+    "LatentAttention.nope_dim": _SHAPE,
+    "LatentAttention.rope_dim": _SHAPE,
+    "LatentAttention.value_dim": _SHAPE,
+    "DecoderConfig.latent": "other attention has other tensors",
     "Rope.sections": _IMAGES,
     "Rope.interleaved_sections": _IMAGES,
 }
@@ -156,6 +162,7 @@ USUAL: Mapping[str, Callable[[DecoderConfig], Sequence[Any]]] = {
     "Rope.scaling": _scalings,
     "Rope.partial_rotary": lambda model: (1.0, 0.75, 0.5, 0.25),
     "YarnScaling.attention_factor": lambda model: (1.0,),
+    "YarnScaling.mscale_all_dim": lambda model: (1.0,),
     "Experts.per_token": lambda model: (1, 2, 4, 8),
     "Experts.shared_size": lambda model: (0,),
 }
@@ -301,6 +308,9 @@ def _completed(config: DecoderConfig) -> DecoderConfig:
 def _normalized(config: DecoderConfig) -> DecoderConfig:
     """Return the same config for all configs that compute the same."""
     config = replace(config, attention_scale=config.score_scale)
+    if isinstance(config.rope.scaling, YarnScaling):
+        scaling = replace(config.rope.scaling, mscale_all_dim=None)  # it is in the scale of scores
+        config = replace(config, rope=replace(config.rope, scaling=scaling))
     if not config.qk_norm:
         config = replace(config, qk_norm_over="head")
     experts = config.experts
@@ -317,10 +327,12 @@ def is_complete(config: DecoderConfig) -> bool:
     for rope in (config.rope, config.local_rope or config.rope):
         if not 0 < rope.partial_rotary <= 1:
             return False
-        rotated_size = int(config.head_dim * rope.partial_rotary)
+        rotated_size = int(config.rotary_dim * rope.partial_rotary)
         if rotated_size % 2 != 0 or rope.theta <= 1:
             return False
     if config.experts is not None and not _can_choose(config.experts):
+        return False
+    if config.latent is not None and any(config.windowed_layers):
         return False
     return config.rms_norm_eps >= 0
 

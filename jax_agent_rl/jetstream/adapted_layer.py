@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import jax
 
-from jax_agent_rl.jetstream.adapters import LayerAdapters, add_low_rank
+from jax_agent_rl.jetstream.adapters import LayerAdapters, add_low_rank, low_rank_by_head
 from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.layers import product, rms_norm
+from jax_agent_rl.models.layers import product, product_by_head, rms_norm
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +52,17 @@ class AdaptedLayer:
         if self.adapter is None or name not in self.adapters:
             return out
         return add_low_rank(out, self.adapters[name], x, self.adapter, native=self.native)
+
+    def multiply_heads(self, name: str, x: jax.Array) -> jax.Array:
+        """Multiply each head's matrix of ``k_b`` or ``v_b`` with its x [H, in, B] -> [H, out, B].
+
+        Both are parts of ``kv_b``, and so are their adapters.
+        """
+        out = product_by_head(self.params[name], x)
+        if not self.is_adapted("kv_b"):
+            return out
+        assert self.adapter is not None
+        return out + low_rank_by_head(self.adapters["kv_b"], name, x, self.adapter)
 
     def is_adapted(self, name: str) -> bool:
         return self.adapter is not None and name in self.adapters

@@ -27,6 +27,10 @@ from jax_agent_rl.models.lora import PeftAdapter
 FUSED = {
     "qkv": ("q", "k", "v"),
     "global_qkv": ("global_q", "global_k", "global_v"),
+    "q_a": ("q_a",),
+    "q_b": ("q_b",),
+    "kv_a": ("kv_a",),
+    "kv_b": ("kv_b",),
     "o": ("o",),
     "global_o": ("global_o",),
     "gate_up": ("gate", "up"),
@@ -50,7 +54,8 @@ class LowRank:
 
     Attributes:
         a: [N, p r, D].
-        b: p arrays [N, …, out, r], laid out as their parts of the matrix, scaled.
+        b: p arrays [N, …, out, r], laid out as their parts of the matrix, scaled. Of ``kv_b`` two,
+            [N, H, out, r], as the engine's ``k_b`` and ``v_b`` are its parts.
     """
 
     a: Any
@@ -196,6 +201,43 @@ def add_low_rank(
     return out + jnp.concatenate(products, axis=-2).reshape(out.shape)
 
 
+def low_rank_by_head(adapters: LowRank, part: str, x: jax.Array, adapter: jax.Array) -> jax.Array:
+    """Return what adapters of ``kv_b`` add to a product with each head's part of it.
+
+    Args:
+        adapters: of ``kv_b``.
+        part: ``v_b``, or ``k_b``, which is that part of ``kv_b`` transposed.
+        x: [H, in, B T], T tokens of each context.
+        adapter: int32 [B], see :func:`add_low_rank`.
+
+    Returns:
+        [H, out, B T].
+    """
+    a = adapters.a
+    keys, values = adapters.b
+    heads, size, count = x.shape
+    if len(adapter) == count:
+        # One token of each context: multiply with all adapters and mask the others.
+        is_chosen = jax.nn.one_hot(adapter - 1, len(a), axis=0, dtype=x.dtype)[:, None, None]
+        if part == "k_b":
+            low = jnp.einsum("nhir,hib->nhrb", keys, x) * is_chosen
+            return jnp.einsum("nro,nhrb->hob", a, low)
+        low = jnp.einsum("nri,hib->nhrb", a, x) * is_chosen
+        return jnp.einsum("nhor,nhrb->hob", values, low)
+
+    # Many tokens of each context: gather its adapter.
+    index = jnp.maximum(adapter - 1, 0)
+    is_adapted = (adapter > 0).astype(x.dtype)[:, None, None, None]
+    rows = x.reshape(heads, size, len(adapter), -1)
+    if part == "k_b":
+        low = jnp.einsum("chir,hict->chrt", keys[index], rows) * is_adapted
+        products = jnp.einsum("cro,chrt->hoct", a[index], low)
+    else:
+        low = jnp.einsum("cri,hict->chrt", a[index], rows) * is_adapted
+        products = jnp.einsum("chor,chrt->hoct", values[index], low)
+    return products.reshape(heads, -1, count)
+
+
 def _lay_out(
     config: DecoderConfig, adapter: PeftAdapter, kinds: Sequence[str], rank: int
 ) -> AdapterStacks:
@@ -224,6 +266,10 @@ def _lay_out(
 
     def low_rank(names: Sequence[str], layer: int) -> LowRank:
         a, b = zip(*(matrices_of(name, layer) for name in names), strict=True)
+        if "kv_b" in names:
+            assert config.latent is not None
+            by_head = b[0].reshape(config.num_heads, -1, rank)
+            b = tuple(np.split(by_head, [config.latent.nope_dim], axis=1))
         return LowRank(np.concatenate(a), b)
 
     layers = []

@@ -68,7 +68,7 @@ def decode_attention(
         "pages": _REPLICATED,
         "sinks": _HEADS_FIRST,
     }
-    run = _on_each_device(
+    run = on_each_device(
         functools.partial(attend, window=window),
         mesh,
         tuple(specs.values()),
@@ -113,11 +113,11 @@ def chunk_attention(
         tpu=functools.partial(chunk_by_kernel, window=window),
         default=functools.partial(_plain_chunk, window=window),
     )
-    run = _on_each_device(attend, mesh, tuple(specs.values()), _HEADS_FIRST)
+    run = on_each_device(attend, mesh, tuple(specs.values()), _HEADS_FIRST)
     return run(q, cached, new, starts, sinks)
 
 
-def _on_each_device(
+def on_each_device(
     run: Callable[..., Any], mesh: Mesh | None, specs: tuple[PartitionSpec, ...], out: Any
 ) -> Callable[..., Any]:
     """Run per device of a mesh, as XLA cannot split a kernel."""
@@ -236,6 +236,25 @@ def chunk_mask(starts: jax.Array, count: int, length: int, window: int | None) -
     return visible[:, None, None]
 
 
+def chunk_tree_mask(
+    starts: jax.Array, count: int, length: int, window: int | None = None
+) -> TreeMask:
+    """Return :func:`chunk_mask` as the mask of rows of the cache followed by the chunk.
+
+    Cached positions below the chunk's start are ancestors of all of it, the others have no
+    descendants. The chunk's ids are the queries.
+    """
+    rows = len(starts)
+    cached_positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    cached_ends = jnp.where(cached_positions < starts[:, None], length + count, 0)
+    return TreeMask(
+        subtree_end=jnp.pad(cached_ends, ((0, 0), (0, count)), constant_values=length + count),
+        positions=jnp.concatenate([cached_positions, starts[:, None] + jnp.arange(count)], axis=1),
+        window=None if window is None else jnp.int32(window),
+        offset=jnp.int32(length),
+    )
+
+
 def chunk_by_kernel(
     q: jax.Array,
     cached: LayerKV,
@@ -245,21 +264,10 @@ def chunk_by_kernel(
     *,
     window: int | None,
 ) -> jax.Array:
-    """Run the learner's kernel on rows of the cache followed by the chunk, whose ids are queries.
-
-    Cached positions below the chunk's start are ancestors of all of it, the others have no
-    descendants.
-    """
+    """Attend by the learner's kernel: to rows of the cache followed by the chunk."""
     kv_heads, group, size, rows, count = q.shape
     length = cached.values.shape[2]
-    cached_positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    cached_ends = jnp.where(cached_positions < starts[:, None], length + count, 0)
-    tree_mask = TreeMask(
-        subtree_end=jnp.pad(cached_ends, ((0, 0), (0, count)), constant_values=length + count),
-        positions=jnp.concatenate([cached_positions, starts[:, None] + jnp.arange(count)], axis=1),
-        window=None if window is None else jnp.int32(window),
-        offset=jnp.int32(length),
-    )
+    tree_mask = chunk_tree_mask(starts, count, length, window)
     queries = q.transpose(3, 0, 1, 4, 2).reshape(rows, kv_heads * group, count, size)
     keys, values = _join(cached, new, q.dtype)
     mixed, normalizer = tree_kernel.forward(queries, keys.mT, values, tree_mask)

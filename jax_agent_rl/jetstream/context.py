@@ -104,7 +104,7 @@ class EngineContext:
 
         self.has_states = has_states(self.config)
 
-        # The kernels compute attention in float32, on one CPU.
+        # The kernels compute attention to keys and values in float32, on one CPU.
         has_one_cpu = self.platform == "cpu" and self.split is None
         is_float32 = jnp.dtype(self.dtype) == jnp.dtype(self.kv_dtype) == jnp.dtype(jnp.float32)
         self._suits_cpu_kernels = (
@@ -112,6 +112,7 @@ class EngineContext:
             and has_one_cpu
             and is_float32
             and quantize is None
+            and self.config.latent is None
             and not self.has_states
         )
         if self._suits_cpu_kernels:

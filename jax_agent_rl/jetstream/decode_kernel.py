@@ -1,7 +1,8 @@
 """Pallas TPU kernels for decoding: write one token per slot to its page, and attend to its pages.
 
 Shapes: B slots of n pages, P pages of S positions in the cache, K key/value heads, G queries of
-each, h head size.
+each, h head size, v size of a value (mostly h). Latents (``latent_cache``) are one key/value head,
+whose values are the first numbers of its keys.
 
 Each slot's keys and values are read page by page up to its own position (and from its window on),
 with the running softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135): slots differ in
@@ -14,14 +15,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_agent_rl.jetstream.kv_cache import LayerKV
+from jax_agent_rl.jetstream.kv_cache import LayerCache, LayerKV
+from jax_agent_rl.jetstream.latent_cache import LayerLatents
 from jax_agent_rl.models.tree_kernel import MASK_VALUE
 
 LANES = 128
@@ -34,9 +36,10 @@ MAX_STEP_PAGES = 16
 """Limit of the pages that one grid step reads."""
 MAX_STEP_BYTES = 2 << 20
 """Limit of what one grid step reads: its overhead is the time of half a MiB, and VMEM holds two."""
+Pages = TypeVar("Pages", bound=LayerCache)
 
 
-def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax.Array) -> LayerKV:
+def write_kernel(cached: Pages, new: Pages, pages: jax.Array, positions: jax.Array) -> Pages:
     """Write one position per slot, in the cache's own memory where XLA donates it.
 
     A scatter would do, but XLA lays its operand out with positions first, and would transpose the
@@ -48,16 +51,16 @@ def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax
         pages: int32 [B, n]; slots without a page write to the null page 0.
         positions: int32 [B], below n S.
     """
-    size = cached.values.shape[2]
+    size = cached.length
     page = jnp.take_along_axis(pages, (positions // size)[:, None], axis=1)[:, 0]
     # Copies of the kernel's own, unlike the grid's, take whole tiles.
-    fills_tiles = size % LANES == 0 and cached.values.shape[3] % LANES == 0
+    fills_tiles = all(x.shape[-1] % LANES == 0 for x in jax.tree.leaves(cached))
     if fills_tiles:
         return write_together(page, positions % size, cached, new)
     return write_each(page, positions % size, cached, new)
 
 
-def write_each(page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
+def write_each(page: jax.Array, within: jax.Array, cached: Pages, new: Pages) -> Pages:
     """Write a slot per grid step.
 
     Args:
@@ -82,7 +85,7 @@ def write_each(page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV
     def row(_: int, x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((None, *x.shape[1:]), lambda b, *_: (b, 0, 0, 0))
 
-    def write(page: Any, within: Any, cached: LayerKV, new: LayerKV, out: LayerKV) -> None:
+    def write(page: Any, within: Any, cached: Any, new: Any, out: Any) -> None:
         position = within[pl.program_id(0)]
 
         def change(axis: int, old: Any, token: Any, changed: Any) -> None:
@@ -100,7 +103,7 @@ def write_each(page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV
     return _call(write, specs, page, within, cached, new)
 
 
-def write_together(page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
+def write_together(page: jax.Array, within: jax.Array, cached: Pages, new: Pages) -> Pages:
     """Write many slots per grid step: a step's overhead is longer than the copies of a slot.
 
     Arguments are those of :func:`write_each`.
@@ -134,8 +137,8 @@ def write_together(page: jax.Array, within: jax.Array, cached: LayerKV, new: Lay
 
 
 def _call(
-    kernel: Any, specs: Any, page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV
-) -> LayerKV:
+    kernel: Any, specs: Any, page: jax.Array, within: jax.Array, cached: Pages, new: Pages
+) -> Pages:
     """Run a kernel that changes the cache in its own memory."""
     part_bytes = jax.tree.leaves(
         cached.by_position(lambda axis, x: math.prod(_part_shape(axis, x)) * x.dtype.itemsize)
@@ -174,10 +177,10 @@ def _write_slots(
     steps: int,
     page: Any,
     within: Any,
-    _: LayerKV,
-    new: LayerKV,
-    cached: LayerKV,
-    parts: LayerKV,
+    _: LayerCache,
+    new: LayerCache,
+    cached: LayerCache,
+    parts: LayerCache,
     semaphores: Any,
 ) -> None:
     """Change the parts of ``per_step`` slots in VMEM.
@@ -248,7 +251,7 @@ def _write_slots(
 
 def decode_kernel(
     q: jax.Array,
-    cached: LayerKV,
+    cached: LayerKV | LayerLatents,
     pages: jax.Array,
     positions: jax.Array,
     sinks: jax.Array | None = None,
@@ -266,11 +269,13 @@ def decode_kernel(
         window: positions a token attends to, itself included; None for all.
 
     Returns:
-        [B, K, G, h].
+        [B, K, G, v].
     """
-    slots, kv_heads, group, width = q.shape
+    slots, kv_heads, group, _ = q.shape
+    value_size = cached.value_size
+    out_shape = (slots, kv_heads, group, value_size)
     count = pages.shape[1]
-    size = cached.values.shape[2]
+    size = cached.length
     page_bytes = sum(x[0].size * x.dtype.itemsize for x in jax.tree.leaves(cached))
     per_step = max(1, min(MAX_STEP_PAGES, MAX_STEP_BYTES // page_bytes, count))
     if window is None:
@@ -281,7 +286,7 @@ def decode_kernel(
     def slot(b: Any, *_: Any) -> tuple:
         return b, 0, 0, 0
 
-    def page_of_step(i: int) -> LayerKV:
+    def page_of_step(i: int) -> Any:
         """Return the spec of one of the pages read in a grid step."""
 
         def index(b: Any, j: Any, pages: Any, positions: Any, begins: Any) -> tuple:
@@ -308,10 +313,12 @@ def decode_kernel(
                 sinks_spec,
                 [page_of_step(i) for i in range(per_step)],
             ],
-            out_specs=pl.BlockSpec((None, *q.shape[1:]), slot),
-            scratch_shapes=[pltpu.VMEM((kv_heads, group, n), jnp.float32) for n in (width, 1, 1)],
+            out_specs=pl.BlockSpec((None, *out_shape[1:]), slot),
+            scratch_shapes=[
+                pltpu.VMEM((kv_heads, group, n), jnp.float32) for n in (value_size, 1, 1)
+            ],
         ),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct(out_shape, q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=4 * q.size * length,
@@ -327,7 +334,7 @@ def _attend(
     begins: Any,
     q: Any,
     sinks: Any,
-    cached: list[LayerKV],
+    cached: list[LayerKV | LayerLatents],
     out: Any,
     mixed: Any,
     peak: Any,
@@ -344,8 +351,8 @@ def _attend(
         q: [K, G, h].
         sinks: [K, G, 1], or None.
         cached: the step's pages.
-        out: [K, G, h], written in the slot's last step.
-        mixed: [K, G, h], the running sum of weighted values.
+        out: [K, G, v], written in the slot's last step.
+        mixed: [K, G, v], the running sum of weighted values.
         peak: [K, G, 1], the highest score so far.
         total: [K, G, 1], the running sum of weights.
         size: positions of a page.
@@ -374,19 +381,23 @@ def _attend(
 
 
 def _add(
-    q: Any, page: LayerKV, first: Any, position: Any, begin: Any, mixed: Any, peak: Any, total: Any
+    q: Any,
+    page: LayerKV | LayerLatents,
+    first: Any,
+    position: Any,
+    begin: Any,
+    mixed: Any,
+    peak: Any,
+    total: Any,
 ) -> None:
     """Add one page to the running attention of K heads."""
     queries = q[...]
-    scales = page.scales
-    keys = page.keys[...].astype(queries.dtype)
-    values = page.values[...].astype(queries.dtype)
-    by_head = ((0,), (0,))
-    scores = jax.lax.dot_general(
-        queries, keys, (((2,), (1,)), by_head), preferred_element_type=jnp.float32
-    )
-    if scales is not None:
-        scores *= scales[:, :1]
+    if isinstance(page, LayerLatents):
+        scores, values, value_scales = _latent_scores(queries, page)
+        position_axis = 2
+    else:
+        scores, values, value_scales = _key_scores(queries, page)
+        position_axis = 1
 
     key_positions = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
     visible = (key_positions <= position) & (key_positions >= begin)
@@ -398,12 +409,46 @@ def _add(
     total[...] = total[...] * shrink + jnp.sum(weights, axis=2, keepdims=True)
 
     # Stale values may be NaN, which a weight of zero does not remove.
-    if scales is not None:
-        weights = jnp.where(visible, weights * scales[:, 1:], 0)
-    value_positions = first + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    if value_scales is not None:
+        weights = jnp.where(visible, weights * value_scales, 0)
+    value_positions = first + jax.lax.broadcasted_iota(jnp.int32, values.shape, position_axis)
     values = jnp.where(value_positions <= position, values, 0)
     weights = weights.astype(queries.dtype)
     page_mixed = jax.lax.dot_general(
-        weights, values, (((2,), (1,)), by_head), preferred_element_type=jnp.float32
+        weights, values, (((2,), (position_axis,)), _BY_HEAD), preferred_element_type=jnp.float32
     )
     mixed[...] = mixed[...] * shrink + page_mixed
+
+
+_BY_HEAD = ((0,), (0,))
+
+
+def _key_scores(queries: jax.Array, page: LayerKV) -> tuple[jax.Array, jax.Array, Any]:
+    """Return scores float32 [K, G, S], values [K, S, v] and their scales [K, 1, S], or None."""
+    scores = _scores(queries, page.keys[...])
+    values = page.values[...].astype(queries.dtype)
+    if page.scales is None:
+        return scores, values, None
+    return scores * page.scales[:, :1], values, page.scales[:, 1:]
+
+
+def _latent_scores(queries: jax.Array, page: LayerLatents) -> tuple[jax.Array, jax.Array, Any]:
+    """Return scores float32 [1, G, S], latents [1, v, S] and their scales [1, 1, S], or None."""
+    rank = page.value_size
+    numbers = page.numbers[...].astype(queries.dtype)
+    latents = numbers[:, :rank]
+    if page.scales is None:
+        return _scores(queries, numbers), latents, None
+    scores = _scores(queries[..., :rank], latents) * page.scales[:, :1]
+    rotary_scores = _scores(queries[..., rank:], numbers[:, rank:]) * page.scales[:, 1:]
+    return scores + rotary_scores, latents, page.scales[:, :1]
+
+
+def _scores(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Multiply [K, G, n] with [K, n, S] -> float32 [K, G, S]."""
+    return jax.lax.dot_general(
+        queries,
+        keys.astype(queries.dtype),
+        (((2,), (1,)), _BY_HEAD),
+        preferred_element_type=jnp.float32,
+    )

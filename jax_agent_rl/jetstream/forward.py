@@ -67,7 +67,8 @@ _FUSED = {
 }
 EXPERTS = frozenset(name for name, matrix in _MATRICES.items() if matrix.is_of_experts)
 """Matrices that an engine keeps transposed, [E, in, out]."""
-QUANTIZED = frozenset(_FUSED.get(name, name) for name in _MATRICES)
+_OF_LATENTS = frozenset({"k_b", "v_b"})  # the parts of kv_b
+QUANTIZED = frozenset(_FUSED.get(name, name) for name in _MATRICES) - {"kv_b"} | _OF_LATENTS
 """Matrices that tolerate 8 bits. A router is none of them: its choices are not smooth."""
 
 
@@ -93,9 +94,10 @@ class EngineParams:
         embed: [V, D].
         layers: the learner's arrays of each layer, with ``qkv`` [K, (G+2)h, D] and ``qkv_bias`` [K,
             (G+2)h] in place of q, k, v (queries, keys and values of each key/value head, as far as
-            the layer has them), ``gate_up`` [2, F, D] in place of gate, up (``shared_gate_up`` and
-            ``wide_gate_up`` in the same way), ``sinks`` [K, G], ``k_norm`` [K h] if it is over all
-            heads, and experts' matrices [E,
+            the layer has them), ``k_b`` [H, r, n] and ``v_b`` [H, v, r] in place of kv_b
+            (``mixers.latent_attention``), ``gate_up`` [2, F, D] in place of gate, up
+            (``shared_gate_up`` and ``wide_gate_up`` in the same way), ``sinks`` [K, G], ``k_norm``
+            [K h] if it is over all heads, and experts' matrices [E,
             in, out], as ``models.moe.grouped_product`` reads them.
         final_norm: [D].
         head: [V, D]; None if embeddings are tied.
@@ -181,6 +183,11 @@ def _fuse(config: DecoderConfig, kind: LayerKind, layer: Params) -> Params:
         if f"{prefix}gate" in layer:
             matrices = [layer.pop(f"{prefix}gate"), layer.pop(f"{prefix}up")]
             layer[f"{prefix}gate_up"] = jnp.stack(matrices)
+    if "kv_b" in layer:
+        assert config.latent is not None
+        kv_b = layer.pop("kv_b").reshape(config.num_heads, -1, config.latent.kv_rank)
+        layer["k_b"] = kv_b[:, : config.latent.nope_dim].mT
+        layer["v_b"] = kv_b[:, config.latent.nope_dim :]
     return layer
 
 

@@ -270,6 +270,10 @@ def _split(
         else:
             arrays[name] = np.asarray(x)
 
+    if "k_b" in arrays:
+        head_keys = arrays.pop("k_b").swapaxes(1, 2)  # [H, n, r]
+        by_head = np.concatenate([head_keys, arrays.pop("v_b")], axis=1)
+        arrays["kv_b"] = by_head.reshape(-1, by_head.shape[2])
     for fused in ("qkv", "global_qkv", "qkv_bias"):
         if fused not in arrays:
             continue

@@ -51,6 +51,11 @@ class LayerKV:
         """Positions of a page."""
         return self.keys.shape[-1]
 
+    @property
+    def value_size(self) -> int:
+        """Numbers of a value."""
+        return self.values.shape[-1]
+
     def by_position(self, function: Callable[..., Any], *others: LayerKV) -> LayerKV:
         """Map ``function(axis, array, *others' arrays)`` over the arrays.
 

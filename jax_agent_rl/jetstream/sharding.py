@@ -3,6 +3,7 @@
 ::
 
     attention      key/value heads with their queries, over all devices   ─► o     ─► add up
+    latents        replicated; query heads over all devices               ─► o     ─► add up
     feed-forward   hidden units over ``tensor``, experts over ``expert``  ─► down  ─► add up
     vocabulary     embeddings and head over all devices                   ─► each samples its ids
 
@@ -46,6 +47,8 @@ ENGINE_RULES = RULES | {"heads": DEVICES, "vocab": DEVICES}
 _ENGINE_AXES = {  # of arrays in another layout than the learner's, see forward.EngineParams
     "qkv": ("layers", "heads", "choices", "embed"),
     "qkv_bias": ("layers", "heads", "choices"),
+    "k_b": ("layers", "heads", "latent", "choices"),
+    "v_b": ("layers", "heads", "choices", "latent"),
     "sinks": ("layers", "heads", "choices"),
     "global_qkv": ("layers", "heads", "choices", "embed"),
     "gate_up": ("layers", "choices", "mlp", "embed"),

@@ -51,6 +51,8 @@ class YarnScaling:
         attention_factor: multiplies rotated queries and keys; None for the paper's ``0.1 ln(factor)
             + 1``.
         truncate: round the ends of the ramp between them to whole frequencies.
+        mscale_all_dim: sharpens the scores of latent attention, see ``score_factor``; None or 0
+            leaves them. It has no effect on other attention.
     """
 
     factor: float
@@ -59,6 +61,13 @@ class YarnScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    mscale_all_dim: float | None = None
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of latent attention's scores: it rotates only parts of queries and keys."""
+        magnitude = 0.1 * (self.mscale_all_dim or 0.0) * math.log(max(self.factor, 1.0)) + 1.0
+        return magnitude**2
 
     @property
     def magnitude(self) -> float:
@@ -129,6 +138,40 @@ class Rope:
     partial_rotary: float = 1.0
     interleaved: bool = False
     interleaved_sections: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Attention whose keys and values are products of one latent per token.
+
+    See ``models.mixers.latent_attention``.
+
+    Attributes:
+        q_rank: numbers of the queries' latent; None projects queries from the hidden state.
+        kv_rank: numbers of the latent of keys and values.
+        nope_dim: numbers of a query or key that do not rotate.
+        rope_dim: numbers that do; the heads' keys share them.
+        value_dim: numbers of a head's value.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    norm_eps: ClassVar[float] = 1e-6
+    """Of the latents' norms, whatever ``rms_norm_eps`` is, as in DeepSeek's code."""
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a query or key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers that an engine caches for each position."""
+        return self.kv_rank + self.rope_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,6 +485,7 @@ class DecoderConfig:
         wide_shared_layers: these layers have feed-forward networks of twice the
             ``intermediate_size``.
         per_layer_inputs: see ``models.per_layer_inputs``; None for none.
+        latent: attention is latent attention; ``head_dim`` is of queries and keys then.
         experts: None means a dense feed-forward network.
         delta_net: None means attention in all layers.
         vision: the vision tower; None for text models.
@@ -486,6 +530,7 @@ class DecoderConfig:
     shared_kv_layers: int = 0
     wide_shared_layers: bool = False
     per_layer_inputs: PerLayerInputs | None = None
+    latent: LatentAttention | None = None
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
     vision: VisionConfig | None = None
@@ -494,9 +539,19 @@ class DecoderConfig:
     @property
     def score_scale(self) -> float:
         """Factor of attention scores."""
-        if self.attention_scale is None:
-            return self.head_dim**-0.5
-        return self.attention_scale
+        if self.attention_scale is not None:
+            return self.attention_scale
+        scale = self.head_dim**-0.5
+        if self.latent is not None and isinstance(self.rope.scaling, YarnScaling):
+            scale *= self.rope.scaling.score_factor
+        return scale
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that rotary tables are made for."""
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return self.head_dim
 
     def is_windowed(self, layer: int) -> bool:
         """Return whether a layer attends to ``sliding_window`` positions only."""
@@ -516,7 +571,9 @@ class DecoderConfig:
     def layer_kind(self, layer: int) -> LayerKind:
         """Return what a layer computes."""
         mixer: MixerName = "attention"
-        if self.global_attention is not None and not self.is_windowed(layer):
+        if self.latent is not None:
+            mixer = "latent_attention"
+        elif self.global_attention is not None and not self.is_windowed(layer):
             mixer = "global_attention"
         if self.delta_net is not None and self.delta_net.layers[layer]:
             mixer = "delta_net"
@@ -625,6 +682,8 @@ class DecoderConfig:
                 shapes = self._attention_shapes(kind)
             case "delta_net":
                 shapes = self._delta_net_shapes()
+            case "latent_attention":
+                shapes = self._latent_attention_shapes()
         match kind.feed_forward:
             case "dense":
                 shapes |= self._dense_shapes()
@@ -700,6 +759,28 @@ class DecoderConfig:
             "delta_norm": (self.delta_net.value_dim,),
             "delta_out": (d, values),
         }
+
+    def _latent_attention_shapes(self) -> Shapes:
+        assert self.latent is not None
+        d = self.hidden_size
+        latent = self.latent
+        query = self.num_heads * latent.head_dim
+        value = self.num_heads * latent.value_dim
+        shapes: Shapes = {
+            "kv_a": (latent.cached_dim, d),
+            "kv_a_norm": (latent.kv_rank,),
+            "kv_b": (self.num_heads * latent.nope_dim + value, latent.kv_rank),
+            "o": (d, value),
+        }
+        if latent.q_rank is None:
+            shapes["q"] = (query, d)
+        else:
+            shapes |= {
+                "q_a": (latent.q_rank, d),
+                "q_a_norm": (latent.q_rank,),
+                "q_b": (query, latent.q_rank),
+            }
+        return shapes
 
     def _dense_shapes(self) -> Shapes:
         d = self.hidden_size

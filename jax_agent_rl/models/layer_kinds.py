@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-MixerName = Literal["attention", "global_attention", "delta_net"]
+MixerName = Literal["attention", "global_attention", "latent_attention", "delta_net"]
 """What lets tokens see each other, see ``models.mixers``."""
 FeedForwardName = Literal["dense", "wide", "experts"]
 """What follows it, see ``models.feed_forward``."""

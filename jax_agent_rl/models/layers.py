@@ -207,15 +207,25 @@ def rotate(
 
 
 def rms_norm(
-    config: DecoderConfig | VisionConfig, x: jax.Array, weight: jax.Array, *, axis: int = -1
+    config: DecoderConfig | VisionConfig,
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    axis: int = -1,
+    eps: float | None = None,
 ) -> jax.Array:
-    """Apply an RMS norm over ``axis`` in float32, rounded where Hugging Face's models round."""
+    """Apply an RMS norm over ``axis`` in float32, rounded where Hugging Face's models round.
+
+    ``eps`` is ``config.rms_norm_eps`` if it is None.
+    """
+    if eps is None:
+        eps = config.rms_norm_eps
     shape = [1] * x.ndim
     shape[axis] = -1
     weight = weight.reshape(shape)
     x_float32 = x.astype(jnp.float32)
     mean_square = jnp.mean(x_float32 * x_float32, axis=axis, keepdims=True)
-    scaled = x_float32 * jax.lax.rsqrt(mean_square + config.rms_norm_eps)
+    scaled = x_float32 * jax.lax.rsqrt(mean_square + eps)
     if config.norm_offset or config.float32_norms:
         return (scaled * (config.norm_offset + weight.astype(jnp.float32))).astype(x.dtype)
     return weight * scaled.astype(x.dtype)
@@ -413,6 +423,17 @@ def split_weight(weight: Any, spec: PartitionSpec) -> Any:
         return PartitionSpec(*axes)
 
     return jax.tree.map(array_spec, weight)
+
+
+def product_by_head(weight: Any, x: jax.Array) -> jax.Array:
+    """Multiply each head's matrix [H, out, in] with its x [H, in, B] -> [H, out, B].
+
+    Scales apply as in :func:`product`.
+    """
+    if isinstance(weight, jax.Array):
+        return jnp.einsum("hod,hdb->hob", weight, x)
+    out = jnp.einsum("hod,hdb->hob", weight.numbers.astype(x.dtype), x)
+    return out * weight.scale.astype(x.dtype)
 
 
 def product(weight: Any, x: jax.Array) -> jax.Array:

@@ -45,6 +45,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "choices": None,
     "norm": None,
     "kernel": None,
+    "latent": None,
     "patch": None,
     "tower_mlp": None,  # Qwen2.5-VL's 3420 would keep eight devices from splitting the decoder
     "rank": None,

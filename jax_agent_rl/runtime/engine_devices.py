@@ -96,9 +96,16 @@ def _kv_position_bytes(
     return 2 * heads_per_device * heads.head_dim * number_bytes
 
 
+def _latent_position_bytes(model: DecoderConfig, devices: int, number_bytes: int) -> float:
+    # Every device has the latents, whose heads are split.
+    assert model.latent is not None
+    return model.latent.cached_dim * number_bytes
+
+
 _POSITION_BYTES: dict[MixerName, Callable[[DecoderConfig, int, int], float]] = {
     "attention": functools.partial(_kv_position_bytes, "attention"),
     "global_attention": functools.partial(_kv_position_bytes, "global_attention"),
+    "latent_attention": _latent_position_bytes,
 }
 """From a model, an engine's devices and the bytes of a number to what a layer remembers of one
 token, bytes on each device."""

@@ -165,6 +165,40 @@ _MINIMAX_M2 = {
     "eos_token_id": 200020,
     "tie_word_embeddings": False,
 }
+_DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 163840,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+_DEEPSEEK_YARN = {
+    "type": "yarn",
+    "factor": 40.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+_KIMI_K2 = {
+    **_DEEPSEEK_V3,
+    "model_type": "kimi_k2",
+    "vocab_size": 163840,
+    "rope_theta": 5e4,
+    "rope_scaling": {**_DEEPSEEK_YARN, "factor": 32.0, "beta_fast": 1.0},
+    "max_position_embeddings": 131072,
+    "eos_token_id": 163585,
+}
 _GPT_OSS = {
     "model_type": "gpt_oss",
     "vocab_size": 201088,
@@ -263,6 +297,25 @@ ARCHITECTURES: Mapping[str, Fields] = {
         max_position_embeddings=202752,
     ),
     "minimax-m2": _fields(_MINIMAX_M2, (3072, 1536, 62, 48, 8)),
+    "deepseek-v3": _fields(
+        _DEEPSEEK_V3,
+        (7168, 18432, 61, 128, 128),
+        rope_scaling=_DEEPSEEK_YARN,
+        n_routed_experts=256,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=3,
+    ),
+    "kimi-k2": _fields(
+        _KIMI_K2,
+        (7168, 18432, 61, 64, 64),
+        n_routed_experts=384,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.827,
+        first_k_dense_replace=1,
+    ),
     "gpt-oss-20b": _fields(_GPT_OSS, (2880, 2880, 24, 64, 8), num_local_experts=32),
     "gpt-oss-120b": _fields(_GPT_OSS, (2880, 2880, 36, 64, 8), num_local_experts=128),
     "gemma-4-e2b": _fields(

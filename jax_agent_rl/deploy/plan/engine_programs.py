@@ -284,9 +284,16 @@ def _attention_flops(mixer: MixerName, model: DecoderConfig, visible: float) -> 
     return 4 * model.num_heads * model.heads(mixer).head_dim * visible
 
 
+def _latent_attention_flops(model: DecoderConfig, visible: float) -> float:
+    # As a learner computes it: an engine, which saves memory, takes about three times as many.
+    assert model.latent is not None
+    return 2 * model.num_heads * (model.latent.head_dim + model.latent.value_dim) * visible
+
+
 _MIXING_FLOPS: dict[MixerName, Callable[[DecoderConfig, float], float]] = {
     "attention": functools.partial(_attention_flops, "attention"),
     "global_attention": functools.partial(_attention_flops, "global_attention"),
+    "latent_attention": _latent_attention_flops,
 }
 """From a model and the positions that a token sees to what a layer's mixer computes for the token,
 besides products with parameters."""

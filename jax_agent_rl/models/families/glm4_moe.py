@@ -9,6 +9,7 @@ from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig, Experts
 from jax_agent_rl.models.families.grouped_experts import (
+    PREDICTION_LAYERS,
     read_grouped_experts,
     write_grouped_experts,
 )
@@ -29,15 +30,10 @@ _EXPERTS = Experts(
 )
 
 
-_PREDICTION_LAYERS = ("num_mtp_layers", "num_nextn_predict_layers")
-"""Names of the number of layers that predict further tokens: their tensors are not read, and not
-written."""
-
-
 def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
     refuse(raw, hidden_act="silu")
-    for name in _PREDICTION_LAYERS:
+    for name in PREDICTION_LAYERS:
         raw.get(name)
     common = read_common(raw, _DEFAULTS)
     return DecoderConfig(
@@ -58,7 +54,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "use_qk_norm": config.qk_norm,
         "partial_rotary_factor": config.rope.partial_rotary,
         **write_grouped_experts(config.experts),
-        **dict.fromkeys(_PREDICTION_LAYERS, 0),
+        **dict.fromkeys(PREDICTION_LAYERS, 0),
     }
 
 

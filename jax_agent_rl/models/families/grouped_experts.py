@@ -19,6 +19,10 @@ from jax_agent_rl.models.families.hf_config import (
     switch,
 )
 
+PREDICTION_LAYERS = ("num_mtp_layers", "num_nextn_predict_layers")
+"""Names of the number of layers that predict further tokens: their tensors are not read, and not
+written."""
+
 
 def read_grouped_experts(raw: Fields, num_layers: int, defaults: Experts) -> Experts:
     """Read the mixture of a ``config.json``.

@@ -25,7 +25,7 @@ from jax_agent_rl.models.config import (
     VisionConfig,
     YarnScaling,
 )
-from jax_agent_rl.models.tensors import Packed
+from jax_agent_rl.models.tensors import Fp8Slice, Packed
 
 
 class Fields:
@@ -557,13 +557,15 @@ def _read_yarn(section: Fields, longest: int, original: float) -> YarnScaling:
     # All are read, so that they count as known fields.
     has_factor = section.get("attention_factor") is not None
     has_mscale = bool(section.get("mscale"))
-    has_mscale_all_dim = bool(section.get("mscale_all_dim"))
+    mscale_all_dim = None
+    if section.get("mscale_all_dim"):
+        mscale_all_dim = number(section, "mscale_all_dim")
     attention_factor = None
     if has_factor:
         attention_factor = number(section, "attention_factor")
-    elif has_mscale and has_mscale_all_dim:
+    elif has_mscale and mscale_all_dim is not None:
         magnitude = 0.1 * number(section, "mscale") * math.log(factor) + 1
-        magnitude_all_dim = 0.1 * number(section, "mscale_all_dim") * math.log(factor) + 1
+        magnitude_all_dim = 0.1 * mscale_all_dim * math.log(factor) + 1
         attention_factor = magnitude / magnitude_all_dim
     return YarnScaling(
         factor=factor,
@@ -572,7 +574,25 @@ def _read_yarn(section: Fields, longest: int, original: float) -> YarnScaling:
         beta_slow=number(section, "beta_slow", 1.0),
         attention_factor=attention_factor,
         truncate=switch(section, "truncate", True),
+        mscale_all_dim=mscale_all_dim,
     )
+
+
+def read_fp8(raw: Fields, *, fmt: str) -> None:
+    """Check that weights are in FP8, in blocks, if they are quantized at all.
+
+    ``models.tensors.Fp8Slice`` reads them.
+
+    Args:
+        raw: a ``config.json``, or its section of the decoder.
+        fmt: what the family calls the type.
+    """
+    settings = raw.section("quantization_config")
+    refuse(settings, quant_method="fp8", fmt=fmt, weight_block_size=[Fp8Slice.BLOCK] * 2)
+    # Read only to count as known: activations are not quantized here, and the tensors' names say
+    # which matrices are.
+    settings.get("activation_scheme")
+    settings.get("modules_to_not_convert")
 
 
 def write_scaling(rope: Rope) -> dict[str, Any] | None:

@@ -16,11 +16,11 @@ from jax_agent_rl.models.families.hf_config import (
     bad_field,
     integer,
     read_common,
+    read_fp8,
     read_rope,
     refuse,
     write_common,
 )
-from jax_agent_rl.models.tensors import Fp8Slice
 
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -49,7 +49,7 @@ _DEFAULTS = Defaults(
 def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
     refuse(raw, **_FIXED)
-    _read_quantization(raw.section("quantization_config"))
+    read_fp8(raw, fmt="float8_e4m3fn")
     common = read_common(raw, _DEFAULTS)
     refuse(raw, attn_type_list=[1] * common["num_layers"])  # 0 is MiniMax-01's linear attention
 
@@ -63,16 +63,6 @@ def read(raw: Fields) -> DecoderConfig:
         qk_norm_over="heads",
         experts=_read_experts(raw, common["intermediate_size"]),
     )
-
-
-def _read_quantization(settings: Fields) -> None:
-    """Check that weights are in FP8, in blocks, if they are quantized at all."""
-    blocks = [Fp8Slice.BLOCK] * 2
-    refuse(settings, quant_method="fp8", fmt="float8_e4m3fn", weight_block_size=blocks)
-    # Read only to count as known: activations are not quantized here, and the tensors' names say
-    # which matrices are.
-    settings.get("activation_scheme")
-    settings.get("modules_to_not_convert")
 
 
 def _read_experts(raw: Fields, size: int) -> Experts:

@@ -20,6 +20,7 @@ from jax_agent_rl.models.config import (
     DynamicScaling,
     Experts,
     GlobalAttention,
+    LatentAttention,
     LinearScaling,
     Llama3Scaling,
     PerLayerInputs,
@@ -28,7 +29,7 @@ from jax_agent_rl.models.config import (
     YarnScaling,
 )
 from tests.agreement_testbed import GEMMA, LLAMA, MOE
-from tests.tiny import GEMMA4, GEMMA4_SMALL, tiny_params
+from tests.tiny import GEMMA4, GEMMA4_SMALL, LATENT, tiny_params
 
 CLASSES = (
     DecoderConfig,
@@ -36,6 +37,7 @@ CLASSES = (
     Experts,
     GlobalAttention,
     PerLayerInputs,
+    LatentAttention,
     LinearScaling,
     Llama3Scaling,
     YarnScaling,
@@ -72,6 +74,7 @@ MODELS = (
     GEMMA,
     GEMMA4,
     GEMMA4_SMALL,
+    replace(LATENT, rope=Rope(scaling=SCALINGS[2], interleaved=True)),
     *(replace(LLAMA, rope=Rope(scaling=scaling)) for scaling in SCALINGS),
 )
 

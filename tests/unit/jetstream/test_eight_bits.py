@@ -19,7 +19,7 @@ from jax_agent_rl.jetstream.kv_cache import LayerKV, from_cache, gather_pages, t
 from jax_agent_rl.jetstream.mixers import empty_cache
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.layers import DTYPES
-from tests.tiny import TINY, full_logits, tiny_params
+from tests.tiny import LATENT, TINY, full_logits, tiny_params
 
 EXPERTS = replace(TINY, experts=Experts(count=4, per_token=2, intermediate_size=24, normalize=True))
 assert EXPERTS.experts is not None
@@ -74,16 +74,31 @@ def rounded(x: jax.Array, kind: str) -> jax.Array:
     )
 
 
+def rounded_by_head(kv_b: jax.Array, config: DecoderConfig, kind: str) -> jax.Array:
+    """Heads' key matrices are rounded transposed, as an engine multiplies queries with them."""
+    assert config.latent is not None
+    by_head = kv_b.reshape(len(kv_b), config.num_heads, -1, config.latent.kv_rank)
+    keys = rounded(by_head[:, :, : config.latent.nope_dim].mT, kind).mT
+    values = rounded(by_head[:, :, config.latent.nope_dim :], kind)
+    return jnp.concatenate([keys, values], axis=2).reshape(kv_b.shape)
+
+
 @pytest.mark.parametrize(
-    "config", [TINY, EXPERTS, SHARED], ids=["dense", "experts", "shared expert"]
+    "config",
+    [TINY, EXPERTS, SHARED, LATENT],
+    ids=["dense", "experts", "shared expert", "latent"],
 )
 @BOTH
 def test_log_probs_are_those_of_the_rounded_matrices(kind, config):
     params = tiny_params(config=config)
-    layers = {
-        name: rounded(x, kind) if x.ndim > 2 and "router" not in name else x
-        for name, x in params["layers"].items()
-    }
+    layers = {}
+    for name, x in params["layers"].items():
+        if name == "kv_b":
+            layers[name] = rounded_by_head(x, config, kind)
+        elif x.ndim > 2 and "router" not in name:
+            layers[name] = rounded(x, kind)
+        else:
+            layers[name] = x
     log_probs = scored(config, params, weights=kind)
     np.testing.assert_allclose(log_probs, in_floats(config, params | {"layers": layers}), atol=2e-4)
     assert (

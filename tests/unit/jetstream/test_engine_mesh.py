@@ -21,7 +21,7 @@ from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
-from jax_agent_rl.models.config import Experts, Rope
+from jax_agent_rl.models.config import Experts, LatentAttention, Rope
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, tiny_adapter, tiny_params
@@ -40,6 +40,10 @@ MODELS = {
             count=8, per_token=2, intermediate_size=16, normalize=True, bias=True,
             scoring="sigmoid", correction=True, shared_size=16, shared_gated=True,
         ),
+    ),
+    "latents": replace(
+        base, head_dim=12, rope=Rope(interleaved=True),
+        latent=LatentAttention(q_rank=12, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=6),
     ),
 }
 model = MODELS[sys.argv[1]]
@@ -80,7 +84,7 @@ async def outputs(mesh):
         assert changed.cached_tokens == 0 and changed.policy_versions == (1,) * 12
         assert (await backend.metrics()).recompilations == 0
         params, cache = backend.core.scheduler.params, backend.core.scheduler.cache
-        stored = {"embed": params.embed, "keys": cache.layers[0].keys, **params.layers[0]}
+        stored = {"embed": params.embed, "cache": cache.layers[0], **params.layers[0]}
         part = {}
         for name, tree in stored.items():
             for x in jax.tree.leaves(tree)[:1]:
@@ -119,6 +123,7 @@ print(json.dumps(part))
         ("dense", {"tensor": 8}, {"quantize": "int8"}),
         ("few KV heads", {"tensor": 8}, {}),
         ("experts", {"expert": 2, "tensor": 4}, {"quantize": "int8"}),
+        ("latents", {"tensor": 8}, {}),
     ],
 )
 def test_tokens_and_logprobs_are_those_of_one_device_over_turns_and_updates(
@@ -130,6 +135,9 @@ def test_tokens_and_logprobs_are_those_of_one_device_over_turns_and_updates(
         assert parts.pop(name, 1) == 1, "every token is routed on every device"
     for name in ("shared_gate_up", "shared_down"):
         assert parts.pop(name, 1 / 4) == 1 / 4, "a dense network is split over tensor alone"
+    if model == "latents":
+        for name in ("q_a", "kv_a", "cache"):
+            assert parts.pop(name) == 1, "all heads read the same latents"
     assert parts.pop("expert_down_bias", 1 / 2) == 1 / 2, (
         "added on one of the devices that add up an expert's output"
     )

@@ -19,7 +19,7 @@ from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from tests.simulated import run_on_devices
-from tests.tiny import EXPERTS, TINY, tiny_params
+from tests.tiny import EXPERTS, LATENT, TINY, tiny_params
 
 PAGE_BYTES = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 32 * 4
 SHAPES = EngineShapes(
@@ -151,8 +151,9 @@ def test_sessions_that_share_pages_come_back_together():
         (TINY, "bfloat16", None),
         (TINY, "float32", "int8"),
         (EXPERTS, "float32", None),
+        (LATENT, "float32", "int8"),
     ],
-    ids=["float32", "bfloat16", "int8", "chosen experts too"],
+    ids=["float32", "bfloat16", "int8", "chosen experts too", "latents"],
 )
 def test_pages_come_back_bit_by_bit_wherever_they_go(model: DecoderConfig, dtype: str, kv_dtype):
     engine = JaxEngine(

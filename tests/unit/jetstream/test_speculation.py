@@ -23,7 +23,7 @@ from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Specula
 from jax_agent_rl.jetstream.verification import accepted_ids
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
-from tests.tiny import EXPERTS, TINY, full_logits, logprobs_of, tiny_adapter, tiny_params
+from tests.tiny import EXPERTS, LATENT, TINY, full_logits, logprobs_of, tiny_adapter, tiny_params
 
 SHAPES = EngineShapes(
     max_model_len=96,
@@ -405,6 +405,14 @@ def test_experts_are_those_of_plain_decoding(kernels: str):
     for name, output in wanted.items():
         assert output.routed_experts is not None
         assert outputs[name].routed_experts == output.routed_experts
+
+
+def test_latents_are_verified_as_they_are_decoded():
+    wanted = plain_outputs("xla", LATENT)
+    on = scheduler("xla", 6, Known(wanted), config=LATENT)
+    for number in range(3):
+        submit(on, number)
+    assert_same(finished(on), wanted)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

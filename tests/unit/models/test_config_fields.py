@@ -35,6 +35,8 @@ LEFT_OUT = {
     "gpt_oss": ("num_experts", "moe_intermediate_size"),
     "glm4_moe": ("num_experts", "num_local_experts"),
     "minimax_m2": ("num_experts", "moe_intermediate_size"),
+    "deepseek_v3": ("num_experts", "num_local_experts"),
+    "kimi_k2": ("num_experts", "num_local_experts"),
 }
 TEXT_FAMILIES = sorted(name for name in FAMILIES if not name.endswith("_vl"))
 
@@ -48,6 +50,9 @@ def small(family: str) -> dict[str, Any]:
     raw = {"model_type": family} | fields
     if family == "glm4_moe":
         raw["n_routed_experts"] = 4
+    if family in ("deepseek_v3", "kimi_k2"):
+        raw |= {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+        raw["num_key_value_heads"] = raw["num_attention_heads"]
     return raw
 
 

@@ -23,7 +23,7 @@ from jax_agent_rl.models.config import DecoderConfig, Experts, VisionConfig
 from jax_agent_rl.models.families import FAMILIES, read_config
 from jax_agent_rl.models.lora import ADAPTABLE, TARGETS
 from jax_agent_rl.models.parameters import PARAMETERS, STACKS, VISION_PARAMETERS, Kind, parameter_at
-from tests.tiny import GEMMA4, GEMMA4_SMALL, TINY
+from tests.tiny import GEMMA4, GEMMA4_SMALL, LATENT, TINY
 from tests.tiny_vision import TINY_VL
 
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=16, normalize=True)
@@ -58,6 +58,8 @@ TINY_FAMILIES = {
     "gemma4_text": GEMMA4,
     "gemma4 small": GEMMA4_SMALL,
     "gpt_oss": GPT_OSS,
+    "deepseek_v3": replace(LATENT, family="deepseek_v3", experts=SHARED),
+    "kimi_k2": replace(LATENT, family="kimi_k2", experts=SHARED),
     "shared experts": replace(TINY, family="qwen3_moe", experts=SHARED),
     "qwen2_5_vl": TINY_VL,
     "qwen3_vl": replace(
@@ -129,7 +131,9 @@ def test_adapters_and_eight_bits_are_for_matrices():
     gemma4 = {"global_qkv", "global_o", "wide_gate_up", "wide_down"}
     gemma4 |= {"per_layer_gate", "per_layer_projection"}
     delta = {name for name in ADAPTABLE if name.startswith("delta_")}
-    assert dense | gemma4 | delta | {"expert_gate", "expert_up", "expert_down"} == QUANTIZED
+    latent = {"q_a", "q_b", "kv_a", "k_b", "v_b"}
+    experts = {"expert_gate", "expert_up", "expert_down"}
+    assert dense | gemma4 | delta | latent | experts == QUANTIZED
 
 
 def test_operations_of_a_pass_count_no_biases():

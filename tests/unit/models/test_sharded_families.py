@@ -10,7 +10,9 @@ from dataclasses import replace
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.models.config import DecoderConfig, Experts, PerLayerInputs, Rope
+from jax_agent_rl.models.config import (
+    DecoderConfig, Experts, LatentAttention, PerLayerInputs, Rope,
+)
 from jax_agent_rl.models.hf import load_hf, save_hf
 from tests.tiny import GEMMA4, GEMMA4_SMALL, TINY, tiny_params
 from tests.trajectories import random_groups
@@ -56,6 +58,10 @@ glm4_moe = replace(base, family="glm4_moe", num_layers=3, qkv_bias=True, qk_norm
 over_heads = {"qk_norm": True, "qk_norm_over": "heads", "rope": Rope(partial_rotary=0.5)}
 minimax_m2 = replace(base, family="minimax_m2", **over_heads, experts=replace(
     experts, intermediate_size=base.intermediate_size, scoring="sigmoid", correction=True))
+latent = LatentAttention(q_rank=12, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=6)
+deepseek_v3 = replace(base, family="deepseek_v3", num_layers=3, num_kv_heads=4, head_dim=12,
+                      latent=latent, rope=Rope(interleaved=True),
+                      experts=replace(experts, **sigmoid | {"shared_size": 16}))
 gpt_oss = {"qkv_bias": True, "o_bias": True, "attention_sinks": True,
            "activation": "clamped_swiglu", "sliding_window": 4, "windowed_layers": (True, False),
            "experts": replace(experts, intermediate_size=base.intermediate_size, bias=True)}
@@ -68,12 +74,15 @@ for config in (
     replace(base, family="gemma3_text", **gemma),
     glm4_moe,
     minimax_m2,
+    deepseek_v3,
     replace(GEMMA4, vocab_size=96),
     replace(GEMMA4_SMALL, vocab_size=96, per_layer_inputs=PerLayerInputs(vocab_size=96, size=4)),
 ):
     results = []
     third_axis = "expert" if config in (glm4_moe, minimax_m2) else "data"
     mesh = {"fsdp": 2, "tensor": 2, third_axis: 2}
+    if config is deepseek_v3:
+        mesh = {"expert": 2, "context": 2, "tensor": 2}
     with tempfile.TemporaryDirectory() as folder:
         save_hf(folder, config, tiny_params(config=config))
         for shape in ({}, mesh):
@@ -81,7 +90,7 @@ for config in (
             shardings = parameter_shardings(make_mesh(settings.mesh), config.parameter_shapes())
             read, params = load_hf(folder, shardings=shardings)
             assert replace(read, bos_token_id=1) == config, (read, config)
-            assert params["layers"]["q"].sharding == shardings["layers"]["q"]
+            assert params["layers"]["o"].sharding == shardings["layers"]["o"]
             made = Learner(
                 config, params, algorithm=AlgorithmConfig(), config=settings, temperature=1.0
             )
@@ -150,6 +159,6 @@ def test_a_mesh_reads_and_trains_every_family_as_one_device_does():
     lines = run_on_devices(
         SCRIPT, flags=""
     )  # Adam makes more of what quick compilation rounds otherwise
-    families = ("qwen2", "gpt_oss", "glm4", "qwen3_moe", "gemma3_text", "glm4_moe")
-    families += ("minimax_m2", "gemma4_text", "gemma4_text", "qwen2_5_vl")
+    families = ("qwen2", "gpt_oss", "glm4", "qwen3_moe", "gemma3_text", "glm4_moe", "minimax_m2")
+    families += ("deepseek_v3", "gemma4_text", "gemma4_text", "qwen2_5_vl")
     assert lines == [f"{family} equal" for family in families]

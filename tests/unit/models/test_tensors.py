@@ -2,10 +2,8 @@
 FP8.
 """
 
-import json
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +12,7 @@ from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.tensors import Packed, named_tensors, open_tensors, read_slice
+from tests.fp8 import floats_of, fp8_of, save_with_fp8
 from tests.messages import raises
 
 SHAPE = (2, 3, 4)
@@ -86,27 +85,6 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path):
         np.testing.assert_array_equal(tensor[index], expected[index])
 
 
-def fp8_of(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return numbers and scales of [out, in] in blocks of 128 x 128, written out as loops."""
-    rows, columns = matrix.shape
-    numbers = np.zeros(matrix.shape, ml_dtypes.float8_e4m3fn)
-    scales = np.zeros((-(-rows // 128), -(-columns // 128)), np.float32)
-    for row in range(0, rows, 128):
-        for column in range(0, columns, 128):
-            block = matrix[row : row + 128, column : column + 128]
-            scale = np.abs(block).max() / 448
-            scales[row // 128, column // 128] = scale
-            numbers[row : row + 128, column : column + 128] = block / scale
-    return numbers, scales
-
-
-def save_fp8(file: Path, numbers: np.ndarray) -> None:
-    """Write a matrix ``w`` byte by byte: safetensors' writer for numpy has no 8-bit floats."""
-    entry = {"dtype": "F8_E4M3", "shape": numbers.shape, "data_offsets": [0, numbers.size]}
-    header = json.dumps({"w": entry}).encode()
-    file.write_bytes(len(header).to_bytes(8, "little") + header + numbers.tobytes())
-
-
 @given(
     shape=st.tuples(st.sampled_from([1, 100, 128, 300]), st.sampled_from([1, 128, 200, 257])),
     begins=st.tuples(st.floats(0, 1), st.floats(0, 1)),
@@ -118,7 +96,7 @@ def test_any_slice_of_fp8_is_its_numbers_times_their_blocks_scales(
     folder: Path = tmp_path_factory.mktemp("fp8")
     matrix = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     numbers, scales = fp8_of(matrix)
-    save_fp8(folder / "w.safetensors", numbers)
+    save_with_fp8(folder / "w.safetensors", {"w": numbers})
     # The scales of a shard's matrices may be in another shard.
     save_file({"w_scale_inv": scales}, folder / "scales.safetensors")
 
@@ -126,10 +104,7 @@ def test_any_slice_of_fp8_is_its_numbers_times_their_blocks_scales(
     assert tensors.keys() == {"w"}
     tensor = tensors["w"]()
     assert tuple(tensor.get_shape()) == shape
-    expected = numbers.astype(np.float32)
-    for row in range(shape[0]):
-        for column in range(0, shape[1], 128):
-            expected[row, column : column + 128] *= scales[row // 128, column // 128]
+    expected = floats_of(numbers, scales)
     np.testing.assert_allclose(expected, matrix, atol=0.2)  # 3 bits after the first
 
     index = []
@@ -143,7 +118,7 @@ def test_any_slice_of_fp8_is_its_numbers_times_their_blocks_scales(
 def test_fp8_without_scales_or_with_scales_of_other_blocks_is_refused_by_name(tmp_path: Path):
     numbers, scales = fp8_of(np.ones((200, 130), np.float32))
     weights = tmp_path / "w.safetensors"
-    save_fp8(weights, numbers)
+    save_with_fp8(weights, {"w": numbers})
     everything = (slice(None), slice(None))
     with raises(ModelError, key="w", fix="use float weights"):
         read_slice(open_tensors([weights]), "w", everything, (200, 130), "here")
