@@ -13,6 +13,7 @@ import numpy as np
 from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.models.config import (
     DecoderConfig,
+    DeltaNet,
     Experts,
     GlobalAttention,
     LatentAttention,
@@ -102,6 +103,18 @@ EXPERTS = replace(
     experts=Experts(count=8, per_token=2, intermediate_size=16, normalize=True),
 )
 """A mixture of experts."""
+
+DELTA_NETS = replace(
+    TINY,
+    num_layers=2,
+    rope=Rope(partial_rotary=0.5),
+    qk_norm=True,
+    attention_gate=True,
+    delta_net=DeltaNet(
+        layers=(True, False), key_heads=2, value_heads=4, key_dim=8, value_dim=6, fused=True
+    ),
+)
+"""A delta net, then gated attention."""
 
 
 def tiny_params(seed: int = 0, config: DecoderConfig = TINY) -> Params:

@@ -41,10 +41,15 @@ FUSED = {
     "shared_down": ("shared_down",),
     "per_layer_gate": ("per_layer_gate",),
     "per_layer_projection": ("per_layer_projection",),
+    "delta_qkvz": ("delta_qkvz", "delta_qkv", "delta_z"),
+    "delta_ba": ("delta_ba", "delta_b", "delta_a"),
+    "delta_out": ("delta_out",),
 }
 """The engine's matrices and the parameters fused into each, as far as a layer has them."""
 _BY_HEAD = frozenset({*FUSED["qkv"], *FUSED["global_qkv"]})
 """Parameters whose outputs the engine groups by key/value head."""
+_BY_KEY_HEAD = frozenset({*FUSED["delta_qkvz"], *FUSED["delta_ba"]})
+"""Parameters whose outputs the engine groups by key head of a delta net."""
 
 
 @jax.tree_util.register_dataclass
@@ -250,6 +255,10 @@ def _lay_out(
         if name in _BY_HEAD:
             kv_heads = config.heads(config.layer_kind(layer).mixer).num_kv_heads
             out_shape = (kv_heads, outputs // kv_heads)
+        sizes = config.delta_net
+        if name in _BY_KEY_HEAD:
+            assert sizes is not None
+            out_shape = (sizes.key_heads, outputs // sizes.key_heads)
         a = np.zeros((rank, inputs), np.float32)
         b = np.zeros((*out_shape, rank), np.float32)
         if name not in adapter.weights:
@@ -261,6 +270,12 @@ def _lay_out(
             head_dim = config.heads(config.layer_kind(layer).mixer).head_dim
             heads = adapter_b.reshape(-1, head_dim, adapter.rank)
             adapter_b = np.repeat(heads, outputs // len(adapter_b), axis=0)
+        if name == "delta_qkv":  # queries, keys and values follow each other
+            assert sizes is not None
+            by_head = []
+            for part in np.split(adapter_b, [sizes.keys_size, 2 * sizes.keys_size]):
+                by_head.append(part.reshape(sizes.key_heads, -1, adapter.rank))
+            adapter_b = np.concatenate(by_head, axis=1)
         b[..., : adapter.rank] = adapter_b.reshape(*b.shape[:-1], -1)
         return a, b
 

@@ -223,7 +223,7 @@ class JaxEngine:
             1 + pages,
             shapes.page,
             self.context.kv_dtype,
-            num_states=1 + shapes.max_concurrent_decodes + shapes.num_state_checkpoints,
+            num_states=shapes.num_states,
             state_dtype=self.context.dtype,
         )
         return self.context.call(("empty", pages), program, (), out=self.context.cache_sharding)

@@ -32,6 +32,7 @@ from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.feed_forward import ENGINE_FEED_FORWARDS
 from jax_agent_rl.jetstream.kv_cache import KVCache, write_routed
 from jax_agent_rl.jetstream.mixers import ENGINE_MIXERS
+from jax_agent_rl.jetstream.mixers.delta_net import group_by_key_head
 from jax_agent_rl.jetstream.mixers.mixer import ChunkInputs, DecodeInputs, LayerSettings
 from jax_agent_rl.models.config import AttentionHeads, DecoderConfig, Params
 from jax_agent_rl.models.layer_kinds import LayerKind, MixerName
@@ -62,14 +63,21 @@ _FUSED = {
     "up": "gate_up",
     "wide_gate": "wide_gate_up",
     "wide_up": "wide_gate_up",
+    "delta_qkv": "delta_qkvz",
+    "delta_z": "delta_qkvz",
+    "delta_b": "delta_ba",
+    "delta_a": "delta_ba",
     "shared_gate": "shared_gate_up",
     "shared_up": "shared_gate_up",
 }
 EXPERTS = frozenset(name for name, matrix in _MATRICES.items() if matrix.is_of_experts)
 """Matrices that an engine keeps transposed, [E, in, out]."""
 _OF_LATENTS = frozenset({"k_b", "v_b"})  # the parts of kv_b
-QUANTIZED = frozenset(_FUSED.get(name, name) for name in _MATRICES) - {"kv_b"} | _OF_LATENTS
-"""Matrices that tolerate 8 bits. A router is none of them: its choices are not smooth."""
+QUANTIZED = (
+    frozenset(_FUSED.get(name, name) for name in _MATRICES) - {"kv_b", "delta_ba"} | _OF_LATENTS
+)
+"""Matrices that tolerate 8 bits. A router is none of them: its choices are not smooth. Nor is what
+projects to a state's decay, whose errors multiply along a context."""
 
 
 class Kernels(enum.Enum):
@@ -177,6 +185,8 @@ def _fuse(config: DecoderConfig, kind: LayerKind, layer: Params) -> Params:
     if "k_norm" in layer and config.qk_norm_over == "heads":
         k_norm = _by_kv_head(config.heads(kind.mixer), layer["k_norm"])
         layer["k_norm"] = k_norm.reshape(-1)
+    if "delta_conv" in layer:
+        layer = group_by_key_head(config, layer)
     if "sinks" in layer:
         layer["sinks"] = layer["sinks"].reshape(config.num_kv_heads, -1)
     for prefix in ("", "wide_", "shared_"):

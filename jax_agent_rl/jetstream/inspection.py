@@ -33,6 +33,7 @@ from jax_agent_rl.jetstream.forward import (
 )
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, from_cache
 from jax_agent_rl.jetstream.mixers import empty_cache
+from jax_agent_rl.jetstream.mixers.delta_net import ungroup
 from jax_agent_rl.jetstream.recurrent_states import states_after_chunks
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
@@ -292,6 +293,8 @@ def _split(
         by_head = arrays["k_norm"].reshape(-1, model.head_dim)
         repeats = len(by_head) // model.num_kv_heads
         arrays["k_norm"] = by_head[::repeats].reshape(-1)
+    if "delta_conv" in arrays:
+        arrays = ungroup(model, arrays)
     if "sinks" in arrays:
         arrays["sinks"] = arrays["sinks"].reshape(-1)
     for prefix in ("", "wide_", "shared_"):

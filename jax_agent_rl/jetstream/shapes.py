@@ -63,6 +63,11 @@ class EngineShapes:
         return self.state_checkpoints
 
     @property
+    def num_states(self) -> int:
+        """Slots of recurrent states: the null slot, one for each context, and checkpoints."""
+        return 1 + self.max_concurrent_decodes + self.num_state_checkpoints
+
+    @property
     def cache_length(self) -> int:
         """Positions in the pages of the longest context."""
         return self.context_pages * self.page

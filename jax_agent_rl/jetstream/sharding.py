@@ -50,6 +50,9 @@ _ENGINE_AXES = {  # of arrays in another layout than the learner's, see forward.
     "k_b": ("layers", "heads", "latent", "choices"),
     "v_b": ("layers", "heads", "choices", "latent"),
     "sinks": ("layers", "heads", "choices"),
+    "delta_qkvz": ("layers", "heads", "choices", "embed"),
+    "delta_ba": ("layers", "heads", "choices", "embed"),
+    "delta_conv": ("layers", "heads", "choices", "kernel"),
     "global_qkv": ("layers", "heads", "choices", "embed"),
     "gate_up": ("layers", "choices", "mlp", "embed"),
     "shared_gate_up": ("layers", "choices", "mlp", "embed"),
@@ -114,6 +117,12 @@ def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
         raise ConfigError(
             f"{KEY} gives an engine {devices} devices, but {model.num_heads} query heads with"
             f" {model.num_kv_heads} key/value heads can be shared evenly by {fitting} devices only"
+        )
+
+    if model.delta_net is not None and model.delta_net.key_heads % devices:
+        raise ConfigError(
+            f"{KEY} gives an engine {devices} devices, but {model.delta_net.key_heads} key heads of"
+            " delta nets can be shared evenly by a divisor of that number only"
         )
 
     learner_shardings(model, mesh)  # raises if another dimension does not divide

@@ -49,11 +49,13 @@ class ResidentBytes:
         learner: parameters, gradient and optimizer.
         weights: the engine's.
         position: what layers remember of one token, and the ids of its experts.
+        state: what recurrent layers remember of one context.
     """
 
     learner: float
     weights: float
     position: float
+    state: float = 0.0
 
     @classmethod
     def estimate(cls, config: Config, model: DecoderConfig, *, devices: int) -> ResidentBytes:
@@ -80,11 +82,13 @@ class ResidentBytes:
             / (learner_mesh.fsdp * learner_mesh.tensor * learner_mesh.expert),
             weights=count * weight_bytes / devices,
             position=position,
+            state=_state_bytes(model, devices, dtype_bytes),
         )
 
     def serving(self, shapes: EngineShapes) -> float:
-        """Return the bytes of weights and KV cache."""
-        return self.weights + shapes.pages * shapes.page * self.position
+        """Return the bytes of weights, KV cache and recurrent states."""
+        pages = shapes.pages * shapes.page * self.position
+        return self.weights + pages + shapes.num_states * self.state
 
 
 def _kv_position_bytes(
@@ -102,10 +106,25 @@ def _latent_position_bytes(model: DecoderConfig, devices: int, number_bytes: int
     return model.latent.cached_dim * number_bytes
 
 
+def _no_position_bytes(model: DecoderConfig, devices: int, number_bytes: int) -> float:
+    return 0.0
+
+
+def _state_bytes(model: DecoderConfig, devices: int, number_bytes: int) -> float:
+    """Return the bytes of a context's recurrent state on each device."""
+    sizes = model.delta_net
+    if sizes is None:
+        return 0.0
+    conv = (sizes.conv_kernel - 1) * (2 * sizes.keys_size + sizes.values_size) * number_bytes
+    memory = sizes.value_heads * sizes.key_dim * sizes.value_dim * 4  # float32
+    return sum(sizes.layers) * (conv + memory) / devices
+
+
 _POSITION_BYTES: dict[MixerName, Callable[[DecoderConfig, int, int], float]] = {
     "attention": functools.partial(_kv_position_bytes, "attention"),
     "global_attention": functools.partial(_kv_position_bytes, "global_attention"),
     "latent_attention": _latent_position_bytes,
+    "delta_net": _no_position_bytes,
 }
 """From a model, an engine's devices and the bytes of a number to what a layer remembers of one
 token, bytes on each device."""

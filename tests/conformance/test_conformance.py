@@ -283,6 +283,20 @@ def test_engines_serve_layers_that_share_keys(tmp_path: Path):
     assert [r.outcome for r in report.results] == ["passed"] * 3, report.results
 
 
+def test_an_engine_with_recurrent_layers_does_all_that_one_without_does(tmp_path: Path):
+    """The whole suite, on a tiny random Qwen3.5."""
+    pytest.importorskip("torch")
+    model = write_tiny_model(tmp_path / "model", delta_nets=True)
+    options = BackendOptions(
+        folders=prepare_folders(model, tmp_path), max_concurrent=2, num_speculative_tokens=3
+    )
+    report = run_suite(select_backend("jetstream", options))
+    failed = [result for result in report.results if result.outcome not in ("passed", "skipped")]
+    assert not failed
+    passed = {result.check for result in report.results if result.outcome == "passed"}
+    assert passed >= {"greedy-matches-reference", "prefix-reuse", "weights-take-effect"}
+
+
 @pytest.mark.parametrize("backend", ["jetstream", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_engines_see_images(backend: str, tmp_path: Path):
     """The checks of images and a few that a model with a tower could fail, on a tiny random

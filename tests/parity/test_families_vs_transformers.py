@@ -5,6 +5,7 @@ logits, gradients, and the engine's decoding. Weights and reference values are t
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
-from jax_agent_rl.jetstream.mixers import ENGINE_MIXERS
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
@@ -390,8 +390,6 @@ def test_every_gradient_is_equal(peer):
 def test_the_engine_decodes_what_transformers_generates_greedily(peer):
     model, folder = peer
     config, params = load_hf(folder)
-    if not set(config.mixers) <= ENGINE_MIXERS.keys():
-        pytest.skip(f"the engine has no {set(config.mixers) - ENGINE_MIXERS.keys()}")
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 89, count).tolist() for count in (3, 19)]
     shapes = EngineShapes(
@@ -408,7 +406,7 @@ def test_the_engine_decodes_what_transformers_generates_greedily(peer):
         weights,
         cache,
         [
-            Extension(shapes.pages_of_slot(i), 0, np.array(ids[:-1], np.int32))
+            Extension(shapes.pages_of_slot(i), 0, np.array(ids[:-1], np.int32), state=1 + i)
             for i, ids in enumerate(prompts)
         ],
     )
@@ -418,6 +416,8 @@ def test_the_engine_decodes_what_transformers_generates_greedily(peer):
     slots.positions[:] = [len(ids) - 1 for ids in prompts]
     slots.remaining[:] = 12
     slots.stop_ids[:] = -1
+    if engine.context.has_states:
+        slots = replace(slots, states=np.array([1, 2], np.int32))
     _, sampled = engine.decode(weights, cache, slots, 12, 3)
     for row, ids in enumerate(prompts):
         expected = _greedy(model, ids, 12)

@@ -129,6 +129,8 @@ def add_engine(
     )
     engine.extend(weights, cache, [chunk] * PREFILL_ROWS)
     engine.copy_page(cache, 0, 0)
+    if engine.context.has_states:
+        engine.copy_state(cache, 0, 0)
     if shapes.kv_offloading_bytes:
         pages = [NULL_PAGE] * MOVED_TOGETHER[-1]
         engine.overwrite_pages(cache, engine.get_pages(cache, pages), np.asarray(pages, np.int32))
@@ -225,11 +227,13 @@ def _engine_programs(
                 tokens=rows * size,
                 token_kind="prompts",
             )
-        # The next four touch a few pages of the cache: they take memory, and hardly any time.
+        # The next five touch a few pages of the cache: they take memory, and hardly any time.
         case ("write", *_):
             yield rollout(name="write to the cache", holds=_CACHE, donates=_CACHE, calls=0)
         case ("copy", _):
             yield rollout(name="copy a page", holds=_CACHE, donates=_CACHE, calls=0)
+        case ("copy state", _):
+            yield rollout(name="copy a state", holds=_CACHE, donates=_CACHE, calls=0)
         case ("get", *_):
             yield rollout(name="pages to the host", holds=_CACHE, calls=0)
         case ("put", *_):
@@ -290,10 +294,19 @@ def _latent_attention_flops(model: DecoderConfig, visible: float) -> float:
     return 2 * model.num_heads * (model.latent.head_dim + model.latent.value_dim) * visible
 
 
+def _delta_net_flops(model: DecoderConfig, visible: float) -> float:
+    sizes = model.delta_net
+    assert sizes is not None
+    conv = 2 * (2 * sizes.keys_size + sizes.values_size) * sizes.conv_kernel
+    # The state fades, answers a key, is corrected and read.
+    return conv + 7 * sizes.value_heads * sizes.key_dim * sizes.value_dim
+
+
 _MIXING_FLOPS: dict[MixerName, Callable[[DecoderConfig, float], float]] = {
     "attention": functools.partial(_attention_flops, "attention"),
     "global_attention": functools.partial(_attention_flops, "global_attention"),
     "latent_attention": _latent_attention_flops,
+    "delta_net": _delta_net_flops,
 }
 """From a model and the positions that a token sees to what a layer's mixer computes for the token,
 besides products with parameters."""
@@ -362,13 +375,17 @@ class EngineWork(NamedTuple):
         return size
 
     def _kv_bytes(self, contexts: int, span: int) -> float:
-        """Return the bytes of the visible positions.
+        """Return the bytes of the visible positions, and of states, which are written as well.
 
         Keys and values that are kept on several devices count once.
         """
         size = 0.0
+        for array in jax.tree.leaves(self.cache.states):
+            size += 2 * contexts * _bytes(array) / array.shape[0]
         for number, kind in enumerate(self.model.layer_kinds):
             layer = self.cache.layers[self.model.keys_source(number)]
+            if layer is None:  # a recurrent one
+                continue
             bytes_per_position = _bytes(layer) / (layer.count * layer.length)
             copies = 1.0
             if isinstance(layer, LayerKV):

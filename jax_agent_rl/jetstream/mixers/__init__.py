@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jax_agent_rl.jetstream.kv_cache import KVCache, empty_routed
 from jax_agent_rl.jetstream.mixers.attention import ATTENTION, GLOBAL_ATTENTION
+from jax_agent_rl.jetstream.mixers.delta_net import DELTA_NET
 from jax_agent_rl.jetstream.mixers.latent_attention import LATENT_ATTENTION
 from jax_agent_rl.jetstream.mixers.mixer import EngineMixer
 from jax_agent_rl.models.config import DecoderConfig
@@ -17,6 +18,7 @@ ENGINE_MIXERS: dict[MixerName, EngineMixer] = {
     "attention": ATTENTION,
     "global_attention": GLOBAL_ATTENTION,
     "latent_attention": LATENT_ATTENTION,
+    "delta_net": DELTA_NET,
 }
 
 

@@ -58,7 +58,7 @@ def _decode(
     pages = inputs.pages
     rope_table = inputs.shared[settings.windowed]
     sinks = layer.params.get("sinks")
-    heads = _project(settings, layer, x)
+    heads, gate = _project(settings, layer, x)
     if layer.native:
         assert pages is not None  # these kernels read no rows
         if settings.kind.keys == "shared":
@@ -77,7 +77,7 @@ def _decode(
                 windowed=settings.windowed,
             )
         mixed = mixed.reshape(-1, x.shape[1])
-        return _project_back(settings, layer, mixed), cached
+        return _project_back(settings, layer, mixed, gate), cached
 
     q, kv = _split_and_rotate(settings, heads, *rope_table)
     new = None
@@ -94,7 +94,7 @@ def _decode(
         window=_window(settings),
         mesh=settings.mesh,
     )
-    return _project_back(settings, layer, mixed.reshape(len(positions), -1).T), cached
+    return _project_back(settings, layer, mixed.reshape(len(positions), -1).T, gate), cached
 
 
 def _chunk(
@@ -107,7 +107,8 @@ def _chunk(
     rows = len(inputs.starts)
     rope_table = inputs.shared[settings.windowed]
     sinks = layer.params.get("sinks")
-    q, kv = _split_and_rotate(settings, _project(settings, layer, x), *rope_table)
+    heads, gate = _project(settings, layer, x)
+    q, kv = _split_and_rotate(settings, heads, *rope_table)
     q = q.reshape(*q.shape[:-1], rows, -1)
     if kv is None:
         chunk = inputs.source_chunk
@@ -118,17 +119,22 @@ def _chunk(
     mixed = chunk_attention(
         q, cached, chunk, inputs.starts, sinks, window=_window(settings), mesh=settings.mesh
     )
-    return _project_back(settings, layer, mixed.reshape(-1, x.shape[1])), chunk
+    return _project_back(settings, layer, mixed.reshape(-1, x.shape[1]), gate), chunk
 
 
 def _window(settings: LayerSettings) -> int | None:
     return settings.config.sliding_window if settings.windowed else None
 
 
-def _project(settings: LayerSettings, layer: AdaptedLayer, x: jax.Array) -> jax.Array:
-    """Return queries, keys and values [K, G + 2, h, B] of x [D, B], not rotated.
+def _project(
+    settings: LayerSettings, layer: AdaptedLayer, x: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Project x [D, B].
 
-    Layers that share another layer's keys and values have queries alone, [K, G, h, B].
+    Returns:
+        Queries, keys and values [K, G + 2, h, B], not rotated, of which layers that share another
+        layer's keys and values have queries alone, [K, G, h, B]; and the gates of what heads mix,
+        [H h, B], if the model has any.
     """
     config = settings.config
     heads = config.heads(settings.kind.mixer)
@@ -137,19 +143,25 @@ def _project(settings: LayerSettings, layer: AdaptedLayer, x: jax.Array) -> jax.
         qkv = qkv + layer.params["qkv_bias"][..., None]
     qkv = qkv.reshape(heads.num_kv_heads, -1, heads.head_dim, x.shape[1])
 
+    gate = None
+    if config.attention_gate:  # each query is followed by its gate
+        queries = qkv[:, :-2]
+        gate = queries[:, 1::2].reshape(-1, x.shape[1])
+        qkv = jnp.concatenate([queries[:, ::2], qkv[:, -2:]], axis=1)
+
     group = config.num_heads // heads.num_kv_heads
     q = qkv[:, :group]
     if settings.kind.keys == "shared":
-        return _head_norm(settings, layer, q, "q_norm")
+        return _head_norm(settings, layer, q, "q_norm"), gate
     if not config.qk_norm and not config.v_norm and not heads.keys_as_values:
-        return qkv
+        return qkv, gate
     k = qkv[:, group : group + 1]
     v = qkv[:, -1:]  # the keys, if there are no values
     if config.v_norm:
         v = rms_norm(config, v, jnp.ones(heads.head_dim, v.dtype), axis=2)
     q = _head_norm(settings, layer, q, "q_norm")
     k = _head_norm(settings, layer, k, "k_norm")
-    return jnp.concatenate([q, k, v], axis=1)
+    return jnp.concatenate([q, k, v], axis=1), gate
 
 
 def _head_norm(settings: LayerSettings, layer: AdaptedLayer, x: jax.Array, name: str) -> jax.Array:
@@ -187,8 +199,12 @@ def _split_and_rotate(
     return q * config.score_scale, (k, v)
 
 
-def _project_back(settings: LayerSettings, layer: AdaptedLayer, mixed: jax.Array) -> jax.Array:
-    """Return the output [D, B] of the heads' mixture [H h, B]."""
+def _project_back(
+    settings: LayerSettings, layer: AdaptedLayer, mixed: jax.Array, gate: jax.Array | None
+) -> jax.Array:
+    """Return the output [D, B] of the heads' mixture and perhaps their gates [H h, B]."""
+    if gate is not None:
+        mixed = mixed * jax.nn.sigmoid(gate)
     prefix = settings.config.heads(settings.kind.mixer).prefix
     out = constrain(layer.multiply(settings.config, f"{prefix}o", mixed), settings.mesh)
     if settings.config.o_bias:

@@ -11,7 +11,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -127,14 +127,15 @@ def _write_adapter(folder: Path, tensors: dict[str, np.ndarray]) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
-def write_tiny_model(folder: Path, *, experts: bool = False) -> Path:
+def write_tiny_model(folder: Path, *, experts: bool = False, delta_nets: bool = False) -> Path:
     """Write a random model of 97 ids whose distributions are far from uniform.
 
-    It is a Llama, or a Qwen3 MoE of eight experts. Ids 3 to 96 are one printable letter each.
+    It is a Llama, a Qwen3 MoE of eight experts, or a Qwen3.5 of a delta net and gated attention.
+    Ids 3 to 96 are one printable letter each.
     """
     import jax
 
-    from jax_agent_rl.models.config import DecoderConfig, Experts
+    from jax_agent_rl.models.config import DecoderConfig, DeltaNet, Experts, Rope
     from jax_agent_rl.models.hf import save_hf
     from jax_agent_rl.models.parameters import Kind, parameter_at
 
@@ -158,10 +159,22 @@ def write_tiny_model(folder: Path, *, experts: bool = False) -> Path:
         max_position_embeddings=1024,
         eos_token_ids=(2,),
     )
+    if delta_nets:
+        config = replace(
+            config,
+            family="qwen3_5_text",
+            rope=Rope(partial_rotary=0.5),
+            qk_norm=True,
+            norm_offset=1.0,
+            attention_gate=True,
+            delta_net=DeltaNet(
+                layers=(True, False), key_heads=2, value_heads=4, key_dim=16, value_dim=16
+            ),
+        )
     rng = np.random.default_rng(0)
 
     def draw(path: tuple, shape: tuple[int, ...]) -> np.ndarray:
-        if parameter_at(path).kind is Kind.NORM:
+        if parameter_at(path).kind in (Kind.NORM, Kind.PLAIN_NORM):
             return rng.uniform(0.8, 1.2, shape).astype(np.float32)
         return (rng.standard_normal(shape) * 0.25).astype(np.float32)
 

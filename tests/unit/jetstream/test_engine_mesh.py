@@ -21,7 +21,7 @@ from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
-from jax_agent_rl.models.config import Experts, LatentAttention, Rope
+from jax_agent_rl.models.config import DeltaNet, Experts, LatentAttention, Rope
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, tiny_adapter, tiny_params
@@ -44,6 +44,12 @@ MODELS = {
     "latents": replace(
         base, head_dim=12, rope=Rope(interleaved=True),
         latent=LatentAttention(q_rank=12, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=6),
+    ),
+    "delta nets": replace(
+        base, qk_norm=True, attention_gate=True,
+        delta_net=DeltaNet(
+            layers=(True, False), key_heads=8, value_heads=16, key_dim=8, value_dim=4
+        ),
     ),
 }
 model = MODELS[sys.argv[1]]
@@ -84,7 +90,7 @@ async def outputs(mesh):
         assert changed.cached_tokens == 0 and changed.policy_versions == (1,) * 12
         assert (await backend.metrics()).recompilations == 0
         params, cache = backend.core.scheduler.params, backend.core.scheduler.cache
-        stored = {"embed": params.embed, "cache": cache.layers[0], **params.layers[0]}
+        stored = {"embed": params.embed, "cache": cache.entries[0], **params.layers[0]}
         part = {}
         for name, tree in stored.items():
             for x in jax.tree.leaves(tree)[:1]:
@@ -124,6 +130,7 @@ print(json.dumps(part))
         ("few KV heads", {"tensor": 8}, {}),
         ("experts", {"expert": 2, "tensor": 4}, {"quantize": "int8"}),
         ("latents", {"tensor": 8}, {}),
+        ("delta nets", {"tensor": 8}, {}),
     ],
 )
 def test_tokens_and_logprobs_are_those_of_one_device_over_turns_and_updates(
