@@ -33,6 +33,7 @@ MOE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_local
 LEFT_OUT = {
     "qwen3_moe": ("num_local_experts",),
     "gpt_oss": ("num_experts", "moe_intermediate_size"),
+    "qwen3_5_moe": ("num_local_experts",),
     "glm4_moe": ("num_experts", "num_local_experts"),
     "minimax_m2": ("num_experts", "moe_intermediate_size"),
     "deepseek_v3": ("num_experts", "num_local_experts"),
@@ -45,8 +46,8 @@ def small(family: str) -> dict[str, Any]:
     """A config.json of a small model of the family."""
     left_out = LEFT_OUT.get(family, MOE)
     fields = {name: value for name, value in SMALL.items() if name not in left_out}
-    if family == "gemma4":
-        return {"model_type": family, "text_config": {"model_type": "gemma4_text"} | fields}
+    if family in ("gemma4", "qwen3_5", "qwen3_5_moe"):
+        return {"model_type": family, "text_config": {"model_type": f"{family}_text"} | fields}
     raw = {"model_type": family} | fields
     if family == "glm4_moe":
         raw["n_routed_experts"] = 4
