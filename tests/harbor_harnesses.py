@@ -165,8 +165,8 @@ def write_task(
     """Write a task in Harbor's format: write the number in ``data/number.txt`` twice."""
     files = {
         "task.toml": (
-            'schema_version = "1.1"\n[agent]\ntimeout_sec = 60.0\n[verifier]\ntimeout_sec = 30.0\n'
-            + settings
+            'schema_version = "1.1"\n'
+            "[agent]\ntimeout_sec = 300.0\n[verifier]\ntimeout_sec = 120.0\n" + settings
         ),
         "instruction.md": "Write the number twice into answer.txt.",
         "environment/Dockerfile": dockerfile,
