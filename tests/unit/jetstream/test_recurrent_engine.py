@@ -284,6 +284,19 @@ def test_a_stop_id_in_the_middle_of_a_dispatch_leaves_the_state_before_it():
     assert_exact(context, following)
 
 
+def test_a_slot_that_has_finished_keeps_its_state_while_others_go_on():
+    on = scheduler(replace(SHAPES, max_concurrent_decodes=8, kv_cache_tokens=512, decode_steps=8))
+    # A dispatch of eight slots ends when two have finished: the first waits for two steps.
+    for number, count in enumerate((1, 3, 8, 8, 8, 8, 8, 8)):
+        name = str(number)
+        submit(on, name, PROMPTS[0], session=name, seed=number, max_tokens=count)
+    first = finished(on)["0"]
+    context = [*PROMPTS[0], *first.token_ids, 5, 6]
+    following = run(on, "following", context, session="0")
+    assert following.cached_tokens == len(context) - 3
+    assert_exact(context, following)
+
+
 def test_a_stop_string_in_the_middle_of_a_dispatch_discards_the_state_that_is_beyond_it():
     wanted = run(scheduler(), "0", PROMPTS[0])
     on = scheduler()
