@@ -49,6 +49,7 @@ BENCHMARKS = {  # by script: its arguments
     "learner_peers": "--trl-python {trl_python} --tunix-python {tunix_python}",
     "supervised_peers": "--trl-python {trl_python}",
     "shared_prefix": "",
+    "recurrent": "",
     "service": "",
     "async_rollout": "",
     "agent_modes": "--repeats 1",
