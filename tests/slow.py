@@ -12,6 +12,7 @@ SLOW = {
     "conformance/test_conformance.py::test_engines_report_experts": "engines with experts",
     "conformance/test_conformance.py::test_an_engine_with_recurrent_layers_does_all_that_one_without_does": "the whole suite once more",
     "conformance/test_conformance.py::test_engines_see_images": "engines with a tower",
+    "conformance/test_conformance.py::test_engines_serve_latents": "an engine with latents",
     "conformance/test_conformance.py::test_engines_serve_layers_that_share_keys": "another engine",
     "e2e/test_agent_examples.py": "a whole run for each agent framework",
     "e2e/test_agreement_run.py": "three whole runs with a fault; tests/unit/agreement has the same checks on engines",
@@ -284,6 +285,10 @@ REPRESENTATIVES = {
     "unit/jetstream/test_recurrent_engine.py": (
         ("any_length", "next_turn", "samples", "branch", "stop_", "aborted", "[3]"),
         "an engine of other shapes for each",
+    ),
+    "unit/jetstream/test_latent_attention.py": (
+        ("are_scored[latent]", "in_rows[None]"),
+        "an engine for every path of a request",
     ),
     "unit/jetstream/test_routed_experts.py": (("choose_alike",), "an engine with experts for each"),
     "unit/jetstream/test_sampling.py::test_draws_follow_the_distribution_and_logprobs_are_of_it": (

@@ -297,6 +297,17 @@ def test_an_engine_with_recurrent_layers_does_all_that_one_without_does(tmp_path
     assert passed >= {"greedy-matches-reference", "prefix-reuse", "weights-take-effect"}
 
 
+def test_engines_serve_latents(tmp_path: Path):
+    """Checks that a cache of latents could fail, on a tiny random DeepSeek-V3."""
+    pytest.importorskip("torch")
+    model = write_tiny_model(tmp_path / "model", latents=True)
+    options = BackendOptions(folders=prepare_folders(model, tmp_path), max_concurrent=2)
+    checks = ["greedy-matches-reference", "scores-match-reference", "prefix-reuse"]
+    checks += ["experts-match-reference", "experts-of-new-weights", "weights-take-effect"]
+    report = run_suite(select_backend("jetstream", options), only=checks)
+    assert [r.outcome for r in report.results] == ["passed"] * 6, report.results
+
+
 @pytest.mark.parametrize("backend", ["jetstream", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_engines_see_images(backend: str, tmp_path: Path):
     """The checks of images and a few that a model with a tower could fail, on a tiny random

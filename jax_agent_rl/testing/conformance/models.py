@@ -127,15 +127,24 @@ def _write_adapter(folder: Path, tensors: dict[str, np.ndarray]) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
-def write_tiny_model(folder: Path, *, experts: bool = False, delta_nets: bool = False) -> Path:
+def write_tiny_model(
+    folder: Path, *, experts: bool = False, delta_nets: bool = False, latents: bool = False
+) -> Path:
     """Write a random model of 97 ids whose distributions are far from uniform.
 
-    It is a Llama, a Qwen3 MoE of eight experts, or a Qwen3.5 of a delta net and gated attention.
+    It is a Llama, a Qwen3 MoE of eight experts, a Qwen3.5 of a delta net and gated attention, or a
+    DeepSeek-V3 of a dense layer and one of experts.
     Ids 3 to 96 are one printable letter each.
     """
     import jax
 
-    from jax_agent_rl.models.config import DecoderConfig, DeltaNet, Experts, Rope
+    from jax_agent_rl.models.config import (
+        DecoderConfig,
+        DeltaNet,
+        Experts,
+        LatentAttention,
+        Rope,
+    )
     from jax_agent_rl.models.hf import save_hf
     from jax_agent_rl.models.parameters import Kind, parameter_at
 
@@ -169,6 +178,27 @@ def write_tiny_model(folder: Path, *, experts: bool = False, delta_nets: bool = 
             attention_gate=True,
             delta_net=DeltaNet(
                 layers=(True, False), key_heads=2, value_heads=4, key_dim=16, value_dim=16
+            ),
+        )
+    if latents:
+        config = replace(
+            config,
+            family="deepseek_v3",
+            num_kv_heads=2,
+            head_dim=24,
+            rope=Rope(interleaved=True),
+            latent=LatentAttention(q_rank=24, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16),
+            experts=Experts(
+                count=8,
+                per_token=2,
+                intermediate_size=32,
+                normalize=True,
+                first_dense_layers=1,
+                scoring="sigmoid",
+                correction=True,
+                groups=4,
+                groups_per_token=2,
+                shared_size=32,
             ),
         )
     rng = np.random.default_rng(0)
