@@ -33,17 +33,18 @@ def empty_cache(
     length: int,
     dtype: jnp.dtype,
     *,
-    num_states: int,
-    state_dtype: jnp.dtype,
+    num_states: int = 0,
+    state_dtype: jnp.dtype = jnp.float32,
 ) -> KVCache:
     """Return a cache of ``count`` pages of zeros, with scales for int8 or float8.
 
     Args:
         length: positions of a page.
         dtype: type of what pages hold.
-        num_states: slots of recurrent layers.
+        num_states: slots of recurrent layers; a model that has such layers needs some.
         state_dtype: type of what their states keep of activations.
     """
+    assert num_states or not has_states(config), "recurrent layers need slots for their states"
     layers: list[Any] = []
     states: list[Any] = []
     for layer, kind in enumerate(config.layer_kinds):
