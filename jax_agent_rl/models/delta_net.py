@@ -174,6 +174,18 @@ def solve_chunks(tokens: DeltaTokens, is_ancestor: jax.Array) -> SolvedChunks:
     )
 
 
+def cut_into_chunks(tokens: DeltaTokens, chunk: int) -> DeltaTokens:
+    """Cut rows [B, T, H, ..] into chunks [B, N, c, H, ..], the last one padded."""
+    rows, count = tokens.beta.shape[:2]
+    num_chunks = -(-count // chunk)
+
+    def cut(x: jax.Array) -> jax.Array:
+        widths = [(0, 0), (0, num_chunks * chunk - count)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, widths).reshape(rows, num_chunks, chunk, *x.shape[2:])
+
+    return jax.tree.map(cut, tokens)
+
+
 def chunked_delta_rule(
     tokens: DeltaTokens, state: jax.Array, *, chunk: int = CHUNK
 ) -> tuple[jax.Array, jax.Array]:
@@ -189,14 +201,8 @@ def chunked_delta_rule(
         before the first token, after each chunk. The last one is the final state.
     """
     rows, count = tokens.beta.shape[:2]
-    num_chunks = -(-count // chunk)
-
-    def cut(x: jax.Array) -> jax.Array:
-        widths = [(0, 0), (0, num_chunks * chunk - count)] + [(0, 0)] * (x.ndim - 2)
-        return jnp.pad(x, widths).reshape(rows, num_chunks, chunk, *x.shape[2:])
-
     chain = jnp.tril(jnp.ones((1, 1, chunk, chunk), bool))
-    solved = solve_chunks(jax.tree.map(cut, tokens), chain)
+    solved = solve_chunks(cut_into_chunks(tokens, chunk), chain)
 
     def body(state: jax.Array, solved: SolvedChunks) -> tuple[jax.Array, tuple]:
         read = jnp.einsum("bhck,bhkv->bhcv", solved.reads, state)
@@ -215,7 +221,7 @@ def chunked_delta_rule(
 
     # [N, B, H, c, v] -> [B, T, H, v]
     outputs = outputs.transpose(1, 0, 3, 2, 4)
-    outputs = outputs.reshape(rows, num_chunks * chunk, *outputs.shape[3:])[:, :count]
+    outputs = outputs.reshape(rows, -1, *outputs.shape[3:])[:, :count]
     return outputs, jnp.concatenate([state[None], states])
 
 
@@ -225,7 +231,7 @@ def causal_conv(x: jax.Array, weight: jax.Array, state: jax.Array) -> tuple[jax.
     Args:
         x: [B, T, F].
         weight: [F, n]; the last column is for the token itself.
-        state: [B, n - 1, F], the inputs before the first token; zeros at the begin of a context.
+        state: [B, n - 1, F], the inputs before the first token; zeros at the start of a context.
 
     Returns:
         [B, T, F], and the inputs with the ones before, [B, n - 1 + T, F]: the state after the first

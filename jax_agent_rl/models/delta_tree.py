@@ -34,6 +34,7 @@ from jax_agent_rl.models.delta_net import (
     DeltaTokens,
     SolvedChunks,
     convolved,
+    cut_into_chunks,
     solve_chunks,
 )
 
@@ -148,17 +149,11 @@ def tree_delta_rule(tokens: DeltaTokens, forest: TokenForest) -> jax.Array:
         Outputs float32 [B, T, H, v].
     """
     rows, count = tokens.beta.shape[:2]
-    num_chunks, chunk = forest.run.shape[1:]
-
-    def cut(x: jax.Array) -> jax.Array:
-        widths = [(0, 0), (0, num_chunks * chunk - count)] + [(0, 0)] * (x.ndim - 2)
-        return jnp.pad(x, widths).reshape(rows, num_chunks, chunk, *x.shape[2:])
-
-    solved = solve_chunks(jax.tree.map(cut, tokens), forest.is_ancestor)
+    solved = solve_chunks(cut_into_chunks(tokens, forest.chunk), forest.is_ancestor)
     outputs, corrections = _between_chunks(solved._replace(mixing=None), forest)
     outputs += jnp.einsum("bnhij,bnhjv->bnhiv", solved.mixing, corrections)
     outputs = jnp.moveaxis(outputs, 2, 3)  # [B, N, c, H, v]
-    return outputs.reshape(rows, num_chunks * chunk, *outputs.shape[3:])[:, :count]
+    return outputs.reshape(rows, -1, *outputs.shape[3:])[:, :count]
 
 
 @jax.custom_vjp

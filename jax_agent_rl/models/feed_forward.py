@@ -18,14 +18,18 @@ from jax_agent_rl.models.layers import ACTIVATIONS
 
 
 def _dense(layer: LayerWeights, x: jax.Array, _: jax.Array | None) -> jax.Array:
-    activation = ACTIVATIONS[layer.config.activation]
-    return layer.linear("down", activation(layer.linear("gate", x), layer.linear("up", x)))
+    return _gated(layer, x)
 
 
 def _wide(layer: LayerWeights, x: jax.Array, _: jax.Array | None) -> jax.Array:
+    return _gated(layer, x, "wide_")
+
+
+def _gated(layer: LayerWeights, x: jax.Array, prefix: str = "") -> jax.Array:
+    """Apply a gated network, whose three matrices have names with this prefix."""
     activation = ACTIVATIONS[layer.config.activation]
-    hidden = activation(layer.linear("wide_gate", x), layer.linear("wide_up", x))
-    return layer.linear("wide_down", hidden)
+    hidden = activation(layer.linear(f"{prefix}gate", x), layer.linear(f"{prefix}up", x))
+    return layer.linear(f"{prefix}down", hidden)
 
 
 def _experts(layer: LayerWeights, x: jax.Array, routed: jax.Array | None) -> jax.Array:
@@ -48,9 +52,7 @@ def _experts(layer: LayerWeights, x: jax.Array, routed: jax.Array | None) -> jax
 
 def _shared_expert(layer: LayerWeights, x: jax.Array) -> jax.Array:
     """Apply the dense network that every token passes beside its experts."""
-    activation = ACTIVATIONS[layer.config.activation]
-    hidden = activation(layer.linear("shared_gate", x), layer.linear("shared_up", x))
-    out = layer.linear("shared_down", hidden)
+    out = _gated(layer, x, "shared_")
     if "shared_router" not in layer.params:
         return out
     return out * moe.shared_expert_weight(layer.params["shared_router"], x)

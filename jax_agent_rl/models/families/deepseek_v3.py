@@ -12,7 +12,6 @@ from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig, Experts, LatentAttention
 from jax_agent_rl.models.families.grouped_experts import (
-    PREDICTION_LAYERS,
     read_grouped_experts,
     write_grouped_experts,
 )
@@ -54,8 +53,6 @@ def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
     refuse(raw, **_FIXED)
     read_fp8(raw, fmt="e4m3")
-    for name in PREDICTION_LAYERS:
-        raw.get(name)
 
     common = read_common(raw, _DEFAULTS)
     heads = common["num_heads"]
@@ -95,7 +92,6 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "v_head_dim": latent.value_dim,
         "rope_interleave": config.rope.interleaved,
         **write_grouped_experts(experts),
-        **dict.fromkeys(PREDICTION_LAYERS, 0),
     }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig, Experts
 from jax_agent_rl.models.families.grouped_experts import (
-    PREDICTION_LAYERS,
     read_grouped_experts,
     write_grouped_experts,
 )
@@ -33,8 +32,6 @@ _EXPERTS = Experts(
 def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
     refuse(raw, hidden_act="silu")
-    for name in PREDICTION_LAYERS:
-        raw.get(name)
     common = read_common(raw, _DEFAULTS)
     return DecoderConfig(
         **common,
@@ -54,7 +51,6 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "use_qk_norm": config.qk_norm,
         "partial_rotary_factor": config.rope.partial_rotary,
         **write_grouped_experts(config.experts),
-        **dict.fromkeys(PREDICTION_LAYERS, 0),
     }
 
 

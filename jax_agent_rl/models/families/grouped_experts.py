@@ -19,7 +19,7 @@ from jax_agent_rl.models.families.hf_config import (
     switch,
 )
 
-PREDICTION_LAYERS = ("num_mtp_layers", "num_nextn_predict_layers")
+_PREDICTION_LAYER_COUNTS = ("num_mtp_layers", "num_nextn_predict_layers")
 """Names of the number of layers that predict further tokens: their tensors are not read, and not
 written."""
 
@@ -34,6 +34,9 @@ def read_grouped_experts(raw: Fields, num_layers: int, defaults: Experts) -> Exp
     Raises:
         ModelError: a field is of a wrong type, or the fields do not fit each other.
     """
+    for name in _PREDICTION_LAYER_COUNTS:
+        raw.get(name)  # read only to count as known
+
     count = integer(raw, "n_routed_experts", defaults.count)
     refuse(raw, num_local_experts=count)  # another name of the same
     size = integer(raw, "moe_intermediate_size", defaults.intermediate_size)
@@ -86,4 +89,5 @@ def write_grouped_experts(experts: Experts) -> dict[str, Any]:
         "topk_group": experts.groups_per_token,
         "routed_scaling_factor": experts.scale,
         "n_shared_experts": experts.shared_size // experts.intermediate_size,
+        **dict.fromkeys(_PREDICTION_LAYER_COUNTS, 0),
     }

@@ -16,6 +16,7 @@ from jax_agent_rl.models.families.hf_config import (
     Defaults,
     Fields,
     ModelFamily,
+    bad_field,
     integer,
     read_common,
     read_layer_kinds,
@@ -109,26 +110,22 @@ def _read_experts(raw: Fields, num_layers: int) -> Experts:
     counts = {name: integer(raw, name) for name in names}
     if len(set(counts.values())) > 1:
         raise ModelError(f"config.json: {counts} name one number twice; remove one of them")
-    experts = Experts(
+    return Experts(
         count=counts[names[0]],
         per_token=integer(raw, "num_experts_per_tok"),
         intermediate_size=integer(raw, "moe_intermediate_size"),
         normalize=switch(raw, "norm_topk_prob", False),
         first_dense_layers=read_first_dense_layers(raw, num_layers),
     )
-    if experts.per_token > experts.count:
-        raise ModelError(
-            f"config.json: num_experts_per_tok={experts.per_token} exceeds"
-            f" {names[0]}={experts.count}"
-        )
-    return experts
 
 
 def read_first_dense_layers(raw: Fields, num_layers: int) -> int:
     """Read how many of the first layers have no experts; no other layers may lack them."""
     dense_layers = raw.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list):
+        raise bad_field(raw, "mlp_only_layers", "a list of layers or null")
     count = len(dense_layers)
-    if list(dense_layers) != list(range(count)) or count >= num_layers:
+    if dense_layers != list(range(count)) or count >= num_layers:
         raise ModelError(
             f"config.json: mlp_only_layers={dense_layers!r} is not supported, only the first layers"
             f" [0, 1, …] of {num_layers}, and not all of them"

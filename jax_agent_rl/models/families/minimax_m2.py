@@ -13,7 +13,6 @@ from jax_agent_rl.models.families.hf_config import (
     Defaults,
     Fields,
     ModelFamily,
-    bad_field,
     integer,
     read_common,
     read_fp8,
@@ -68,7 +67,7 @@ def read(raw: Fields) -> DecoderConfig:
 def _read_experts(raw: Fields, size: int) -> Experts:
     count = integer(raw, "num_local_experts", 256)
     refuse(raw, num_experts=count)  # another name of the same
-    experts = Experts(
+    return Experts(
         count=count,
         per_token=integer(raw, "num_experts_per_tok", 8),
         intermediate_size=size,
@@ -76,9 +75,6 @@ def _read_experts(raw: Fields, size: int) -> Experts:
         scoring="sigmoid",
         correction=True,
     )
-    if experts.per_token > count:
-        raise bad_field(raw, "num_experts_per_tok", f"at most num_local_experts={count}")
-    return experts
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:

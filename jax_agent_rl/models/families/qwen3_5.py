@@ -26,7 +26,6 @@ from jax_agent_rl.models.families.qwen3_next import (
     DECAY,
     PREDICTION_LAYERS,
     SHARED_EXPERT,
-    check_experts,
     read_delta_net,
     write_delta_net,
     write_experts,
@@ -94,7 +93,7 @@ def read(raw: Fields) -> DecoderConfig:
 
 def _read_experts(raw: Fields) -> Experts:
     refuse(raw, norm_topk_prob=True)
-    experts = Experts(
+    return Experts(
         count=integer(raw, "num_experts", 256),
         per_token=integer(raw, "num_experts_per_tok", 8),
         intermediate_size=integer(raw, "moe_intermediate_size", 512),
@@ -102,8 +101,6 @@ def _read_experts(raw: Fields) -> Experts:
         shared_size=integer(raw, "shared_expert_intermediate_size", 512),
         shared_gated=True,
     )
-    check_experts(experts)
-    return experts
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:

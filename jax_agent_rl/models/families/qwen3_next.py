@@ -60,7 +60,6 @@ def read(raw: Fields) -> DecoderConfig:
         shared_size=integer(raw, "shared_expert_intermediate_size", 512),
         shared_gated=True,
     )
-    check_experts(experts)
     return DecoderConfig(
         **common,
         rope=read_rope(raw, _DEFAULTS, partial_rotary=0.25),
@@ -70,19 +69,6 @@ def read(raw: Fields) -> DecoderConfig:
         delta_net=read_delta_net(raw, count, fused=True),
         experts=experts,
     )
-
-
-def check_experts(experts: Experts) -> None:
-    """Check that there are as many experts as a token takes.
-
-    Raises:
-        ModelError: there are fewer.
-    """
-    if experts.per_token > experts.count:
-        raise ModelError(
-            f"config.json: num_experts_per_tok={experts.per_token} exceeds"
-            f" num_experts={experts.count}"
-        )
 
 
 def read_delta_net(raw: Fields, count: int, *, fused: bool) -> DeltaNet | None:

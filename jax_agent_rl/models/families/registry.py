@@ -60,6 +60,12 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
             f"config.json: num_attention_heads={config.num_heads} is not a multiple of "
             f"num_key_value_heads={config.num_kv_heads}; correct the file"
         )
+    experts = config.experts
+    if experts is not None and experts.per_token > experts.count:
+        raise ModelError(
+            f"config.json: num_experts_per_tok={experts.per_token} exceeds the {experts.count}"
+            " experts of a layer; correct the file"
+        )
 
     unread = fields.unread()
     refuse_unknown(unread, family.inert)

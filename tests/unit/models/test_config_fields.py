@@ -77,6 +77,23 @@ def test_a_field_that_is_not_known_is_refused_by_name_wherever_it_stands(family:
     assert read_config(raw | {"residual_scale": None}) == read_config(raw)
 
 
+@pytest.mark.parametrize("family", sorted(LEFT_OUT))
+def test_more_experts_per_token_than_a_layer_has_are_refused(family: str):
+    raw = small(family)
+    fields = raw.get("text_config", raw)
+    assert fields["num_experts_per_tok"] == 2
+    read_config(raw)
+    fields["num_experts_per_tok"] = 5
+    with pytest.raises(ModelError, match="num_experts_per_tok=5"):
+        read_config(raw)
+
+
+@pytest.mark.parametrize("dense_layers", [1, [1], [0, 2], [0, 1, 2]])
+def test_dense_layers_are_a_list_of_the_first_ones(dense_layers: Any):
+    with pytest.raises(ModelError, match="mlp_only_layers="):
+        read_config(small("qwen3_moe") | {"mlp_only_layers": dense_layers})
+
+
 def test_fields_of_one_scaling_are_refused_with_another():
     rope = {"rope_type": "linear", "factor": 2.0, "low_freq_factor": 1.0}
     with pytest.raises(ModelError, match=r"rope_scaling\.low_freq_factor=1\.0"):
