@@ -111,7 +111,8 @@ async def test_a_number_of_the_config_that_differs_is_named(
             name: x * 0.1 + 0.5 for name, x in params["layers"].items() if name.endswith("norm")
         }
         params = with_layers(params, **norms)
-    used = {name: x for name, x in params["layers"].items() if name in served_config.layer_shapes()}
+    served_names = served_config.parameter_shapes()["layers"]
+    used = {name: x for name, x in params["layers"].items() if name in served_names}
     diagnosed = await diagnosed_engine(
         model, served_config, params=params, served_params={**params, "layers": used}
     )
