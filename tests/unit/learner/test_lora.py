@@ -19,7 +19,7 @@ from jax_agent_rl.models.config import DecoderConfig, Experts, Params, Rope
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.models.lora import save_peft
 from tests.messages import raises
-from tests.tiny import TINY, full_logits, tiny_params
+from tests.tiny import LATENT, TINY, full_logits, tiny_params
 from tests.tiny_vision import TINY_VL
 from tests.trajectories import random_groups
 
@@ -215,3 +215,10 @@ def test_bad_settings_are_refused_with_the_fix():
         new_adapters(LORA, mixture)
     with raises(ConfigError, key="glm4", value=("gate_proj", "up_proj", "one matrix")):
         new_adapters(LORA, replace(TINY, family="glm4"))
+    latent = replace(LATENT, family="deepseek_v3")
+    has_not = ("q_proj", "k_proj", "v_proj")
+    has = "q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj, gate_proj, up_proj, down_proj"
+    with raises(ConfigError, value=has_not, fix=f"some of {has}"):
+        new_adapters(LoraConfig(), latent)
+    with raises(ConfigError, fix="some of q_proj, k_proj, v_proj, o_proj, down_proj"):
+        new_adapters(LoraConfig(), replace(TINY, family="glm4"))
