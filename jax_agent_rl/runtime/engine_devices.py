@@ -27,6 +27,7 @@ from jax_agent_rl.learner.optimizer import optimizer_bytes
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.layer_kinds import MixerName
+from jax_agent_rl.models.parameters import PARAMETERS
 from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.observe.progress import number_ranges
 
@@ -159,6 +160,18 @@ def parameter_count(model: DecoderConfig) -> int:
     """Return the number of a model's parameters."""
     shapes = jax.tree.leaves(model.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
     return sum(math.prod(shape) for shape in shapes)
+
+
+def active_parameter_count(model: DecoderConfig) -> float:
+    """Return the number of parameters that a token meets: of the experts, those it chooses."""
+    count = float(parameter_count(model))
+    if model.experts is None:
+        return count
+    unchosen_share = 1 - model.experts.per_token / model.experts.count
+    for name, shape in model.parameter_shapes()["layers"].items():
+        if PARAMETERS[name].is_of_experts:
+            count -= unchosen_share * math.prod(shape)
+    return count
 
 
 def resolve_engine_mesh(

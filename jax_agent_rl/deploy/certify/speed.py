@@ -234,7 +234,9 @@ def _time_prefill(machine: Machine) -> Timing:
 
     seconds = machine.best_seconds(prefill)
     chip = machine.as_chip(machine.alone.rollout.jetstream.dtype)
-    flops = rows * pass_flops(machine.model, size, visible=(size + 1) / 2, head=False)
+    flops = rows * pass_flops(
+        machine.model, size, visible=(size + 1) / 2, head=False, over_latents=True
+    )
     ideal = max(flops / chip.flops, _nbytes(weights) / chip.hbm_bandwidth)
     planned = ideal
     compiled = machine.plan.find("prefill")

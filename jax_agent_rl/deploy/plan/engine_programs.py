@@ -252,7 +252,14 @@ def _engine_programs(
 # --- what a model needs of a call -----------------------------------------------------------------
 
 
-def pass_flops(model: DecoderConfig, tokens: int, *, visible: float, head: bool = True) -> float:
+def pass_flops(
+    model: DecoderConfig,
+    tokens: int,
+    *,
+    visible: float,
+    head: bool = True,
+    over_latents: bool = False,
+) -> float:
     """Return the operations of a forward pass over one context.
 
     A multiplication and an addition are two operations.
@@ -261,6 +268,8 @@ def pass_flops(model: DecoderConfig, tokens: int, *, visible: float, head: bool 
         tokens: tokens of the pass.
         visible: positions that a token attends to on average.
         head: logits of every token are computed.
+        over_latents: latent attention works on the latents themselves, as an engine's does, instead
+            of the keys and values that a learner makes of them.
     """
     expert_share = 1.0  # of the experts, those that a token chooses
     if model.experts is not None:
@@ -280,7 +289,10 @@ def pass_flops(model: DecoderConfig, tokens: int, *, visible: float, head: bool 
 
     mixing = 0.0
     for layer, kind in enumerate(model.layer_kinds):
-        mixing += _MIXING_FLOPS[kind.mixer](model, _visible(model, layer, visible))
+        mixing_flops = _MIXING_FLOPS[kind.mixer]
+        if over_latents and kind.mixer == "latent_attention":
+            mixing_flops = _cached_latents_flops
+        mixing += mixing_flops(model, _visible(model, layer, visible))
     return tokens * (2 * weights + mixing)
 
 
@@ -289,9 +301,14 @@ def _attention_flops(mixer: MixerName, model: DecoderConfig, visible: float) -> 
 
 
 def _latent_attention_flops(model: DecoderConfig, visible: float) -> float:
-    # As a learner computes it: an engine, which saves memory, takes about three times as many.
     assert model.latent is not None
     return 2 * model.num_heads * (model.latent.head_dim + model.latent.value_dim) * visible
+
+
+def _cached_latents_flops(model: DecoderConfig, visible: float) -> float:
+    # Every head scores a position by all that is cached of it, and mixes whole latents.
+    assert model.latent is not None
+    return 2 * model.num_heads * (model.latent.cached_dim + model.latent.kv_rank) * visible
 
 
 def _delta_net_flops(model: DecoderConfig, visible: float) -> float:
@@ -340,12 +357,14 @@ class EngineWork(NamedTuple):
             return None
         match key:
             case (str(kind), _, width, span) if kind.startswith("decode"):
-                flops = pass_flops(self.model, width, visible=span)
+                flops = pass_flops(self.model, width, visible=span, over_latents=True)
                 return flops, self._weight_bytes(width) + self._kv_bytes(width, span)
             case ("chunks", _, rows, count, span):
                 tokens = rows * count
                 visible = span + (count + 1) / 2
-                flops = pass_flops(self.model, tokens, visible=visible, head=False)
+                flops = pass_flops(
+                    self.model, tokens, visible=visible, head=False, over_latents=True
+                )
                 size = self._weight_bytes(tokens, head=False) + self._kv_bytes(rows, span)
                 return flops, size
         return None

@@ -12,6 +12,7 @@ from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.runtime.engine_devices import (
     MASTER,
     ResidentBytes,
+    active_parameter_count,
     engine_shapes,
     parameter_count,
 )
@@ -31,6 +32,9 @@ class PlanEstimate:
 
     Attributes:
         resident_bytes: lower bound of what stays on the fullest chip between programs.
+        learner_bytes: the learner's part of it, on each of its chips.
+        weight_bytes: the weights' part of an engine's.
+        engine_bytes: an engine's part of it; 0 where engines run elsewhere.
         gradient_bytes: what a gradient adds: activations, and parameters gathered from other chips.
         seconds: time of a step, by products, weights read and what chips send for them.
     """
@@ -38,6 +42,9 @@ class PlanEstimate:
     resident_bytes: float
     gradient_bytes: float
     seconds: float
+    learner_bytes: float = 0.0
+    engine_bytes: float = 0.0
+    weight_bytes: float = 0.0
 
     @property
     def total(self) -> float:
@@ -51,13 +58,20 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
     Resident bytes are a lower bound, and a gradient's bytes rough.
 
     Args:
-        engines: number of engines that sample concurrently.
+        engines: number of engines that sample concurrently; where they run elsewhere, neither
+            their memory nor their time counts.
     """
     rollout = config.rollout
     engine_devices = rollout.jetstream.mesh.engine_devices
     resident = ResidentBytes.estimate(config, model, devices=engine_devices)
     learner_bytes = resident.learner
-    engine_bytes = resident.serving(engine_shapes(config))
+    engine_bytes = 0.0
+    weight_bytes = 0.0
+    rollout_seconds = 0.0
+    if rollout.backend == "jetstream":
+        weight_bytes = resident.weights
+        engine_bytes = resident.serving(engine_shapes(config))
+        rollout_seconds = _rollout_seconds(config, chip, resident.weights, resident.position)
     shares_chips = (
         rollout.placement != "separate"
         and rollout.jetstream.device_offset < config.learner.mesh.devices
@@ -72,10 +86,14 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
         + _gathered_bytes(config, model)
         + _replayed_bytes(config, model)
     )
-    rollout_seconds = _rollout_seconds(config, chip, resident.weights, resident.position)
     seconds = _train_seconds(config, model, chip) + rollout_seconds / engines
     return PlanEstimate(
-        resident_bytes=resident_bytes, gradient_bytes=gradient_bytes, seconds=seconds
+        resident_bytes=resident_bytes,
+        gradient_bytes=gradient_bytes,
+        seconds=seconds,
+        learner_bytes=learner_bytes,
+        engine_bytes=engine_bytes,
+        weight_bytes=weight_bytes,
     )
 
 
@@ -156,7 +174,9 @@ def _train_seconds(config: Config, model: DecoderConfig, chip: Chip) -> float:
     group_tokens = rollout.group_size * agent.max_response_length + agent.max_prompt_length
     calls = math.ceil(rollout.prompts_per_step * group_tokens / (rows * length))
 
-    operations = PRODUCTS[config.learner.remat] * parameters * rows * length
+    # All parameters are gathered below, but a token meets few of a mixture's experts.
+    active = active_parameter_count(model)
+    operations = PRODUCTS[config.learner.remat] * active * rows * length
     product_seconds = operations / mesh.devices / chip.flops
 
     # Bytes that a chip sends for one micro-batch, along each axis.

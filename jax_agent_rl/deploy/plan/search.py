@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,16 +105,23 @@ def candidates(
         ConfigError: there is none.
     """
     layouts: list[Candidate] = []
-    reasons: set[str] = set()
     config = configured(())
     capacity = slice.chip.hbm_bytes
+    refused = _Refusals(capacity)
     for learner_mesh in learner_meshes(config, model, slice):
         for engine_mesh in engine_meshes(config, model, slice):
             meshes = {**learner_mesh, **engine_mesh}
+            meshes_only = configured(as_overrides(meshes))
+            # Engines of a large model fill a host's chips whatever the learner does: this needs
+            # no devices, and is decided first.
+            bound = estimate(meshes_only, model, slice.chip, engines=1)
+            if max(bound.learner_bytes, bound.weight_bytes) > capacity:
+                refused.add(meshes_only, bound)
+                continue
             try:
-                placement = check_layout(configured(as_overrides(meshes)), model, slice)
+                placement = check_layout(meshes_only, model, slice)
             except ConfigError as error:
-                reasons.add(str(error))
+                refused.add_error(error)
                 continue
 
             for sizes in batch_sizes(config):
@@ -123,20 +131,77 @@ def candidates(
                     changed, model, slice.chip, engines=max(1, placement.engine_count)
                 )
                 if estimated.resident_bytes > capacity:
-                    reasons.add(
-                        f"what stays on a chip takes {format_bytes(estimated.resident_bytes)} of"
-                        f" {format_bytes(capacity)}"
-                    )
+                    refused.add(changed, estimated)
                     continue
                 changes = as_overrides(choice, changing=config)
                 layouts.append(Candidate(changes=changes, config=changed, estimate=estimated))
 
     if not layouts:
-        raise ConfigError(
-            f"no mesh for {slice.name}: {min(reasons, key=len)}; take a larger --topology,"
-            " learner.lora, or a smaller rollout.jetstream.kv_cache_tokens"
-        )
+        raise ConfigError(f"no mesh for {slice.name}: {'; '.join(refused.reasons())}")
     return sorted(layouts, key=lambda layout: _order(layout, capacity))
+
+
+class _Refusals:
+    """Why layouts are left out: of each kind of reason, the layout that came closest."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._learner: tuple[float, Config] | None = None
+        self._engine: tuple[float, Config] | None = None
+        self._both: float | None = None
+        self._errors: set[str] = set()
+
+    def add(self, config: Config, estimated: PlanEstimate) -> None:
+        """Note a layout whose arrays do not fit."""
+        learner_fits = estimated.learner_bytes <= self._capacity
+        engine_fits = estimated.engine_bytes <= self._capacity
+        self._learner = _smaller(self._learner, estimated.learner_bytes, config)
+        self._engine = _smaller(self._engine, estimated.engine_bytes, config)
+        if learner_fits and engine_fits:
+            self._both = min(self._both or math.inf, estimated.resident_bytes)
+
+    def add_error(self, error: ConfigError) -> None:
+        """Note meshes that do not go with the devices or the model."""
+        self._errors.add(str(error))
+
+    def reasons(self) -> list[str]:
+        """Return a sentence with a fix for each kind of reason."""
+        reasons = []
+        capacity = format_bytes(self._capacity)
+        if self._both is not None:
+            reasons.append(
+                f"what stays on a chip, of learner and engine together, takes at least"
+                f" {format_bytes(self._both)} of {capacity}: set"
+                " rollout.sleep_during_update=true, or a smaller"
+                " rollout.jetstream.kv_cache_tokens"
+            )
+        if self._engine is not None and self._engine[0] > self._capacity:
+            size, config = self._engine
+            mesh = config.rollout.jetstream.mesh
+            reasons.append(
+                f"what stays on a chip of an engine takes at least {format_bytes(size)} of"
+                f" {capacity}, with rollout.jetstream.mesh of {mesh.engine_devices} chips; an"
+                " engine has those of one host: set rollout.jetstream.quantize=int8, a smaller"
+                " rollout.jetstream.kv_cache_tokens, or sample elsewhere (rollout.backend=remote)"
+            )
+        if self._learner is not None and self._learner[0] > self._capacity:
+            size, config = self._learner
+            reasons.append(
+                f"what stays on a chip of the learner takes at least {format_bytes(size)} of"
+                f" {capacity}, with learner.mesh of {config.learner.mesh.devices} chips: take a"
+                " larger --topology, or learner.lora"
+            )
+        if self._errors:
+            reasons.append(f"other meshes: {min(self._errors, key=len)}")
+        return reasons
+
+
+def _smaller(
+    closest: tuple[float, Config] | None, size: float, config: Config
+) -> tuple[float, Config]:
+    if closest is None or size < closest[0]:
+        return size, config
+    return closest
 
 
 def _order(layout: Candidate, capacity: int, correction: float = 1.0) -> tuple[bool, float, float]:

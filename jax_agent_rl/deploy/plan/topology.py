@@ -445,6 +445,8 @@ def engine_meshes(config: Config, model: DecoderConfig, slice: Slice) -> Iterato
             one_engine = mesh.model_copy(update={"data": 1, "expert": size})
         else:
             one_engine = mesh.model_copy(update={"data": 1, "tensor": size})
+        if size > 1 and one_engine.devices > chips:
+            break  # an engine has the chips of one host
         if mesh.data is not None:
             sizes["data"] = max(1, chips // one_engine.devices)
         if by_experts:

@@ -12,6 +12,7 @@ from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV
 from jax_agent_rl.models.config import DecoderConfig, Experts
 from jax_agent_rl.models.hf import load_config
+from jax_agent_rl.runtime.engine_devices import active_parameter_count
 
 
 @pytest.mark.parametrize(
@@ -76,3 +77,25 @@ def test_weights_of_chosen_experts_and_visible_pages_are_read_once():
         2 * (3 + 8) * (2 * 2 * 2) * 2
     )  # slots, positions, keys and values of two heads of 2, bytes
     assert work[1] == pytest.approx(weights + visible)
+
+
+def test_an_engines_heads_attend_to_whole_latents():
+    with architecture_folder("deepseek-v3") as folder:
+        model = load_config(folder)
+
+    def attention(over_latents: bool) -> float:
+        seen = pass_flops(model, 3, visible=5, over_latents=over_latents)
+        return seen - pass_flops(model, 3, visible=0, over_latents=over_latents)
+
+    # 61 layers of 128 heads: keys of 128 + 64 and values of 128, or 512 + 64 and 512.
+    assert attention(False) == 3 * 61 * 2 * 128 * (192 + 128) * 5
+    assert attention(True) == 3 * 61 * 2 * 128 * (576 + 512) * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "card"), [("qwen3-30b-a3b", 3.3e9), ("deepseek-v3", 37e9), ("kimi-k2", 32e9)]
+)
+def test_a_token_meets_the_experts_that_it_chooses(name: str, card: float):
+    with architecture_folder(name) as folder:
+        model = load_config(folder)
+    assert active_parameter_count(model) == pytest.approx(card, rel=0.03)

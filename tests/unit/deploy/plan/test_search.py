@@ -8,6 +8,7 @@ import pytest
 
 from jax_agent_rl.config import build
 from jax_agent_rl.config.loading import read_tree
+from jax_agent_rl.deploy.plan.architectures import architecture_folder
 from jax_agent_rl.deploy.plan.estimate import PlanEstimate
 from jax_agent_rl.deploy.plan.result import PlanResult
 from jax_agent_rl.deploy.plan.search import (
@@ -133,6 +134,42 @@ def test_what_cannot_fit_is_not_compiled_and_if_nothing_fits_it_is_said(search_l
         fix=("smaller", "kv_cache_tokens"),
     ):
         search_layouts("v5e:2x2", "rollout.max_in_flight=2000000")
+
+
+@pytest.fixture
+def large_model(tmp_path):
+    """Searches layouts of a well-known model."""
+
+    def run(name, topology, *overrides, hosts):
+        tree = read_tree(recipe(tmp_path / "large"))
+        slice = described(topology, hosts=hosts)
+        with architecture_folder(name) as folder:
+            settings = [f"model.path={folder}", "rollout.jetstream.dtype=bfloat16", *overrides]
+            model = load_config(folder)
+            return candidates(lambda changes: build(tree, [*settings, *changes]), model, slice)
+
+    return run
+
+
+def test_where_no_host_holds_an_engine_that_is_said(large_model):
+    with pytest.raises(ConfigError) as refusal:
+        large_model("llama-3.3-70b", "v5p:2x2x4", hosts=16)
+    assert "of an engine" in str(refusal.value)
+    assert "of the learner" not in str(refusal.value), "it fits, over all chips"
+
+
+def test_where_the_learner_needs_more_chips_that_is_said(large_model):
+    with pytest.raises(ConfigError) as refusal:
+        large_model("qwen3-32b", "v5p:2x2x1", hosts=1)
+    assert "of the learner" in str(refusal.value)
+    assert "of an engine" not in str(refusal.value), "it fits, over four chips"
+
+
+def test_engines_that_run_elsewhere_take_nothing_of_a_chip(large_model):
+    elsewhere = ("rollout.backend=remote", "rollout.urls=[http://engine:8000]")
+    layouts = large_model("qwen3-14b", "v5p:2x2x1", *elsewhere, hosts=1)
+    assert {layout.estimate.engine_bytes for layout in layouts} == {0.0}
+    assert layouts[0].estimate.resident_bytes == layouts[0].estimate.learner_bytes
 
 
 def planned(estimate: PlanEstimate, off: float, capacity: float = 10.0) -> PlanResult:
