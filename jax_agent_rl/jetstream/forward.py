@@ -105,8 +105,9 @@ class EngineParams:
             the layer has them), ``k_b`` [H, r, n] and ``v_b`` [H, v, r] in place of kv_b
             (``mixers.latent_attention``), ``gate_up`` [2, F, D] in place of gate, up
             (``shared_gate_up`` and ``wide_gate_up`` in the same way), ``sinks`` [K, G], ``k_norm``
-            [K h] if it is over all heads, and experts' matrices [E,
-            in, out], as ``models.moe.grouped_product`` reads them.
+            [K h] if it is over all heads, experts' matrices [E, in, out], as
+            ``models.moe.grouped_product`` reads them, and inputs of delta nets as
+            ``mixers.delta_net.group_by_key_head`` groups them.
         final_norm: [D].
         head: [V, D]; None if embeddings are tied.
         vision: the learner's subtree; None for text models.

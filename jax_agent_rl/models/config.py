@@ -293,6 +293,11 @@ class DeltaNet:
         """Numbers of all value heads of a token."""
         return self.value_heads * self.value_dim
 
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.keys_size + self.values_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
@@ -747,13 +752,13 @@ class DecoderConfig:
             }
         else:
             shapes = {
-                "delta_qkv": (2 * keys + values, d),
+                "delta_qkv": (self.delta_net.conv_channels, d),
                 "delta_z": (values, d),
                 "delta_b": (heads, d),
                 "delta_a": (heads, d),
             }
         return shapes | {
-            "delta_conv": (2 * keys + values, 1, self.delta_net.conv_kernel),
+            "delta_conv": (self.delta_net.conv_channels, 1, self.delta_net.conv_kernel),
             "delta_decay_log": (heads,),
             "delta_decay_bias": (heads,),
             "delta_norm": (self.delta_net.value_dim,),

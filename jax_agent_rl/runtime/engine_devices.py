@@ -116,7 +116,7 @@ def _state_bytes(model: DecoderConfig, devices: int, number_bytes: int) -> float
     sizes = model.delta_net
     if sizes is None:
         return 0.0
-    conv = (sizes.conv_kernel - 1) * (2 * sizes.keys_size + sizes.values_size) * number_bytes
+    conv = (sizes.conv_kernel - 1) * sizes.conv_channels * number_bytes
     memory = sizes.value_heads * sizes.key_dim * sizes.value_dim * 4  # float32
     return sum(sizes.layers) * (conv + memory) / devices
 

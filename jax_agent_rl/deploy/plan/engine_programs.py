@@ -314,7 +314,7 @@ def _cached_latents_flops(model: DecoderConfig, visible: float) -> float:
 def _delta_net_flops(model: DecoderConfig, visible: float) -> float:
     sizes = model.delta_net
     assert sizes is not None
-    conv = 2 * (2 * sizes.keys_size + sizes.values_size) * sizes.conv_kernel
+    conv = 2 * sizes.conv_channels * sizes.conv_kernel
     # The state fades, answers a key, is corrected and read.
     return conv + 7 * sizes.value_heads * sizes.key_dim * sizes.value_dim
 

@@ -122,6 +122,7 @@ def _activation_bytes(config: Config, model: DecoderConfig) -> float:
         else:
             assert model.experts is not None
             intermediate = model.experts.per_token * model.experts.intermediate_size
+            intermediate += model.experts.shared_size
 
         # Numbers per token, by what the backward pass does not recompute.
         dots = (queries + 2 * keys + 2 * intermediate) / mesh.tensor + 3 * hidden

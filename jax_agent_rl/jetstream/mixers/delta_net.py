@@ -272,10 +272,9 @@ def _empty(
     """Return ``count`` states before the first token; ``length`` has no meaning for them."""
     sizes = config.delta_net
     assert sizes is not None
-    channels = 2 * sizes.keys_size + sizes.values_size
     memory = (count, sizes.value_heads, sizes.key_dim, sizes.value_dim)
     return DeltaState(
-        conv=jnp.zeros((count, sizes.conv_kernel - 1, channels), dtype),
+        conv=jnp.zeros((count, sizes.conv_kernel - 1, sizes.conv_channels), dtype),
         memory=jnp.zeros(memory, jnp.float32),
     )
 

@@ -31,6 +31,7 @@ from jax_agent_rl.models.tree_kernel import TreeMask
 
 def _prepare(config: DecoderConfig, windowed: bool, tokens: TokenTrees) -> AttentionContext:
     assert not windowed  # no family has windows here
+    assert tokens.images is None  # nor images
     assert config.latent is not None
     cos, sin = rope_tables(config.rope, config.latent.rope_dim, tokens.positions)
     return AttentionContext(cos, sin, TreeMask(tokens.subtree_end))
