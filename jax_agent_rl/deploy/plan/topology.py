@@ -442,7 +442,7 @@ def engine_meshes(config: Config, model: DecoderConfig, slice: Slice) -> Iterato
     for size in (1, 2, 4, 8):
         sizes: dict[str, int] = {}
         if by_experts:
-            one_engine = mesh.model_copy(update={"data": 1, "expert": size})
+            one_engine = mesh.model_copy(update={"data": 1, "expert": size, "tensor": 1})
         else:
             one_engine = mesh.model_copy(update={"data": 1, "tensor": size})
         if size > 1 and one_engine.devices > chips:

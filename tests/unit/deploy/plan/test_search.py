@@ -18,7 +18,7 @@ from jax_agent_rl.deploy.plan.search import (
     search,
     verdict,
 )
-from jax_agent_rl.deploy.plan.topology import AXES, GIB
+from jax_agent_rl.deploy.plan.topology import AXES, GIB, engine_meshes
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.hf import load_config
 from tests.messages import raises
@@ -170,6 +170,14 @@ def test_engines_that_run_elsewhere_take_nothing_of_a_chip(large_model):
     layouts = large_model("qwen3-14b", "v5p:2x2x1", *elsewhere, hosts=1)
     assert {layout.estimate.engine_bytes for layout in layouts} == {0.0}
     assert layouts[0].estimate.resident_bytes == layouts[0].estimate.learner_bytes
+
+
+def test_engines_of_a_mixture_take_up_to_all_chips_of_a_host(tmp_path):
+    config = build(read_tree(recipe(tmp_path / "mixture")), ["rollout.jetstream.mesh.tensor=4"])
+    with architecture_folder("glm-4.5-air") as folder:
+        model = load_config(folder)
+    meshes = list(engine_meshes(config, model, described("v5p:2x2x4", hosts=4)))
+    assert [mesh["rollout.jetstream.mesh.expert"] for mesh in meshes] == [1, 2, 4]
 
 
 def planned(estimate: PlanEstimate, off: float, capacity: float = 10.0) -> PlanResult:
