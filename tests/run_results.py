@@ -20,6 +20,7 @@ TIMES = (
     "slot_occupancy",
     "prefill_tokens",
     "cached_tokens",
+    "recomputed_tokens",
 )
 
 

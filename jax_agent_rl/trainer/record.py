@@ -341,6 +341,7 @@ def _engine_metrics(engine: BackendMetrics, seconds: float) -> dict[str, Any]:
         "mean_acceptance_length": mean_acceptance_length,
         "prefill_tokens": engine.prefill_tokens,
         "cached_tokens": engine.cached_tokens,
+        "recomputed_tokens": engine.recomputed_tokens,
     }
 
 

@@ -28,12 +28,12 @@ def test_synchronous_and_empty_runs_have_no_stale_tokens():
     assert overlap_summary([]) == {"learner_idle_share": 0.0} | fresh
 
 
-def line_of(*trajectories) -> dict:
+def line_of(*trajectories, engine: BackendMetrics | None = None) -> dict:
     return step_record(
         1,
         [Group(group_id="g", trajectories=trajectories)],
         {},
-        BackendMetrics(),
+        engine or BackendMetrics(),
         accounting={},
         rollout_seconds=2.0,
         weight_update_seconds=0.0,
@@ -62,6 +62,12 @@ def test_a_session_is_counted_with_all_its_segments():
     assert line["rollout_tokens_per_second"] == 4.0
     assert line["tool_calls_mean"] == 1.0
     assert line["tool_errors"] == 1
+
+
+def test_a_step_says_what_prompts_took_and_what_the_cache_saved():
+    counts = {"prefill_tokens": 90, "cached_tokens": 60, "recomputed_tokens": 30}
+    line = line_of(trajectory([1], [5]), engine=BackendMetrics(**counts))
+    assert {name: line[name] for name in counts} == counts
 
 
 def test_a_run_without_sessions_counts_no_segments():
