@@ -156,10 +156,12 @@ class Facts:
         agents: names of the agent loops that rows can select, and of their base classes. None: not
             known yet, or the user's own loops are among them, which may read any key.
         has_vision: whether the model reads images; None: not known yet.
+        is_recurrent: whether the model has recurrent layers; None: not known yet.
     """
 
     agents: frozenset[str] | None = None
     has_vision: bool | None = None
+    is_recurrent: bool | None = None
 
 
 class Condition(ABC):
@@ -286,6 +288,19 @@ class WhenModelHasVision(Condition):
 
     def instead(self, config: Section, facts: Facts) -> str:
         return "the one at model.path has no vision"
+
+
+class WhenModelIsRecurrent(Condition):
+    """The model has recurrent layers."""
+
+    def holds(self, config: Section, facts: Facts) -> bool | None:
+        return facts.is_recurrent
+
+    def words(self) -> str:
+        return "by models with recurrent layers"
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        return "the one at model.path has none"
 
 
 class WhenCommand(Condition):

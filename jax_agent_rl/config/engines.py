@@ -14,6 +14,7 @@ from jax_agent_rl.config.base import (
     Unless,
     WhenKey,
     WhenModelHasVision,
+    WhenModelIsRecurrent,
 )
 
 _BUILT_IN = Unless("rollout.jetstream.engine_factory")
@@ -103,6 +104,15 @@ class JetStreamConfig(Section):
             " prefixes count once. A full cache evicts the KV of idle trajectories, then preempts"
             " running requests. null: max_model_len for each of max_concurrent_decodes, and half of"
             " it for every other of the engine's trajectories in flight."
+        ),
+    )
+    state_checkpoints: Annotated[NonNegative | None, WhenModelIsRecurrent() & _BUILT_IN] = Field(
+        default=None,
+        description=(
+            "Recurrent states that an engine keeps for later turns and samples, besides one for"
+            " each of max_concurrent_decodes. With fewer of them less memory is taken and more ids"
+            " are computed again: recomputed_tokens in metrics.jsonl. null: one for each of the"
+            " engine's trajectories in flight."
         ),
     )
     kv_offloading_size: Annotated[float, Field(ge=0), _BUILT_IN] = Field(

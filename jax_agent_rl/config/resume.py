@@ -165,8 +165,9 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
                 " max_in_flight_per_server adapters deterministic"
             ),
             "rollout.jetstream": (
-                "dtype max_concurrent_decodes kv_cache_tokens kv_offloading_size decode_steps"
-                " num_speculative_tokens prefill_buckets device_offset patch_buckets"
+                "dtype max_concurrent_decodes kv_cache_tokens state_checkpoints"
+                " kv_offloading_size decode_steps num_speculative_tokens prefill_buckets"
+                " device_offset patch_buckets"
             ),
             "rollout.jetstream.mesh": "data expert tensor",
             "rollout.vllm": (

@@ -83,9 +83,11 @@ def require_used(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
         ConfigError: there are such keys, or an agent is unknown.
         ModelError: the model's ``config.json`` is missing or of an unknown family.
     """
+    model = load_config(config.model.path)
     facts = Facts(
         agents=select_agents(config, rows),
-        has_vision=load_config(config.model.path).vision is not None,
+        has_vision=model.vision is not None,
+        is_recurrent=model.delta_net is not None,
     )
     problems = list(unused(config, facts))
     if problems:

@@ -281,6 +281,10 @@ def engine_shapes(config: Config) -> EngineShapes:
     in_flight = math.ceil(config.rollout.max_in_flight / (engine.mesh.data or 1))
     slots = min(engine.max_concurrent_decodes, in_flight)
     cache_tokens = engine.kv_cache_tokens or kv_cache_tokens(max_model_len, slots, in_flight)
+    state_checkpoints = engine.state_checkpoints
+    if state_checkpoints is None:
+        # One for every trajectory in flight: after its last turn, or after its prompt.
+        state_checkpoints = in_flight
     return EngineShapes(
         max_model_len=max_model_len,
         max_concurrent_decodes=slots,
@@ -289,8 +293,7 @@ def engine_shapes(config: Config) -> EngineShapes:
         prefill_buckets=engine.prefill_buckets or prefill_buckets(config.agent.max_prompt_length),
         patch_buckets=engine.patch_buckets,
         kv_offloading_bytes=int(engine.kv_offloading_size * 2**30),
-        # One for every trajectory in flight: after its last turn, or after its prompt.
-        state_checkpoints=in_flight,
+        state_checkpoints=state_checkpoints,
         num_speculative_tokens=engine.num_speculative_tokens,
     )
 

@@ -14,7 +14,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -285,8 +285,13 @@ class RunChecks:
 
     async def keys(self, report: Reporter) -> None:
         """Check for keys that neither the rows' agents nor the model use."""
-        has_vision = None if self.decoder is None else self.decoder.vision is not None
-        facts = Facts(agents=select_agents(self.config, self._rows()), has_vision=has_vision)
+        facts = Facts(agents=select_agents(self.config, self._rows()))
+        if self.decoder is not None:
+            facts = replace(
+                facts,
+                has_vision=self.decoder.vision is not None,
+                is_recurrent=self.decoder.delta_net is not None,
+            )
         problems = list(unused(self.config, facts))
         if problems:
             raise ConfigError(problems)

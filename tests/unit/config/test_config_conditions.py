@@ -57,8 +57,8 @@ def about(path: str, config, facts: Facts) -> list[str]:
 @pytest.mark.parametrize(("path", "field"), CONDITIONAL)
 def test_a_conditional_key_is_taken_only_where_all_its_conditions_hold(path: str, field):
     config = replaced(build(MINIMAL), path, other_value(field))
-    nobody = Facts(agents=frozenset(), has_vision=False)
-    everybody = Facts(agents=EVERY_AGENT, has_vision=True)
+    nobody = Facts(agents=frozenset(), has_vision=False, is_recurrent=False)
+    everybody = Facts(agents=EVERY_AGENT, has_vision=True, is_recurrent=True)
     fulfilled = config
     for condition in all_conditions(Config, path):
         broken = with_condition(condition, config, nobody, holding=False)
@@ -206,7 +206,8 @@ def test_a_shipped_recipe_sets_no_key_that_its_agent_does_not_use(file: Path, ag
     agents = {agent}
     if agent == "command":
         agents.add("openai_agent")  # which it is a kind of
-    assert list(unused(load(file), Facts(agents=frozenset(agents), has_vision=False))) == []
+    facts = Facts(agents=frozenset(agents), has_vision=False, is_recurrent=False)
+    assert list(unused(load(file), facts)) == []
 
 
 def test_a_default_that_is_written_out_is_no_use():
@@ -222,6 +223,7 @@ def test_a_run_refuses_what_neither_its_rows_agents_nor_its_model_use():
             "model.max_pixels=8",
             "learner.row_patches=9",
             "rollout.jetstream.patch_buckets=[8]",
+            "rollout.jetstream.state_checkpoints=8",
         ]
         config = build(MINIMAL, [f"model.path={model}", *keys])
         with pytest.raises(ConfigError) as caught:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from jax_agent_rl import config
 from jax_agent_rl.deploy.plan.architectures import architecture_folder
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.runtime.engine_devices import (
+    ResidentBytes,
     engine_shapes,
     expect_idle,
     report_idle,
     resolve_engine_mesh,
 )
 from tests.messages import raises
+from tests.tiny import DELTA_NETS
 
 GIB = 1 << 30
 
@@ -173,6 +177,27 @@ def test_each_engine_has_slots_and_cache_for_its_part_of_the_trajectories():
     assert shapes.kv_cache_tokens == 16 * 2048 + 8 * 1024, (
         "16 contexts, and half of the 8 others of 24"
     )
+
+
+@pytest.mark.parametrize(("chosen", "checkpoints"), [(None, 24), (0, 0), (5, 5)])
+def test_memory_for_recurrent_states_is_as_configured(chosen: int | None, checkpoints: int):
+    run_config = settings(
+        engine={
+            "mesh": {"data": 4, "tensor": 1},
+            "max_concurrent_decodes": 16,
+            "state_checkpoints": chosen,
+        },
+        max_in_flight=96,
+    )
+    shapes = engine_shapes(run_config)
+    assert shapes.num_states == 1 + 16 + checkpoints
+
+    resident = ResidentBytes.estimate(run_config, DELTA_NETS, devices=1)
+    pages = shapes.pages * shapes.page * resident.position
+    # Of 2 key heads of 8 numbers and 4 value heads of 6: three inputs of a convolution of four, in
+    # bfloat16, and a float32 matrix for each value head.
+    state = 3 * (2 * 2 * 8 + 4 * 6) * 2 + 4 * 8 * 6 * 4
+    assert resident.serving(shapes) == resident.weights + pages + shapes.num_states * state
 
 
 def test_idle_devices_are_named_with_the_key_that_uses_them():
