@@ -368,7 +368,9 @@ def test_adapters_are_added_to_the_matrices_of_delta_nets(fused: bool):
     assert {"q", "delta_out", "delta_qkvz" if fused else "delta_qkv"} <= adapter.weights.keys()
     engine = JaxEngine(model, SHAPES, adapters={"a": adapter})
     on = Scheduler(engine, engine.load_params(params), version=1)
+    run(on, "base", PROMPTS[0])
     output = run(on, "0", PROMPTS[0], lora="a")
+    assert output.cached_tokens == 0, "the checkpoint after the prompt is the base model's"
 
     layers = dict(params["layers"])
     for name, (a, b) in adapter.weights.items():
