@@ -73,6 +73,7 @@ FAMILIES: Mapping[str, Family] = {
     "Glm4MoeForCausalLM": Family(fused=_FUSED, experts="experts.routed_experts"),
     "MiniMaxM2ForCausalLM": Family(fused=_FUSED, experts="experts.routed_experts"),
     "Gemma3ForCausalLM": _LLAMA,
+    "Olmo3ForCausalLM": _LLAMA,
     # Gate and up are one matrix on both sides.
     "Glm4ForCausalLM": Family(fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")}),
     "GPT2LMHeadModel": _GPT2,

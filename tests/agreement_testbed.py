@@ -54,7 +54,7 @@ def as_gemma(
         family="gemma3_text",
         qk_norm=True,
         norm_offset=1.0,
-        sandwich_norms=True,
+        norms="around",
         activation="gelu_tanh",
         embed_scale=base.hidden_size**0.5,
         rope=Rope(theta=1e6),

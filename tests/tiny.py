@@ -21,6 +21,7 @@ from jax_agent_rl.models.config import (
     PerLayerInputs,
     ProportionalScaling,
     Rope,
+    YarnScaling,
 )
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.lora import ADAPTABLE, PeftAdapter
@@ -54,13 +55,25 @@ FOUR_SLOTS = EngineShapes(
 )
 """An engine that continues prompts in chunks."""
 
+OLMO3 = replace(
+    TINY,
+    family="olmo3",
+    qk_norm=True,
+    qk_norm_over="heads",
+    norms="after",
+    float32_norms=True,
+    rope=Rope(theta=5e5, scaling=YarnScaling(factor=4.0, original_max_position_embeddings=16)),
+    local_rope=Rope(theta=5e5),
+    sliding_window=12,
+    windowed_layers=(True,) * (TINY.num_layers - 1) + (False,),
+)
 _GEMMA4 = replace(
     TINY,
     family="gemma4_text",
     qk_norm=True,
     v_norm=True,
     float32_norms=True,
-    sandwich_norms=True,
+    norms="around",
     layer_scale=True,
     activation="gelu_tanh",
     embed_scale=32**0.5,
@@ -128,7 +141,7 @@ def tiny_params(seed: int = 0, config: DecoderConfig = TINY) -> Params:
         )
 
     params = jax.tree.map(draw, config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
-    for name in ("input_norm", "post_attention_norm"):
+    for name in {"input_norm", "post_attention_norm"} & params["layers"].keys():
         params["layers"][name] = jnp.ones_like(params["layers"][name])
     return params | {"final_norm": jnp.ones_like(params["final_norm"])}
 

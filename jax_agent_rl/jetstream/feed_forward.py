@@ -24,13 +24,13 @@ from jax_agent_rl.models.sharding import constrain
 
 
 def _dense(
-    config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array, norm: str
+    config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array, norm: str | None
 ) -> tuple[jax.Array, None]:
     return _gated(config, mesh, layer, x, norm, ("gate_up", "down")), None
 
 
 def _wide(
-    config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array, norm: str
+    config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array, norm: str | None
 ) -> tuple[jax.Array, None]:
     return _gated(config, mesh, layer, x, norm, ("wide_gate_up", "wide_down")), None
 
@@ -40,13 +40,14 @@ def _gated(
     mesh: Mesh | None,
     layer: AdaptedLayer,
     x: jax.Array,
-    norm: str,
+    norm: str | None,
     names: tuple[str, str],
 ) -> jax.Array:
     """Apply a gated network of two matrices."""
     gate_up, down = names
     if layer.native and not layer.is_adapted(gate_up):
-        hidden = cpu_kernels.gated_product(config, layer.params[gate_up], x, layer.params[norm])
+        scale = None if norm is None else layer.params[norm]
+        hidden = cpu_kernels.gated_product(config, layer.params[gate_up], x, scale)
     else:
         activation = ACTIVATIONS[config.activation]
         hidden = activation(*layer.multiply(config, gate_up, x, norm))
@@ -54,11 +55,12 @@ def _gated(
 
 
 def _experts(
-    config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array, norm: str
+    config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array, norm: str | None
 ) -> tuple[jax.Array, jax.Array]:
     assert config.experts is not None
     activation = ACTIVATIONS[config.activation]
-    x = rms_norm(config, x, layer.params[norm], axis=0)
+    if norm is not None:
+        x = rms_norm(config, x, layer.params[norm], axis=0)
     tokens = x.T
     if mesh is None:
         out, chosen = mixture_of_experts(
@@ -86,10 +88,12 @@ def _shared_expert(
 
 
 EngineFeedForward = Callable[
-    [DecoderConfig, Mesh | None, AdaptedLayer, jax.Array, str], tuple[jax.Array, jax.Array | None]
+    [DecoderConfig, Mesh | None, AdaptedLayer, jax.Array, str | None],
+    tuple[jax.Array, jax.Array | None],
 ]
 """From a model, a mesh (None on one device), a layer, its input [D, B] and the name of the norm
-that is applied to it first, to the output [D, B] and the chosen experts [B, k] of a mixture."""
+that is applied to it first (None for none), to the output [D, B] and the chosen experts [B, k] of a
+mixture."""
 ENGINE_FEED_FORWARDS: dict[FeedForwardName, EngineFeedForward] = {
     "dense": _dense,
     "wide": _wide,

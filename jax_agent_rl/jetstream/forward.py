@@ -440,14 +440,13 @@ def _finish_layer(
     """
     config = settings.config
     feed_forward = ENGINE_FEED_FORWARDS[settings.kind.feed_forward]
-    if config.sandwich_norms:
-        x = x + rms_norm(config, mixed, layer.params["post_attention_norm"], axis=0)
-        out, chosen = feed_forward(config, settings.mesh, layer, x, "pre_feedforward_norm")
-        x = x + rms_norm(config, out, layer.params["post_feedforward_norm"], axis=0)
-    else:
-        x = x + mixed
-        out, chosen = feed_forward(config, settings.mesh, layer, x, "post_attention_norm")
-        x = x + out
+    if config.has_output_norms:
+        mixed = rms_norm(config, mixed, layer.params["post_attention_norm"], axis=0)
+    x = x + mixed
+    out, chosen = feed_forward(config, settings.mesh, layer, x, config.feed_forward_norm)
+    if config.has_output_norms:
+        out = rms_norm(config, out, layer.params["post_feedforward_norm"], axis=0)
+    x = x + out
 
     if per_layer_input is not None:
         activation = ACTIVATIONS[config.activation]

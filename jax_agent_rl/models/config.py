@@ -473,8 +473,8 @@ class DecoderConfig:
         norm_offset: the norms multiply by ``offset + weight`` (Gemma 3 stores weights around 0).
         float32_norms: the norms multiply by their weights before they round. They always do with a
             ``norm_offset``.
-        sandwich_norms: the outputs of attention and feed-forward network also have a norm, before
-            they are added.
+        norms: where mixers and feed-forward networks have them: before, of what they read; after,
+            of their outputs, before these are added; or around, which is both.
         layer_scale: the residual stream is multiplied by a number after each layer, which training
             leaves as it is.
         activation: of the gate, see ``models.layers.ACTIVATIONS``.
@@ -522,7 +522,7 @@ class DecoderConfig:
     attention_gate: bool = False
     norm_offset: float = 0.0
     float32_norms: bool = False
-    sandwich_norms: bool = False
+    norms: Literal["before", "around", "after"] = "before"
     layer_scale: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     embed_scale: float = 1.0
@@ -550,6 +550,40 @@ class DecoderConfig:
         if self.latent is not None and isinstance(self.rope.scaling, YarnScaling):
             scale *= self.rope.scaling.score_factor
         return scale
+
+    @property
+    def mixer_norm(self) -> str | None:
+        """Name of the norm of what a mixer reads, if it has one."""
+        if self.norms == "after":
+            return None
+        return "input_norm"
+
+    @property
+    def feed_forward_norm(self) -> str | None:
+        """Name of the norm of what a feed-forward network reads, if it has one."""
+        match self.norms:
+            case "before":
+                return "post_attention_norm"
+            case "around":
+                return "pre_feedforward_norm"
+            case "after":
+                return None
+
+    @property
+    def has_output_norms(self) -> bool:
+        """Whether the outputs of mixers and feed-forward networks have norms.
+
+        These are ``post_attention_norm`` and ``post_feedforward_norm``.
+        """
+        return self.norms != "before"
+
+    @property
+    def norm_names(self) -> tuple[str, ...]:
+        """The norms of a layer around its mixer and its feed-forward network."""
+        names = [self.mixer_norm, self.feed_forward_norm]
+        if self.has_output_norms:
+            names += ["post_attention_norm", "post_feedforward_norm"]
+        return tuple(name for name in names if name is not None)
 
     @property
     def rotary_dim(self) -> int:
@@ -698,9 +732,8 @@ class DecoderConfig:
             case "experts":
                 shapes |= self._expert_shapes()
 
-        shapes |= {"input_norm": (d,), "post_attention_norm": (d,)}
-        if self.sandwich_norms:
-            shapes |= {"pre_feedforward_norm": (d,), "post_feedforward_norm": (d,)}
+        for name in self.norm_names:
+            shapes[name] = (d,)
         if self.per_layer_inputs is not None:
             p = self.per_layer_inputs.size
             shapes |= {

@@ -29,7 +29,7 @@ def decoder_layer(
 
     Args:
         x: [B, T, D].
-        mix: the layer's mixer, of normalized [B, T, D].
+        mix: the layer's mixer, of [B, T, D] after the norm that is before it, if there is one.
         copies: int32 [B, T], how often each token counts in the load of the experts; None computes
             none.
         routed: [B, T, k], experts to take (``moe.route``); None chooses all.
@@ -38,26 +38,25 @@ def decoder_layer(
     Returns:
         [B, T, D], and ``moe.router_load`` float32 [2, E], or None.
     """
-    mixed = mix(layer.norm("input_norm", x))
-    if layer.config.sandwich_norms:
-        x = x + layer.norm("post_attention_norm", mixed)
-        inputs = layer.norm("pre_feedforward_norm", x)
-    else:
-        x = x + mixed
-        inputs = layer.norm("post_attention_norm", x)
+    config = layer.config
+    mixed = mix(layer.norm(config.mixer_norm, x))
+    if config.has_output_norms:
+        mixed = layer.norm("post_attention_norm", mixed)
+    x = x + mixed
+    inputs = layer.norm(config.feed_forward_norm, x)
 
     load = None
-    if copies is not None and layer.config.experts is not None:
+    if copies is not None and config.experts is not None:
         load = router_load(layer, inputs, copies, routed)
 
     out = FEED_FORWARDS[layer.kind.feed_forward](layer, inputs, routed)
-    if layer.config.sandwich_norms:
+    if config.has_output_norms:
         out = layer.norm("post_feedforward_norm", out)
     x = x + out
 
     if per_layer_input is not None:
         x = add_per_layer_input(layer, x, per_layer_input)
-    if layer.config.layer_scale:
+    if config.layer_scale:
         scale = jax.lax.stop_gradient(layer.params["layer_scalar"])
         x = x * scale.astype(x.dtype)
     return x, load

@@ -40,6 +40,8 @@ class LayerWeights:
             return y
         return y + bias
 
-    def norm(self, name: str, x: jax.Array) -> jax.Array:
-        """Apply the RMS norm ``name`` over the last axis."""
+    def norm(self, name: str | None, x: jax.Array) -> jax.Array:
+        """Apply the RMS norm ``name`` over the last axis; None for none."""
+        if name is None:
+            return x
         return rms_norm(self.config, x, self.params[name])

@@ -83,6 +83,14 @@ def glm4_moe() -> Any:
     return Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES, **experts, tie_word_embeddings=False))
 
 
+def olmo3() -> Any:
+    """Norms of outputs alone; a window shorter than the prompt, and a full layer."""
+    from transformers import Olmo3Config, Olmo3ForCausalLM
+
+    layers = ["sliding_attention", "full_attention"]
+    return Olmo3ForCausalLM(Olmo3Config(**SIZES, layer_types=layers, sliding_window=16))
+
+
 def gemma3() -> Any:
     """A layer with a window shorter than the prompt, one without; tied."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -122,7 +130,7 @@ def make(folder: Path, family: Any, seed: int) -> Reference:
     return Reference(folder)
 
 
-@pytest.mark.parametrize("family", [qwen3, qwen3_moe, glm4_moe, gemma3, gpt2])
+@pytest.mark.parametrize("family", [qwen3, qwen3_moe, glm4_moe, olmo3, gemma3, gpt2])
 async def test_other_families_take_updates(tmp_path: Path, family: Any):
     """Their tensors are fused, stacked or transposed in other ways; every one is read back."""
     old = make(tmp_path / "old", family, 0)
@@ -144,7 +152,7 @@ async def test_other_families_take_updates(tmp_path: Path, family: Any):
     )
 
 
-@pytest.mark.parametrize("family", [qwen3_moe, glm4_moe, gemma3, glm4, mistral])
+@pytest.mark.parametrize("family", [qwen3_moe, glm4_moe, olmo3, gemma3, glm4, mistral])
 async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(
     tmp_path: Path, family: Any
 ):

@@ -250,6 +250,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", DELTA_NET | GATED_EXPERTS),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "sliding_window": 7,
+            "layer_types": [
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+            ],
+            "rope_parameters": {
+                "full_attention": {**YARN, "attention_factor": 1.2, "beta_fast": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {

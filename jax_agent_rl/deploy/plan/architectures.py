@@ -210,6 +210,26 @@ _GPT_OSS = {
     "tie_word_embeddings": False,
 }
 
+_OLMO3 = {
+    "model_type": "olmo3",
+    "vocab_size": 100278,
+    "rope_theta": 5e5,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+    "sliding_window": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 65536,
+    "eos_token_id": 100257,
+    "tie_word_embeddings": False,
+}
+
 
 def _llama3_rope(factor: float) -> Fields:
     scaling = {
@@ -316,6 +336,8 @@ ARCHITECTURES: Mapping[str, Fields] = {
         routed_scaling_factor=2.827,
         first_k_dense_replace=1,
     ),
+    "olmo-3-7b": _fields(_OLMO3, (4096, 11008, 32, 32, 32)),
+    "olmo-3-32b": _fields(_OLMO3, (5120, 27648, 64, 40, 8)),
     "gpt-oss-20b": _fields(_GPT_OSS, (2880, 2880, 24, 64, 8), num_local_experts=32),
     "gpt-oss-120b": _fields(_GPT_OSS, (2880, 2880, 36, 64, 8), num_local_experts=128),
     "gemma-4-e2b": _fields(

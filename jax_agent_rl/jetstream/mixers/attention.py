@@ -138,7 +138,7 @@ def _project(
     """
     config = settings.config
     heads = config.heads(settings.kind.mixer)
-    qkv = layer.multiply(config, f"{heads.prefix}qkv", x, "input_norm")
+    qkv = layer.multiply(config, f"{heads.prefix}qkv", x, config.mixer_norm)
     if config.qkv_bias:
         qkv = qkv + layer.params["qkv_bias"][..., None]
     qkv = qkv.reshape(heads.num_kv_heads, -1, heads.head_dim, x.shape[1])

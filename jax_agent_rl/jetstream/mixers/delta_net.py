@@ -186,8 +186,8 @@ def _project(
     config = settings.config
     sizes = config.delta_net
     assert sizes is not None
-    qkvz = layer.multiply(config, "delta_qkvz", x, "input_norm")  # [G, 2 k + 2 r v, B]
-    ba = layer.multiply(config, "delta_ba", x, "input_norm")  # [G, 2 r, B]
+    qkvz = layer.multiply(config, "delta_qkvz", x, config.mixer_norm)  # [G, 2 k + 2 r v, B]
+    ba = layer.multiply(config, "delta_ba", x, config.mixer_norm)  # [G, 2 r, B]
     num_channels = qkvz.shape[1] - ba.shape[1] // 2 * sizes.value_dim
 
     def by_token(part: jax.Array) -> jax.Array:

@@ -123,9 +123,9 @@ def _queries(
     """Return scaled queries of latents and rotary keys [H, c, B] of x [D, B]."""
     latent = _latent_config(config)
     if latent.q_rank is None:
-        queries = layer.multiply(config, "qkv", x, "input_norm")  # there are no k, v
+        queries = layer.multiply(config, "qkv", x, config.mixer_norm)  # there are no k, v
     else:
-        q_latent = layer.multiply(config, "q_a", x, "input_norm")
+        q_latent = layer.multiply(config, "q_a", x, config.mixer_norm)
         q_latent = _norm(config, layer, "q_a_norm", q_latent)
         queries = layer.multiply(config, "q_b", q_latent)
     queries = queries.reshape(config.num_heads, latent.head_dim, -1)
@@ -140,7 +140,7 @@ def _latents(
     config: DecoderConfig, layer: AdaptedLayer, x: jax.Array, rope_table: RopeTable
 ) -> jax.Array:
     """Return what is cached [c, B] of x [D, B]."""
-    latents = layer.multiply(config, "kv_a", x, "input_norm")
+    latents = layer.multiply(config, "kv_a", x, config.mixer_norm)
     latent, rotary_key = jnp.split(latents, [_latent_config(config).kv_rank], axis=0)
     latent = _norm(config, layer, "kv_a_norm", latent)
     rotary_key = rotate(config.rope, rotary_key, *rope_table, axis=0)

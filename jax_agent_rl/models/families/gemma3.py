@@ -10,8 +10,6 @@ from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig, Rope
 from jax_agent_rl.models.families.hf_config import (
-    FULL_ATTENTION,
-    SLIDING_ATTENTION,
     Defaults,
     Fields,
     ModelFamily,
@@ -24,7 +22,7 @@ from jax_agent_rl.models.families.hf_config import (
     refuse,
     write_common,
     write_layer_kinds,
-    write_scaling,
+    write_ropes,
 )
 
 _DEFAULTS = Defaults(
@@ -68,7 +66,7 @@ def read(raw: Fields) -> DecoderConfig:
         rope=read_rope_section(raw, full, _DEFAULTS),
         qk_norm=True,
         norm_offset=1.0,
-        sandwich_norms=True,
+        norms="around",
         activation="gelu_tanh",
         embed_scale=common["hidden_size"] ** 0.5,
         attention_scale=number(raw, "query_pre_attn_scalar", 256) ** -0.5,
@@ -103,19 +101,10 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         return written
 
     # Only the newer form has scaling of windowed layers.
-    written["rope_parameters"] = {
-        FULL_ATTENTION: _write_rope(config.rope),
-        SLIDING_ATTENTION: _write_rope(config.local_rope),
-    }
+    written["rope_parameters"] = write_ropes(config)
     for name in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
         del written[name]
     return written
-
-
-def _write_rope(rope: Rope) -> dict[str, Any]:
-    """Return the section of ``rope_parameters`` for one kind of layers."""
-    scaling = write_scaling(rope) or {"rope_type": "default"}
-    return {"rope_theta": rope.theta, **scaling}
 
 
 def _without_rounding_error(value: float) -> float:

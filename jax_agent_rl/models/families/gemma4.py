@@ -35,7 +35,7 @@ from jax_agent_rl.models.families.hf_config import (
     switch,
     write_common,
     write_layer_kinds,
-    write_scaling,
+    write_ropes,
 )
 
 _DEFAULTS = Defaults(
@@ -123,7 +123,7 @@ def read(raw: Fields) -> DecoderConfig:
         qk_norm=True,
         v_norm=True,
         float32_norms=True,
-        sandwich_norms=True,
+        norms="around",
         layer_scale=True,
         activation="gelu_tanh",
         embed_scale=common["hidden_size"] ** 0.5,
@@ -246,10 +246,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "num_kv_shared_layers": config.shared_kv_layers,
         "use_double_wide_mlp": config.wide_shared_layers,
         "hidden_size_per_layer_input": 0,
-        "rope_parameters": {
-            FULL_ATTENTION: _write_rope(config.rope),
-            SLIDING_ATTENTION: _write_rope(config.local_rope),
-        },
+        "rope_parameters": write_ropes(config),
     }
     for name in ("rope_scaling", "rope_theta"):
         del written[name]
@@ -266,12 +263,6 @@ def write(config: DecoderConfig) -> dict[str, Any]:
             if not config.is_windowed(layer)
         }
     return written
-
-
-def _write_rope(rope: Rope) -> dict[str, Any]:
-    """Return the section of ``rope_parameters`` for one kind of layers."""
-    scaling = write_scaling(rope) or {"rope_type": "default"}
-    return {"rope_theta": rope.theta, **scaling}
 
 
 def left_out(config: DecoderConfig) -> tuple[str, ...]:

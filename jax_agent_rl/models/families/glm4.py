@@ -36,7 +36,7 @@ def read(raw: Fields) -> DecoderConfig:
     rope = replace(read_rope(raw, _DEFAULTS, partial_rotary=0.5), interleaved=True)
     has_bias = switch(raw, "attention_bias", True)
     return DecoderConfig(
-        **read_common(raw, _DEFAULTS), rope=rope, qkv_bias=has_bias, sandwich_norms=True
+        **read_common(raw, _DEFAULTS), rope=rope, qkv_bias=has_bias, norms="around"
     )
 
 

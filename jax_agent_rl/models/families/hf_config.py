@@ -595,6 +595,16 @@ def read_fp8(raw: Fields, *, fmt: str) -> None:
     settings.get("modules_to_not_convert")
 
 
+def write_ropes(config: DecoderConfig) -> dict[str, Any]:
+    """Return ``rope_parameters`` with a section for each kind of layers."""
+    sections = {}
+    local_rope = config.local_rope or config.rope
+    for kind, rope in ((FULL_ATTENTION, config.rope), (SLIDING_ATTENTION, local_rope)):
+        scaling = write_scaling(rope) or {"rope_type": "default"}
+        sections[kind] = {"rope_theta": rope.theta, **scaling}
+    return sections
+
+
 def write_scaling(rope: Rope) -> dict[str, Any] | None:
     """Return ``rope_scaling`` of a ``config.json``."""
     match rope.scaling:

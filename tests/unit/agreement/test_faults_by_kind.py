@@ -92,14 +92,14 @@ def check(diagnosed: Diagnosis, cause: Cause, *said: str) -> None:
         (GEMMA, {"sliding_window": 17}, Cause.WINDOW, "a window of 17, not 16"),
         (GEMMA, {"windowed_layers": (True, False, True)}, Cause.WINDOW,
          "the window in other layers"),
-        (GEMMA, {"sandwich_norms": False}, Cause.SETTING, "sandwich_norms=False, not True"),
+        (GEMMA, {"norms": "before"}, Cause.SETTING, "norms=before, not around"),
         (GEMMA, {"norm_offset": 0.0}, Cause.SETTING, "norm_offset=0, not 1"),
         (GEMMA, {"qk_norm": False}, Cause.SETTING, "qk_norm=False, not True"),
         (BIASED, {"qkv_bias": False}, Cause.SETTING, "qkv_bias=False, not True"),
     ],
     ids=["eps", "unusual eps", "attention scale", "activation", "unusual theta", "pairs",
          "partial rotary", "attention factor", "embed scale", "window", "windowed layers",
-         "sandwich norms", "norm offset", "qk norm", "biases"],
+         "norms around", "norm offset", "qk norm", "biases"],
 )  # fmt: skip
 async def test_a_number_of_the_config_that_differs_is_named(
     model: DecoderConfig, served: dict[str, Any], cause: Cause, said: str

@@ -25,7 +25,7 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.models.config import DecoderConfig, Experts, Rope
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from tests.agreement_testbed import GEMMA, LLAMA, MOE, SHAPES, conversations, jax_engine
-from tests.tiny import GEMMA4, GEMMA4_SMALL, tiny_params
+from tests.tiny import GEMMA4, GEMMA4_SMALL, OLMO3, tiny_params
 
 SIGMOID = Experts(
     count=8,
@@ -46,7 +46,7 @@ FAMILIES = {
         LLAMA,
         family="glm4",
         qkv_bias=True,
-        sandwich_norms=True,
+        norms="around",
         rope=Rope(partial_rotary=0.5, interleaved=True),
     ),
     "gemma3": GEMMA,
@@ -65,6 +65,7 @@ FAMILIES = {
     "minimax_m2": replace(
         LLAMA, family="minimax_m2", qk_norm=True, qk_norm_over="heads", experts=SIGMOID
     ),
+    "olmo3": replace(OLMO3, vocab_size=LLAMA.vocab_size),
     "gpt_oss": replace(
         LLAMA,
         family="gpt_oss",

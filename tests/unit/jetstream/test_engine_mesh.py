@@ -30,7 +30,7 @@ base = replace(TINY, vocab_size=96, num_layers=2, num_heads=8, num_kv_heads=8)
 MODELS = {
     "dense": replace(base, qkv_bias=True, tie_word_embeddings=False),
     "few KV heads": replace(
-        base, num_kv_heads=2, qk_norm=True, qk_norm_over="heads", sandwich_norms=True,
+        base, num_kv_heads=2, qk_norm=True, qk_norm_over="heads", norms="around",
         sliding_window=4, windowed_layers=(True, False), local_rope=Rope(theta=100.0),
     ),
     "experts": replace(

@@ -24,7 +24,7 @@ from tests.trajectories import random_groups, with_routed_experts, with_supports
 base = replace(TINY, vocab_size=96, num_layers=2)
 MODELS = {
     "dense": replace(
-        base, qk_norm=True, qk_norm_over="heads", sandwich_norms=True, sliding_window=4,
+        base, qk_norm=True, qk_norm_over="heads", norms="around", sliding_window=4,
         windowed_layers=(True, False), local_rope=Rope(theta=100.0),
     ),
     "experts": replace(

@@ -52,7 +52,7 @@ QWEN3_TOWER: VisionConfig = replace(
 TINY_FAMILIES = {
     "llama": TINY,
     "gemma3_text": replace(
-        TINY, family="gemma3_text", qk_norm=True, sandwich_norms=True, norm_offset=1.0
+        TINY, family="gemma3_text", qk_norm=True, norms="around", norm_offset=1.0
     ),
     "qwen3_moe": replace(TINY, family="qwen3_moe", qk_norm=True, experts=EXPERTS),
     "gemma4_text": GEMMA4,

@@ -16,12 +16,12 @@ from jax_agent_rl.models.config import (
     DecoderConfig, Experts, LatentAttention, PerLayerInputs, Rope,
 )
 from jax_agent_rl.models.hf import load_hf, save_hf
-from tests.tiny import GEMMA4, GEMMA4_SMALL, TINY, tiny_params
+from tests.tiny import GEMMA4, GEMMA4_SMALL, OLMO3, TINY, tiny_params
 from tests.trajectories import random_groups
 
 base = replace(TINY, vocab_size=96, num_layers=2)
 experts = Experts(count=4, per_token=2, intermediate_size=16, normalize=True)
-gemma = {"qk_norm": True, "sandwich_norms": True, "norm_offset": 1.0, "activation": "gelu_tanh",
+gemma = {"qk_norm": True, "norms": "around", "norm_offset": 1.0, "activation": "gelu_tanh",
          "attention_scale": 0.25, "sliding_window": 4, "windowed_layers": (True, False),
          "local_rope": Rope(theta=100.0), "embed_scale": 32**0.5}
 
@@ -70,13 +70,14 @@ gpt_oss = {"qkv_bias": True, "o_bias": True, "attention_sinks": True,
 FAMILIES = {
     "qwen2": replace(base, family="qwen2", qkv_bias=True),
     "gpt_oss": replace(base, family="gpt_oss", **gpt_oss),
-    "glm4": replace(base, family="glm4", sandwich_norms=True,
+    "glm4": replace(base, family="glm4", norms="around",
                     rope=Rope(partial_rotary=0.5, interleaved=True)),
     "qwen3_moe": replace(base, family="qwen3_moe", qk_norm=True, experts=experts),
     "gemma3_text": replace(base, family="gemma3_text", **gemma),
     "glm4_moe": glm4_moe,
     "minimax_m2": minimax_m2,
     "deepseek_v3": deepseek_v3,
+    "olmo3": replace(OLMO3, vocab_size=96),
     "gemma4_text": replace(GEMMA4, vocab_size=96),
     "gemma4_text, per-layer inputs": replace(
         GEMMA4_SMALL, vocab_size=96, per_layer_inputs=PerLayerInputs(vocab_size=96, size=4)),
@@ -173,11 +174,12 @@ EXACTLY = ""
         ("glm4", "qwen3_moe"),
         ("gemma3_text", "glm4_moe"),
         ("minimax_m2", "deepseek_v3"),
+        ("olmo3",),
         ("gemma4_text", "gemma4_text, per-layer inputs"),
     ],
     ids=", ".join,
 )
-def test_a_mesh_reads_and_trains_a_family_as_one_device_does(names: tuple[str, str]):
+def test_a_mesh_reads_and_trains_a_family_as_one_device_does(names: tuple[str, ...]):
     lines = run_on_devices(SCRIPT, *names, flags=EXACTLY)
     assert lines == [f"{name} equal" for name in names]
 

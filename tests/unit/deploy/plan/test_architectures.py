@@ -14,9 +14,9 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config
 from tests.messages import raises
 
-# Parameters in billions, from the models' cards (Qwen, Llama, Mistral, GLM, SmolLM2), Gemma 3's
-# report (embeddings and the rest) and those of gpt-oss (table 1), DeepSeek-V3 and Kimi K2. GLM-4.5
-# and MiniMax M2 as their makers round them.
+# Parameters in billions, from the models' cards (Qwen, Llama, Mistral, GLM, SmolLM2, OLMo),
+# Gemma 3's report (embeddings and the rest) and those of gpt-oss (table 1), DeepSeek-V3 and Kimi
+# K2. GLM-4.5 and MiniMax M2 as their makers round them.
 PUBLISHED = {
     "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61,
     "qwen2.5-14b": 14.7, "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6,
@@ -28,6 +28,7 @@ PUBLISHED = {
     "gemma-3-12b": 11.77, "gemma-3-27b": 27.0, "smollm2-135m": 0.135, "smollm2-360m": 0.362,
     "smollm2-1.7b": 1.71, "gemma-4-31b": 30.7, "gemma-4-e2b": 4.63,
     "glm-4.5-air": 106, "glm-4.6": 355, "minimax-m2": 230, "deepseek-v3": 671, "kimi-k2": 1040,
+    "olmo-3-7b": 7.3, "olmo-3-32b": 32.2,
 }  # fmt: skip
 
 
