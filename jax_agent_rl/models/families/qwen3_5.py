@@ -33,7 +33,12 @@ from jax_agent_rl.models.families.qwen3_next import (
 
 _TEXT_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """From the type of a model with a tower to its text model's."""
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "attn_output_gate": True}
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "output_gate_type": "swish",  # in the norm of delta nets
+}
 """Fields with one supported value."""
 _DEFAULTS = Defaults(num_kv_heads=4, head_dim=256, max_positions=32768, intermediate_size=12288)
 _MOE_DEFAULTS = Defaults(num_kv_heads=2, head_dim=256, max_positions=32768, intermediate_size=512)
