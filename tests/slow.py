@@ -124,7 +124,7 @@ SLOW = {
     "unit/learner/test_precision.py": "compiles a learner for every precision",
     "unit/learner/test_schedule.py::test_the_rate_follows_training_steps_whatever_each_of_them_updates": "a learner of several steps",
     "unit/learner/test_session_gradient.py": "compiles a learner for a session and for each of its calls",
-    "unit/models/test_delta_decoder.py": "compiles for eight devices",
+    "unit/models/test_delta_decoder.py": "compiles gradients, also for eight devices",
     "unit/models/test_grouped_product.py::test_what_a_product_leaves_in_rows_of_other_shards_reaches_nothing": "compiles for eight devices",
     "unit/models/test_parameters.py::test_muon_orthogonalizes_each_matrix_of_a_stack_and_nothing_else": "compiles an optimizer for every family",
     "unit/models/test_qwen_vl.py::test_a_drawn_model_has_the_tower_of_its_config": "draws a model with a tower",

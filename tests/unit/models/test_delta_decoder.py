@@ -1,12 +1,17 @@
-"""Decoders with delta nets on meshes, over rows of token trees."""
+"""Decoders with delta nets over token trees, and on meshes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from jax_agent_rl.models.config import DeltaNet, Rope
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_agent_rl.models.config import DeltaNet, Params, Rope
+from jax_agent_rl.models.decoder import Decoder
 from tests.simulated import run_on_devices
-from tests.tiny import TINY
+from tests.tiny import TINY, tiny_params
 
 DELTA = replace(
     TINY,
@@ -19,6 +24,46 @@ DELTA = replace(
     rope=Rope(theta=1e4, partial_rotary=0.25),
     delta_net=DeltaNet(layers=(True, False), key_heads=2, value_heads=4, key_dim=8, value_dim=6),
 )
+
+
+def test_a_tree_has_the_hidden_states_and_gradients_of_its_sequences():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, 97, 70).tolist()  # longer than a chunk
+    answers = [rng.integers(3, 97, count).tolist() for count in (20, 3, 41)]
+    params = tiny_params(config=DELTA)
+
+    # All answers leave the prompt at its end.
+    tree_ids = prompt + answers[0] + answers[1] + answers[2]
+    positions = [*range(90), *range(70, 73), *range(70, 111)]
+    ends = [134] * 70 + [90] * 20 + [93] * 3 + [134] * 41
+    rows = np.zeros((3, 111), np.int32)
+    for row, answer in zip(rows, answers, strict=True):
+        row[: 70 + len(answer)] = prompt + answer
+
+    def of_tree(params: Params) -> tuple[jax.Array, jax.Array]:
+        model = Decoder.from_params(DELTA, params)
+        hidden, _ = model(
+            jnp.array([tree_ids]), jnp.array([positions], jnp.int32), jnp.array([ends], jnp.int32)
+        )
+        of_answers = hidden[0, 70:]
+        return jnp.sum(jnp.sin(of_answers)), of_answers
+
+    def of_rows(params: Params) -> tuple[jax.Array, jax.Array]:
+        hidden, _ = Decoder.from_params(DELTA, params)(jnp.asarray(rows))
+        of_answers = jnp.concatenate([hidden[0, 70:90], hidden[1, 70:73], hidden[2, 70:]])
+        return jnp.sum(jnp.sin(of_answers)), of_answers
+
+    results = []
+    for compute in (of_tree, of_rows):
+        (_, hidden), gradients = jax.jit(jax.value_and_grad(compute, has_aux=True))(params)
+        results.append((hidden, gradients))
+
+    def assert_close(actual: jax.Array, reference: jax.Array) -> None:
+        scale = float(jnp.abs(reference).max())
+        assert scale > 0
+        np.testing.assert_allclose(actual / scale, reference / scale, atol=1e-5)
+
+    jax.tree.map(assert_close, *results)
 
 
 MESHES = """
