@@ -445,6 +445,9 @@ class Adviser:
         if shapes.kv_cache_tokens > shapes.max_model_len:
             half = max(shapes.max_model_len, shapes.kv_cache_tokens // 2)
             yield from self._accepted(f"rollout.jetstream.kv_cache_tokens={half}")
+        checkpoints = shapes.num_state_checkpoints
+        if self.model.delta_net is not None and checkpoints:
+            yield from self._accepted(f"rollout.jetstream.state_checkpoints={checkpoints // 2}")
         slots = shapes.max_concurrent_decodes
         if slots > 1:
             yield from self._accepted(f"rollout.jetstream.max_concurrent_decodes={slots // 2}")

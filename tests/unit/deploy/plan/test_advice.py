@@ -1,5 +1,7 @@
 """What is proposed where a run does not fit; nothing is compiled here."""
 
+from dataclasses import replace
+
 import pytest
 
 from jax_agent_rl.config import load
@@ -8,6 +10,7 @@ from jax_agent_rl.deploy.plan.plan import TEMPORARIES, Load
 from jax_agent_rl.deploy.plan.report import Adviser
 from jax_agent_rl.deploy.plan.topology import Slice, check_layout
 from jax_agent_rl.models.hf import load_config
+from tests.tiny import DELTA_NETS
 from tests.unit.deploy.plan.recipe import recipe
 from tests.unit.deploy.plan.slices import described
 from tests.unit.deploy.plan.test_fit import program
@@ -53,6 +56,14 @@ def filled(part: str, phase: Phase = "learner") -> Load:
 )  # fmt: skip
 def test_the_key_to_change_is_the_one_of_what_takes_most(changes, part, phase, first, adviser):
     assert adviser(changes).advice(filled(part, phase))[0] == first
+
+
+def test_fewer_recurrent_states_are_proposed_for_models_that_have_them(adviser):
+    fewer = "rollout.jetstream.state_checkpoints=5"
+    attention = adviser(["rollout.jetstream.state_checkpoints=10"])
+    recurrent = replace(attention, model=DELTA_NETS)
+    assert fewer in recurrent.advice(filled("KV cache", "rollout"))
+    assert fewer not in attention.advice(filled("KV cache", "rollout"))
 
 
 @pytest.mark.parametrize("part", ["policy optimizer", "engine weights", "KV cache", TEMPORARIES])
