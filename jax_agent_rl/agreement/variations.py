@@ -87,6 +87,7 @@ UNVARIED: Mapping[str, str] = {
     "LatentAttention.rope_dim": _SHAPE,
     "LatentAttention.value_dim": _SHAPE,
     "DecoderConfig.latent": "other attention has other tensors",
+    "DecoderConfig.delta_net": "a delta net has other tensors than attention",
     "Rope.sections": _IMAGES,
     "Rope.interleaved_sections": _IMAGES,
 }

@@ -290,8 +290,8 @@ class SlotTable:
         """Share of slots taken, in [0, 1]."""
         return len(self._ids) / self._slots
 
-    def free(self, slot: int, *, session_ends: bool) -> None:
-        """Free a slot whose request has ended."""
+    def free(self, slot: int, *, session_ends: bool, state_is_current: bool = True) -> None:
+        """Free a slot whose request has ended; nothing of it is kept for another one."""
         del self._ids[slot]
         heapq.heappush(self._free, slot)
 
@@ -426,9 +426,11 @@ class ExternalScheduler(Scheduler):
                 progress.append((run, event))
         return progress
 
-    def _finish(self, run: RunningRequest, new: int) -> TokenChunk:
+    def _finish(
+        self, run: RunningRequest, new: int, *, state_is_current: bool = True
+    ) -> TokenChunk:
         slot = run.context
-        chunk = super()._finish(run, new)
+        chunk = super()._finish(run, new, state_is_current=state_is_current)
         if slot is not None:
             self.engine.engine.free_resource(slot)
         return chunk

@@ -38,6 +38,7 @@ from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.host_cache import HostCache
 from jax_agent_rl.jetstream.kv_cache import KVCache
+from jax_agent_rl.jetstream.mixers import has_states
 from jax_agent_rl.jetstream.request import Counters, RunningRequest, check_request
 from jax_agent_rl.jetstream.speculation import Speculation
 from jax_agent_rl.jetstream.state_slots import StateSlots
@@ -100,7 +101,7 @@ class Scheduler:
         shapes = self.engine.shapes
         self.host_cache = HostCache(self.engine, self.cache)
         states = None
-        if self.engine.context.has_states:
+        if has_states(self.engine.config):
             states = StateSlots(
                 shapes.max_concurrent_decodes,
                 shapes.num_state_checkpoints,

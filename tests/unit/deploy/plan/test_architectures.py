@@ -29,6 +29,7 @@ PUBLISHED = {
     "smollm2-1.7b": 1.71, "gemma-4-31b": 30.7, "gemma-4-e2b": 4.63,
     "glm-4.5-air": 106, "glm-4.6": 355, "minimax-m2": 230, "deepseek-v3": 671, "kimi-k2": 1040,
     "olmo-3-7b": 7.3, "olmo-3-32b": 32.2,
+    "qwen3-next-80b-a3b": 79.7, "qwen3.5-9b": 9.0, "qwen3.5-35b-a3b": 34.7,
 }  # fmt: skip
 
 
