@@ -163,6 +163,7 @@ USUAL: Mapping[str, Callable[[DecoderConfig], Sequence[Any]]] = {
     "Rope.scaling": _scalings,
     "Rope.partial_rotary": lambda model: (1.0, 0.75, 0.5, 0.25),
     "YarnScaling.attention_factor": lambda model: (1.0,),
+    "YarnScaling.mscale": lambda model: (1.0,),
     "YarnScaling.mscale_all_dim": lambda model: (1.0,),
     "Experts.per_token": lambda model: (1, 2, 4, 8),
     "Experts.shared_size": lambda model: (0,),
@@ -309,8 +310,11 @@ def _completed(config: DecoderConfig) -> DecoderConfig:
 def _normalized(config: DecoderConfig) -> DecoderConfig:
     """Return the same config for all configs that compute the same."""
     config = replace(config, attention_scale=config.score_scale)
-    if isinstance(config.rope.scaling, YarnScaling):
-        scaling = replace(config.rope.scaling, mscale_all_dim=None)  # it is in the scale of scores
+    scaling = config.rope.scaling
+    if isinstance(scaling, YarnScaling):
+        magnitude = scaling.magnitude
+        # The scale of scores has the rest of ``mscale_all_dim``.
+        scaling = replace(scaling, attention_factor=magnitude, mscale=None, mscale_all_dim=None)
         config = replace(config, rope=replace(config.rope, scaling=scaling))
     if not config.qk_norm:
         config = replace(config, qk_norm_over="head")

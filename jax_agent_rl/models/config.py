@@ -48,11 +48,11 @@ class YarnScaling:
         original_max_position_embeddings: context length before it was extended.
         beta_fast: turns within these positions from which on a frequency is kept.
         beta_slow: turns up to which it is divided by ``factor``.
-        attention_factor: multiplies rotated queries and keys; None for the paper's ``0.1 ln(factor)
-            + 1``.
+        attention_factor: multiplies rotated queries and keys; None for what ``magnitude`` derives.
         truncate: round the ends of the ramp between them to whole frequencies.
+        mscale: sharpens what is rotated, if ``mscale_all_dim`` is there too, see ``magnitude``.
         mscale_all_dim: sharpens the scores of latent attention, see ``score_factor``; None or 0
-            leaves them. It has no effect on other attention.
+            leaves them. In other attention it has no effect but on ``magnitude``.
     """
 
     factor: float
@@ -61,20 +61,29 @@ class YarnScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    mscale: float | None = None
     mscale_all_dim: float | None = None
 
     @property
     def score_factor(self) -> float:
         """Factor of latent attention's scores: it rotates only parts of queries and keys."""
-        magnitude = 0.1 * (self.mscale_all_dim or 0.0) * math.log(max(self.factor, 1.0)) + 1.0
-        return magnitude**2
+        return self._sharpening(self.mscale_all_dim or 0.0) ** 2
 
     @property
     def magnitude(self) -> float:
-        """Factor of cos and sin."""
-        if self.attention_factor is None:
-            return 0.1 * math.log(self.factor) + 1.0
-        return self.attention_factor
+        """Factor of cos and sin.
+
+        The scores of latent attention have ``mscale_all_dim`` already, so cos and sin have the
+        rest of ``mscale``. Without either the factor is the paper's.
+        """
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._sharpening(self.mscale) / self._sharpening(self.mscale_all_dim)
+        return self._sharpening(1.0)
+
+    def _sharpening(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(max(self.factor, 1.0)) + 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

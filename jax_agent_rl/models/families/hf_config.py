@@ -554,27 +554,21 @@ def _trained_positions(raw: Fields, section: Fields, default: float | None) -> f
 
 def _read_yarn(section: Fields, longest: int, original: float) -> YarnScaling:
     factor = number(section, "factor", longest / original)
-    # All are read, so that they count as known fields.
-    has_factor = section.get("attention_factor") is not None
-    has_mscale = bool(section.get("mscale"))
-    mscale_all_dim = None
-    if section.get("mscale_all_dim"):
-        mscale_all_dim = number(section, "mscale_all_dim")
-    attention_factor = None
-    if has_factor:
-        attention_factor = number(section, "attention_factor")
-    elif has_mscale and mscale_all_dim is not None:
-        magnitude = 0.1 * number(section, "mscale") * math.log(factor) + 1
-        magnitude_all_dim = 0.1 * mscale_all_dim * math.log(factor) + 1
-        attention_factor = magnitude / magnitude_all_dim
+    sharpening: dict[str, float] = {}
+    if section.get("attention_factor") is not None:
+        sharpening["attention_factor"] = number(section, "attention_factor")
+    for name in ("mscale", "mscale_all_dim"):
+        # 0 is as good as none.
+        if section.get(name):
+            sharpening[name] = number(section, name)
+
     return YarnScaling(
         factor=factor,
         original_max_position_embeddings=original,
         beta_fast=number(section, "beta_fast", 32.0),
         beta_slow=number(section, "beta_slow", 1.0),
-        attention_factor=attention_factor,
         truncate=switch(section, "truncate", True),
-        mscale_all_dim=mscale_all_dim,
+        **sharpening,
     )
 
 
@@ -613,10 +607,9 @@ def write_scaling(rope: Rope) -> dict[str, Any] | None:
         case LinearScaling(factor=factor):
             return {"rope_type": "linear", "factor": factor}
         case Llama3Scaling() as scaling:
-            return {"rope_type": "llama3"} | asdict(scaling)
+            return {"rope_type": "llama3"} | _scaling_fields(scaling)
         case YarnScaling() as scaling:
-            fields = {name: value for name, value in asdict(scaling).items() if value is not None}
-            return {"rope_type": "yarn"} | fields
+            return {"rope_type": "yarn"} | _scaling_fields(scaling)
         case DynamicScaling(factor=factor, trained_positions=trained):
             return {"rope_type": "dynamic", "factor": factor, "max_trained_positions": trained}
         case ProportionalScaling(fraction=fraction, factor=factor):
@@ -625,3 +618,21 @@ def write_scaling(rope: Rope) -> dict[str, Any] | None:
                 "partial_rotary_factor": fraction,
                 "factor": factor,
             }
+
+
+def _scaling_fields(scaling: Llama3Scaling | YarnScaling) -> dict[str, float]:
+    """Return the fields that are set, under the same names.
+
+    vLLM computes with ``mscale`` and ``mscale_all_dim``, not with the ``attention_factor`` that
+    follows from them; so it is only written if it was read.
+    """
+    written: dict[str, float] = {}
+    for name, value in asdict(scaling).items():
+        if value is not None:
+            written[name] = value
+
+    # transformers warns of positions that are not an integer.
+    positions = scaling.original_max_position_embeddings
+    if positions == int(positions):
+        written["original_max_position_embeddings"] = int(positions)
+    return written

@@ -51,6 +51,7 @@ SCALINGS = (
     ),
     YarnScaling(factor=4.0, original_max_position_embeddings=64.0),
     DynamicScaling(factor=2.0, trained_positions=64, positions=256),
+    YarnScaling(factor=4.0, original_max_position_embeddings=64.0, mscale=0.7, mscale_all_dim=0.3),
 )
 assert MOE.experts is not None
 GROUPED = replace(

@@ -105,6 +105,16 @@ KIMI_K2 = DEEPSEEK_V3 | {
     "topk_group": 1,
     "vocab_size": 163840,
 }
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 WIDE = replace(
     LATENT,
     family="deepseek_v3",
@@ -153,6 +163,41 @@ def test_yarn_sharpens_the_scores_as_deepseeks_code_says():
     assert config.rope.scaling.magnitude == 1.0
     unscaled = read_config(DEEPSEEK_V3 | {"rope_scaling": None})
     assert unscaled.score_scale == pytest.approx(192**-0.5)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3"])
+@pytest.mark.parametrize(
+    ("sharpening", "magnitude"),
+    [
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 0.7, "mscale_all_dim": 0.3}, 1.1328528353),
+        ({"mscale": 0.7}, 1.3688879454),
+        ({"mscale_all_dim": 0.3}, 1.3688879454),
+        ({"attention_factor": 1.2, "mscale": 0.7, "mscale_all_dim": 0.3}, 1.2),
+        ({}, 1.3688879454),
+    ],
+)
+def test_what_sharpens_yarn_is_written_as_it_was_read(
+    model_type: str, sharpening: dict[str, float], magnitude: float
+):
+    """vLLM does not read ``attention_factor`` in latent attention; transformers prefers it."""
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+    }
+    scaling |= sharpening
+    raw = DEEPSEEK_V3 if model_type == "deepseek_v3" else QWEN3
+    config = read_config(raw | {"rope_scaling": scaling})
+    assert config.rope.scaling.magnitude == pytest.approx(magnitude)
+
+    written = write_config(config)["rope_scaling"]
+    assert written == scaling
+    positions = written["original_max_position_embeddings"]
+    assert isinstance(positions, int), "transformers warns of others"
 
 
 @pytest.mark.parametrize(
