@@ -128,6 +128,21 @@ DELTA_NETS = replace(
     ),
 )
 """A delta net, then gated attention."""
+QWEN3_5_MOE = replace(
+    DELTA_NETS,
+    family="qwen3_5_moe_text",
+    norm_offset=1.0,
+    delta_net=DeltaNet(layers=(True, False), key_heads=2, value_heads=4, key_dim=8, value_dim=8),
+    experts=Experts(
+        count=8,
+        per_token=2,
+        intermediate_size=16,
+        normalize=True,
+        shared_size=16,
+        shared_gated=True,
+    ),
+)
+"""The same with separate matrices and with experts beside a shared one, as Qwen3.5."""
 
 
 def tiny_params(seed: int = 0, config: DecoderConfig = TINY) -> Params:
