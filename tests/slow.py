@@ -53,6 +53,7 @@ SLOW = {
     "parity/test_jetstream_driver.py::test_the_driver_and_the_scheduler_sample_the_same_ids": "two engines",
     "parity/test_llama_vs_transformers.py::test_the_real_model_equals_transformers_on_a_conversation": "135M parameters, twice",
     "parity/test_llama_vs_transformers.py::test_the_real_model_is_as_close_to_float64_as_transformers_is": "135M parameters in float64",
+    "parity/test_qwen3_5_vs_transformers.py": "a model with a tower for each kind of network; the tests of all families have its text model",
     "parity/test_qwen3_vl_vs_transformers.py::test_every_field_of_a_config_is_honoured_refused_or_without_effect": "a model for every field",
     "parity/test_qwen3_vl_vs_transformers.py::test_every_gradient_of_tower_and_decoder_is_equal": "compiles a tower's gradient, as for Qwen2.5-VL",
     "parity/test_qwen3_vl_vs_transformers.py::test_chunks_and_steps_give_what_transformers_gives_at_once": "compiles an engine with a tower",

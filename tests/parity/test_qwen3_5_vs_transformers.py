@@ -1,0 +1,134 @@
+"""The text model in a folder of Qwen3.5 with a vision tower, dense or with experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jax_agent_rl.errors import ModelError
+from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.decoder import Decoder
+from jax_agent_rl.models.hf import check_files, load_hf, save_hf
+from tests.messages import raises
+
+torch = pytest.importorskip("torch")
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 89,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
+FEED_FORWARD = {
+    "Qwen3_5": {"intermediate_size": 48},
+    "Qwen3_5Moe": {
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+IDS = np.random.default_rng(0).integers(3, 89, (2, 70))  # longer than a chunk
+
+
+@pytest.fixture(scope="module", params=list(FEED_FORWARD))
+def published(request, tmp_path_factory):
+    """A folder as published ones, and the logits of its text model."""
+    import transformers
+
+    name = request.param
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=TEXT | FEED_FORWARD[name], vision_config=VISION
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    for parameter in model.parameters():
+        # Norms and decays far from where training starts.
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    with torch.no_grad():
+        logits = model(torch.tensor(IDS)).logits.numpy()
+    folder = tmp_path_factory.mktemp(name)
+    model.save_pretrained(folder)
+
+    # transformers neither reads nor writes the layers that predict further tokens.
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["mtp.norm.weight"] = np.ones(32, np.float32)
+    tensors["mtp.layers.0.mlp.experts.down_proj"] = np.ones((6, 32, 16), np.float32)
+    tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = np.ones((6, 32, 32), np.float32)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder, logits
+
+
+def test_the_text_model_of_a_folder_with_a_tower_has_its_logits(published):
+    folder, expected = published
+    tensors = load_file(folder / "model.safetensors")
+    assert "model.visual.pos_embed.weight" in tensors
+    assert "model.language_model.layers.0.linear_attn.in_proj_qkv.weight" in tensors
+
+    config, params = load_hf(folder)
+    assert check_files(folder) == config
+
+    @jax.jit
+    def logits(params: Params) -> jax.Array:
+        decoder = Decoder.from_params(config, params)
+        return decoder.logits(decoder(jnp.asarray(IDS))[0])
+
+    # One token of the mixture differs by 1.5e-4, all others by less than 1e-4.
+    np.testing.assert_allclose(logits(params), expected, atol=2e-4)
+
+
+def test_a_tensor_of_neither_tower_nor_text_model_is_refused(published, tmp_path: Path):
+    folder, _ = published
+    name = "model.language_model.layers.0.linear_attn.in_proj_ba.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = np.ones((8, 32), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with raises(ModelError, value="layers.0.linear_attn.in_proj_ba.weight"):
+        load_hf(tmp_path)
+
+
+def test_a_written_text_model_has_its_logits_in_transformers(published, tmp_path: Path):
+    import transformers
+
+    folder, expected = published
+    config, params = load_hf(folder)
+    save_hf(tmp_path / "text", config, params)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    with torch.no_grad():
+        logits = model(torch.tensor(IDS)).logits.numpy()
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
