@@ -158,12 +158,10 @@ def solve_chunks(tokens: DeltaTokens, is_ancestor: jax.Array) -> SolvedChunks:
     size = q.shape[-2]
     is_self = jnp.eye(size, dtype=bool)
     overlap = jnp.einsum("bnhik,bnhjk->bnhij", k, k) * decay * beta
-    system = jnp.where(is_self, 1.0, overlap)
+    inverse = unit_lower_inverse(jnp.where(is_self, 0.0, overlap))
     since_start = jnp.exp(faded)[..., None]
     sides = jnp.concatenate([k * since_start * beta, v * beta], axis=-1)
-    solved = jax.lax.linalg.triangular_solve(
-        system, sides, left_side=True, lower=True, unit_diagonal=True
-    )
+    solved = _product(inverse, sides)
     return SolvedChunks(
         reads=solved[..., : k.shape[-1]],
         new_values=solved[..., k.shape[-1] :],
@@ -172,6 +170,50 @@ def solve_chunks(tokens: DeltaTokens, is_ancestor: jax.Array) -> SolvedChunks:
         mixing=jnp.einsum("bnhik,bnhjk->bnhij", q, k) * decay,
         faded=faded,
     )
+
+
+@jax.custom_vjp
+def unit_lower_inverse(lower: jax.Array) -> jax.Array:
+    """Return the inverse of the identity plus a strictly lower triangular matrix.
+
+    Built from the inverses of the diagonal's blocks, of twice the size in each pass. Every block is
+    a block of the result, so numbers stay as small as there; a series of the matrix's powers would
+    have large terms that cancel. Matrix products need no library call per matrix, as a triangular
+    solve does on CPUs.
+
+    Args:
+        lower: float32 [.., c, c], zeros on the diagonal and above.
+    """
+    index = jnp.arange(lower.shape[-1])
+    inverse = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
+    size = 1
+    while size < lower.shape[-1]:
+        # [[P, 0], [L, Q]] has the inverse [[P', 0], [-Q' L P', Q']].
+        block = index // size
+        pair = index // (2 * size)
+        joins = (pair[:, None] == pair) & (block[:, None] != block)
+        between = jnp.where(joins, lower, 0.0)
+        inverse -= _product(inverse, _product(between, inverse))
+        size *= 2
+    return inverse
+
+
+def _save_inverse(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse = unit_lower_inverse(lower)
+    return inverse, inverse
+
+
+def _inverse_gradient(inverse: jax.Array, d_inverse: jax.Array) -> tuple[jax.Array]:
+    transposed = jnp.matrix_transpose(inverse)
+    d_lower = -_product(transposed, _product(d_inverse, transposed))
+    return (jnp.tril(d_lower, -1),)
+
+
+unit_lower_inverse.defvjp(_save_inverse, _inverse_gradient)
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision="highest")
 
 
 def cut_into_chunks(tokens: DeltaTokens, chunk: int) -> DeltaTokens:

@@ -13,6 +13,7 @@ from jax_agent_rl.models.delta_net import (
     delta_step,
     delta_tokens,
     gated_rms_norm,
+    unit_lower_inverse,
 )
 
 ROWS = 2
@@ -59,6 +60,24 @@ def recurrence(tokens: DeltaTokens, state: jax.Array) -> tuple[np.ndarray, np.nd
         outputs.append(np.einsum("bhk,bhkv->bhv", q[:, t], memory))
         states.append(memory)
     return np.stack(outputs, axis=1), np.stack(states)
+
+
+@pytest.mark.parametrize("size", [1, 5, 64])
+@pytest.mark.parametrize("keys", ["random", "equal"])
+def test_a_triangular_inverse_and_its_gradient_are_accurate_for_any_keys(size: int, keys: str):
+    rng = np.random.default_rng(size)
+    lower = rng.random((ROWS, size, size)) if keys == "random" else np.ones((ROWS, size, size))
+    lower = np.tril(lower, -1).astype(np.float32)
+    weights = rng.standard_normal(lower.shape).astype(np.float32)
+    inverse, pull = jax.vjp(unit_lower_inverse, jnp.asarray(lower))
+    (gradient,) = pull(weights)
+
+    expected = np.linalg.inv(np.eye(size) + lower.astype(np.float64))
+    transposed = expected.swapaxes(-1, -2)
+    expected_gradient = np.tril(-transposed @ weights @ transposed, -1)
+    np.testing.assert_allclose(inverse, expected, atol=2e-5)
+    scale = max(1.0, np.abs(expected_gradient).max())
+    np.testing.assert_allclose(gradient / scale, expected_gradient / scale, atol=1e-5)
 
 
 def test_steps_equal_the_recurrence():
