@@ -73,7 +73,7 @@ class ResidentBytes:
         for kind in model.layer_kinds:
             if kind.keys == "shared":  # it reads another layer's
                 continue
-            position += _POSITION_BYTES[kind.mixer](model, devices, kv_bytes)
+            position += POSITION_BYTES[kind.mixer](model, devices, kv_bytes)
         if model.experts is not None:
             expert_id_bytes = 2 if model.experts.count > 256 else 1
             position += len(model.expert_layers) * model.experts.per_token * expert_id_bytes
@@ -121,7 +121,7 @@ def _state_bytes(model: DecoderConfig, devices: int, number_bytes: int) -> float
     return sum(sizes.layers) * (conv + memory) / devices
 
 
-_POSITION_BYTES: dict[MixerName, Callable[[DecoderConfig, int, int], float]] = {
+POSITION_BYTES: dict[MixerName, Callable[[DecoderConfig, int, int], float]] = {
     "attention": functools.partial(_kv_position_bytes, "attention"),
     "global_attention": functools.partial(_kv_position_bytes, "global_attention"),
     "latent_attention": _latent_position_bytes,

@@ -289,7 +289,7 @@ def pass_flops(
 
     mixing = 0.0
     for layer, kind in enumerate(model.layer_kinds):
-        mixing_flops = _MIXING_FLOPS[kind.mixer]
+        mixing_flops = MIXING_FLOPS[kind.mixer]
         if over_latents and kind.mixer == "latent_attention":
             mixing_flops = _cached_latents_flops
         mixing += mixing_flops(model, _visible(model, layer, visible))
@@ -319,7 +319,7 @@ def _delta_net_flops(model: DecoderConfig, visible: float) -> float:
     return conv + 7 * sizes.value_heads * sizes.key_dim * sizes.value_dim
 
 
-_MIXING_FLOPS: dict[MixerName, Callable[[DecoderConfig, float], float]] = {
+MIXING_FLOPS: dict[MixerName, Callable[[DecoderConfig, float], float]] = {
     "attention": functools.partial(_attention_flops, "attention"),
     "global_attention": functools.partial(_attention_flops, "global_attention"),
     "latent_attention": _latent_attention_flops,
