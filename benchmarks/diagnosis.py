@@ -134,12 +134,13 @@ def updated(params: Params) -> Params:
 
 def later_positions() -> AbstractContextManager[Any]:
     """Shift positions from 280 on, which are in a later turn, by two."""
-    rope = forward.all_rope_tables
+    prepare_mixers = forward.prepare_mixers
 
-    def shifted_rope(config: DecoderConfig, positions: jax.Array, images: Any) -> Any:
-        return rope(config, jnp.where(positions >= 280, positions + 2, positions), images)
+    def shifted(config: DecoderConfig, positions: jax.Array, images: Any) -> Any:
+        changed = jnp.where(positions >= 280, positions + 2, positions)
+        return prepare_mixers(config, changed, images)
 
-    return mock.patch.object(forward, "all_rope_tables", shifted_rope)
+    return mock.patch.object(forward, "prepare_mixers", shifted)
 
 
 def permuted_scales() -> AbstractContextManager[Any]:

@@ -244,7 +244,7 @@ def decode_step(
     per_layer = _per_layer_inputs(config, params, slots.tokens, embedded, mesh)
     x = constrain(embedded.T, mesh)  # [D, B]
     rope_positions = positions if slots.offsets is None else positions + slots.offsets
-    tables = all_rope_tables(config, rope_positions, None)
+    prepared = prepare_mixers(config, rope_positions, None)
     layers = []
     routed = []
     adapted = _adapted_layers(params, adapters, slots.adapter, native)
@@ -257,7 +257,7 @@ def decode_step(
             config=config, mesh=mesh, windowed=config.is_windowed(i), kind=kind
         )
         inputs = DecodeInputs(
-            shared=tables[kind.mixer], positions=positions, pages=pages, running=running
+            shared=prepared[kind.mixer], positions=positions, pages=pages, running=running
         )
         source = config.keys_source(i)
         if source == i:
@@ -341,7 +341,7 @@ def prefill_chunks(
     x = constrain(x.T, mesh)  # [D, R T]
     first = starts if rope_offsets is None else starts + rope_offsets
     positions = (first[:, None] + jnp.arange(count)).reshape(-1)
-    tables = all_rope_tables(config, positions, images)
+    prepared = prepare_mixers(config, positions, images)
 
     num_deepstack = len(config.vision.deepstack_layers) if config.vision is not None else 0
     layers = []
@@ -351,7 +351,7 @@ def prefill_chunks(
         settings = LayerSettings(
             config=config, mesh=mesh, windowed=config.is_windowed(i), kind=kind
         )
-        inputs = ChunkInputs(shared=tables[kind.mixer], starts=starts, lengths=lengths)
+        inputs = ChunkInputs(shared=prepared[kind.mixer], starts=starts, lengths=lengths)
         source = config.keys_source(i)
         if source == i:
             x, chunk, chosen = _chunk_layer(settings, layer, x, cached, inputs, per_layer[i])
@@ -472,11 +472,11 @@ def _per_layer_inputs(
     return [inputs[:, layer].T for layer in range(config.num_layers)]
 
 
-def all_rope_tables(
+def prepare_mixers(
     config: DecoderConfig, positions: jax.Array, images: ImageInputs | None
 ) -> dict[MixerName, Any]:
-    """Return what the layers of each mixer share of rotary positions int32 [B]."""
-    shared: dict[MixerName, Any] = {}
+    """Return what the layers of each mixer share, from rotary positions int32 [B]."""
+    prepared: dict[MixerName, Any] = {}
     for name in config.mixers:
-        shared[name] = ENGINE_MIXERS[name].prepare(config, positions, images)
-    return shared
+        prepared[name] = ENGINE_MIXERS[name].prepare(config, positions, images)
+    return prepared

@@ -171,11 +171,11 @@ async def test_positions_that_are_shifted_from_a_later_turn_on_are_named(
     number: int,
     said: str,
 ):
-    rope = forward.all_rope_tables
+    prepare_mixers = forward.prepare_mixers
     monkeypatch.setattr(
         forward,
-        "all_rope_tables",
-        lambda config, positions, images: rope(config, change(positions), images),
+        "prepare_mixers",
+        lambda config, positions, images: prepare_mixers(config, change(positions), images),
     )
     diagnosed = await diagnosed_engine(
         LLAMA, own_programs(LLAMA, number), talks=True, lengths=EQUAL
