@@ -28,6 +28,7 @@ from jax_agent_rl.models.families.hf_config import (
     ModelFamily,
     bad_field,
     integer,
+    nested_text_model,
     number,
     read_common,
     read_layer_kinds,
@@ -49,7 +50,6 @@ _DEFAULTS = Defaults(
 _TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 """Beginnings of the names of tensors that the text model of a ``gemma4`` has no use for."""
 _MULTIMODAL = (
-    "text_config",
     "vision_config",
     "audio_config",
     "boi_token_id",
@@ -66,32 +66,10 @@ _MULTIMODAL = (
 
 
 def text_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the ``config.json`` of the text model of a ``gemma4``; any other file as it is.
-
-    Raises:
-        ModelError: there is no ``text_config``, or the two levels disagree.
-    """
+    """Return the ``config.json`` of the text model of a ``gemma4``; any other file as it is."""
     if raw["model_type"] != "gemma4":
         return raw
-    text = raw.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ModelError(
-            f"config.json: text_config={text!r}, expected an object: the text model of a gemma4;"
-            " download the model again"
-        )
-    top = {name: value for name, value in raw.items() if name not in _MULTIMODAL}
-    tied = top.get("tie_word_embeddings")
-    if tied is not None and text.get("tie_word_embeddings", tied) != tied:
-        raise ModelError(
-            f"config.json: tie_word_embeddings={tied!r}, but text_config.tie_word_embeddings="
-            f"{text['tie_word_embeddings']!r}; make them equal"
-        )
-    merged = {**top, **text, "model_type": "gemma4_text"}
-    # Ids at the top are what the whole model ends with; ``hf.load_config`` puts those of
-    # generation_config.json there.
-    if top.get("eos_token_id") is not None:
-        merged["eos_token_id"] = top["eos_token_id"]
-    return merged
+    return nested_text_model(raw, "gemma4_text", left_out=_MULTIMODAL)
 
 
 def read(raw: Fields) -> DecoderConfig:

@@ -273,6 +273,51 @@ def merge_fields(written: Mapping[str, Any], carried: Mapping[str, Any]) -> dict
     return merged
 
 
+def nested_text_model(
+    raw: Mapping[str, Any], text_type: str, *, left_out: Collection[str]
+) -> dict[str, Any]:
+    """Return the ``config.json`` of the text model in a file that has it as ``text_config``.
+
+    ``text_config`` describes the text model, so what it holds counts. Only the ids that end an
+    answer are the top's where both have some: ``hf.load_config`` puts the ids of
+    ``generation_config.json`` there. Null at the top says nothing.
+
+    Args:
+        text_type: ``model_type`` of the text model.
+        left_out: fields at the top that are of no use to the text model, such as the towers'.
+
+    Raises:
+        ModelError: there is no ``text_config``, or the two levels disagree about ties.
+    """
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(
+            f"config.json: text_config={text!r}, expected an object: the text model of a"
+            f" {raw['model_type']}; download the model again"
+        )
+    top = {}
+    for name, value in raw.items():
+        if name != "text_config" and name not in left_out and value is not None:
+            top[name] = value
+
+    text_tied = text.get("tie_word_embeddings")
+    if text_tied is None:
+        text_tied = top.get("tie_word_embeddings")
+    tied = top.get("tie_word_embeddings", text_tied)
+    if tied != text_tied:
+        raise ModelError(
+            f"config.json: tie_word_embeddings={tied!r}, but text_config.tie_word_embeddings="
+            f"{text_tied!r}; make them equal"
+        )
+
+    merged = {**top, **text, "model_type": text_type}
+    if tied is not None:
+        merged["tie_word_embeddings"] = tied
+    if "eos_token_id" in top:
+        merged["eos_token_id"] = top["eos_token_id"]
+    return merged
+
+
 def integer(config: Fields, name: str, default: int | None = None, *, least: int = 1) -> int:
     """Read an integer from ``least`` on; the default if absent or null."""
     value = config.get(name)

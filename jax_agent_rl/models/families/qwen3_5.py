@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Experts
 from jax_agent_rl.models.families.hf_config import (
     Defaults,
     Fields,
     ModelFamily,
     integer,
+    nested_text_model,
     read_common,
     read_rope,
     refuse,
@@ -43,7 +43,6 @@ _FIXED = {
 _DEFAULTS = Defaults(num_kv_heads=4, head_dim=256, max_positions=32768, intermediate_size=12288)
 _MOE_DEFAULTS = Defaults(num_kv_heads=2, head_dim=256, max_positions=32768, intermediate_size=512)
 _OF_TOWER = (
-    "text_config",
     "vision_config",
     "image_token_id",
     "video_token_id",
@@ -54,26 +53,11 @@ _OF_TOWER = (
 
 
 def text_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the ``config.json`` of the text model of a model with a tower; any other as it is.
-
-    Raises:
-        ModelError: there is no ``text_config``.
-    """
+    """Return the ``config.json`` of the text model of a model with a tower; any other as it is."""
     text_type = _TEXT_TYPES.get(raw["model_type"])
     if text_type is None:
         return raw
-    text = raw.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ModelError(
-            f"config.json: text_config={text!r}, expected an object: the text model of a"
-            f" {raw['model_type']}; download the model again"
-        )
-    top = {}
-    for name, value in raw.items():
-        # What both have is the whole model's at the top: ties, and the ids that end an answer.
-        if name not in _OF_TOWER and value is not None:
-            top[name] = value
-    return {**text, **top, "model_type": text_type}
+    return nested_text_model(raw, text_type, left_out=_OF_TOWER)
 
 
 def read(raw: Fields) -> DecoderConfig:
