@@ -34,7 +34,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.errors import BackendError, ModelError, WeightUpdateError
+from jax_agent_rl.errors import BackendError, JaxAgentRLError, ModelError, WeightUpdateError
 from jax_agent_rl.jetstream.weights import GatherParams
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import load_config
@@ -143,6 +143,10 @@ def make_host_engine(
 # --- discovery ------------------------------------------------------------------------------------
 
 
+class RegistryGoneError(JaxAgentRLError):
+    """Process 0, which keeps the registry, has ended: so do all others."""
+
+
 class HostRegistry:
     """Where process 0 finds the engines of other processes, and which models they have read.
 
@@ -211,9 +215,18 @@ class HostRegistry:
         return sorted((int(number), json.loads(text)) for number, text in texts.items())
 
     async def _poll(self, folder: str, count: int) -> dict[str, str]:
-        """Poll for ``count`` values; a wait inside the service could not be cancelled."""
+        """Poll for ``count`` values; a wait inside the service could not be cancelled.
+
+        Raises:
+            RegistryGoneError: process 0, which has the service, has ended.
+        """
         while True:
-            entries = self._store.key_value_dir_get(folder)
+            try:
+                entries = self._store.key_value_dir_get(folder)
+            except jax.errors.JaxRuntimeError as error:
+                if "UNAVAILABLE" not in str(error):
+                    raise
+                raise RegistryGoneError("process 0 has ended") from error
             if len(entries) >= count:
                 return {key.rpartition("/")[2]: value for key, value in entries}
             await asyncio.sleep(_POLL_SECONDS)
@@ -378,6 +391,8 @@ class HostEngine:
                 server = RolloutServer(backend, host=host, token=await registry.token())
                 stack.push_async_callback(server.close)
                 await server.start()
+            except RegistryGoneError:
+                logger.warning("process 0 ended before process %d had an engine", number)
             except Exception as error:
                 # Files, devices and compilers raise anything; process 0 has to know.
                 logger.exception("the engine of process %d could not start", number)

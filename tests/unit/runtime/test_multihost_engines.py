@@ -7,6 +7,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import jax
 import pytest
 
 from jax_agent_rl.config import Config, build
@@ -133,6 +134,29 @@ async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
     finally:
         await client.pool.close()
         await asyncio.to_thread(broken_host.close)
+
+
+class GoneStore(Store):
+    """The service after its process has ended."""
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses")
+
+
+async def test_an_engine_whose_process_0_has_ended_says_so_without_a_trace(
+    caplog: pytest.LogCaptureFixture,
+):
+    engine = Engine()
+    host_engine = HostEngine(lambda: engine, HostRegistry(GoneStore()), number=2, host="127.0.0.1")
+    async with asyncio.timeout(30):
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+    await asyncio.to_thread(host_engine.close)
+
+    (record,) = caplog.records
+    assert "process 0 ended before process 2 had an engine" in record.getMessage()
+    assert record.exc_info is None
+    assert engine.closed
 
 
 async def test_an_engine_that_nobody_wants_any_more_ends():
