@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from jax_agent_rl.chat.grammar import GrammarState
-from jax_agent_rl.errors import BackendError
+from jax_agent_rl.errors import BackendError, ModelError
 from jax_agent_rl.jetstream.admission import AdmissionPlan, Patience, ReturnTimes
 from jax_agent_rl.jetstream.block_manager import Allocation, BlockManager
 from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, slots_of
@@ -91,6 +91,11 @@ class Scheduler:
         self._rng = np.random.default_rng(self.seed)
         self._image_keys = ImageKeys()
         self._eos = frozenset(self.engine.config.eos_token_ids)
+        if len(self._eos) > MAX_STOP_IDS:
+            raise ModelError(
+                f"config.json: eos_token_id has {len(self._eos)} ids, and the engine stops at up to"
+                f" {MAX_STOP_IDS}; leave out those that end no turn"
+            )
         self.patience = Patience(self.clock)
 
         self.speculation: Speculation | None = None

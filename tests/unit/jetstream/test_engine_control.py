@@ -12,7 +12,13 @@ import jax
 import numpy as np
 import pytest
 
-from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.errors import (
+    BackendClosedError,
+    BackendError,
+    EngineDiedError,
+    ModelError,
+    WeightUpdateError,
+)
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.decode_batch import Sampled
 from jax_agent_rl.jetstream.engine import EngineShapes
@@ -441,3 +447,10 @@ async def test_an_engine_that_lost_its_weights_serves_nothing_until_others_come(
             health.running,
             health.waiting,
         ) == (True, 0, 0)
+
+
+def test_a_model_with_more_eos_ids_than_an_engine_looks_for_is_refused_before_it_serves():
+    engine = CountingEngine(SHAPES)
+    engine.config = replace(TINY, eos_token_ids=tuple(range(2, 11)))
+    with raises(ModelError, key="eos_token_id", value="9 ids", fix="leave out"):
+        Scheduler(engine, engine.load_params(tiny_params()))
