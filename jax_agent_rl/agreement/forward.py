@@ -24,7 +24,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params, Rope, YarnScaling
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.decoder_layer import decoder_layer
 from jax_agent_rl.models.layer_kinds import LayerKind, MixerName
-from jax_agent_rl.models.layer_scan import Kept, scan_layers
+from jax_agent_rl.models.layer_scan import SourceKeys, scan_layers
 from jax_agent_rl.models.layer_weights import LayerWeights
 from jax_agent_rl.models.layers import embed, rms_norm, rope_frequencies
 from jax_agent_rl.models.mixers.attention import keys_and_values, mix_heads
@@ -371,8 +371,8 @@ def _layers(
         kind: LayerKind,
         tensors: Params,
         values: tuple[Any, ...],
-        kept: Mapping[MixerName, Any],
-    ) -> tuple[jax.Array, Any, Kept]:
+        source_keys: Mapping[MixerName, Any],
+    ) -> tuple[jax.Array, Any, SourceKeys]:
         number, windowed, window, old_kv, prefix_kv, per_layer_input = values
         if layer_change is not None:
             _, first, changed_tensors = layer_change
@@ -383,12 +383,12 @@ def _layers(
                 lambda: tensors,
             )
         row_kv: list[jax.Array] = []
-        newly_kept: Kept = {}
+        new_source_keys: SourceKeys = {}
 
         def seen_kv(inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Return the keys and values that the layer attends to."""
             if kind.keys == "shared":
-                return kept[kind.mixer]
+                return source_keys[kind.mixer]
             seen = []
             for index, x in enumerate(keys_and_values(layer, inputs, cos, sin)):
                 row_kv.append(x)
@@ -398,8 +398,8 @@ def _layers(
                 if prefix_kv is not None:
                     x = jnp.concatenate([unpadded_heads(config, kind, prefix_kv[index]), x], axis=2)
                 seen.append(x)
-            if kind.keys == "kept":
-                newly_kept[kind.mixer] = tuple(seen)
+            if kind.keys == "source":
+                new_source_keys[kind.mixer] = tuple(seen)
             return seen[0], seen[1]
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
@@ -418,24 +418,24 @@ def _layers(
         sin = magnitude * jnp.sin(angles)
         x, _ = decoder_layer(layer, x, mix, per_layer_input=per_layer_input)
         if not return_activations:
-            return x, None, newly_kept
+            return x, None, new_source_keys
         if not row_kv:
             heads, size = _head_shape(config)
             row_kv = [jnp.zeros((len(ids), heads, ids.shape[1], size), x.dtype)] * 2
-        return x, (x, *(_padded_heads(config, kv) for kv in row_kv)), newly_kept
+        return x, (x, *(_padded_heads(config, kv) for kv in row_kv)), new_source_keys
 
     def compute_from_first(
         x: jax.Array,
         kind: LayerKind,
         tensors: Params,
         values: tuple[Any, ...],
-        kept: Mapping[MixerName, Any],
-    ) -> tuple[jax.Array, None, Kept]:
+        source_keys: Mapping[MixerName, Any],
+    ) -> tuple[jax.Array, None, SourceKeys]:
         assert layer_change is not None
         number = values[0]
         first = layer_change[1]
         x = jax.lax.cond(
-            number >= first, lambda: compute(x, kind, tensors, values, kept)[0], lambda: x
+            number >= first, lambda: compute(x, kind, tensors, values, source_keys)[0], lambda: x
         )
         return x, None, {}
 

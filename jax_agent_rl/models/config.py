@@ -637,21 +637,21 @@ class DecoderConfig:
     def _keys_of(self, layer: int) -> KeysName:
         """Return whose keys and values a layer attends to."""
         if not self.shared_kv_layers:
-            return "own"
+            return "private"
         first_shared = self.num_layers - self.shared_kv_layers
         if layer >= first_shared:
             return "shared"
         later = range(layer + 1, first_shared)
         if any(self.is_windowed(other) == self.is_windowed(layer) for other in later):
-            return "own"
-        return "kept"
+            return "private"
+        return "source"
 
     def keys_source(self, layer: int) -> int:
         """Return the layer whose keys and values a layer attends to."""
         if self.layer_kind(layer).keys != "shared":
             return layer
         mixer = self.layer_kind(layer).mixer
-        return self.layer_kinds.index(LayerKind(mixer=mixer, keys="kept"))
+        return self.layer_kinds.index(LayerKind(mixer=mixer, keys="source"))
 
     def heads(self, mixer: MixerName) -> AttentionHeads:
         """Return the heads of the layers with one of the mixers of keys and values."""

@@ -142,7 +142,7 @@ class Decoder(Module):
             kind: LayerKind,
             stacked: dict[str, Any],
             values: tuple[Any, ...],
-            kept: Mapping[MixerName, Any],
+            source_keys: Mapping[MixerName, Any],
         ) -> tuple[jax.Array, jax.Array | None, dict[MixerName, Any]]:
             number, window_choice, routed, per_layer_input = values
             layer = self._layer(kind, stacked, mesh)
@@ -153,16 +153,16 @@ class Decoder(Module):
             else:
                 context = jax.tree.map(lambda *x: jnp.stack(x)[window_choice], *choices)
 
-            newly_kept: dict[MixerName, Any] = {}
+            new_source_keys: dict[MixerName, Any] = {}
 
             def mix(inputs: jax.Array) -> jax.Array:
-                if kind.keys == "own":
+                if kind.keys == "private":
                     return mixer.mix(layer, inputs, context)
                 assert mixer.keys_and_values is not None and mixer.mix_with is not None
                 if kind.keys == "shared":
-                    return mixer.mix_with(layer, inputs, context, kept[kind.mixer])
+                    return mixer.mix_with(layer, inputs, context, source_keys[kind.mixer])
                 keys_and_values = mixer.keys_and_values(layer, inputs, context)
-                newly_kept[kind.mixer] = keys_and_values
+                new_source_keys[kind.mixer] = keys_and_values
                 return mixer.mix_with(layer, inputs, context, keys_and_values)
 
             x, load = decoder_layer(
@@ -182,7 +182,7 @@ class Decoder(Module):
                     return x + layer_features(number).astype(x.dtype)
 
                 x = jax.lax.cond(number < deepstack_count, add_features, lambda: x)
-            return x, load, newly_kept
+            return x, load, new_source_keys
 
         if remat != "none":
             compute = jax.checkpoint(compute, policy=REMAT_POLICIES[remat], static_argnums=1)

@@ -19,9 +19,10 @@ MixerName = Literal["attention", "global_attention", "latent_attention", "delta_
 """What lets tokens see each other, see ``models.mixers``."""
 FeedForwardName = Literal["dense", "wide", "experts"]
 """What follows it, see ``models.feed_forward``."""
-KeysName = Literal["own", "kept", "shared"]
-"""Whose keys and values a layer attends to: its own; its own, which later layers read as well; or
-those that an earlier layer with the same mixer kept."""
+KeysName = Literal["private", "source", "shared"]
+"""Whose keys and values a layer attends to: ``private``, its own, which no other layer reads;
+``source``, its own, which later layers read as well; ``shared``, those of an earlier ``source``
+with the same mixer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class LayerKind:
     """What a layer computes. Layers of a kind have parameters of the same names and shapes."""
 
     mixer: MixerName = "attention"
-    keys: KeysName = "own"
+    keys: KeysName = "private"
     feed_forward: FeedForwardName = "dense"
 
 

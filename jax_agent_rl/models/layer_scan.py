@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.layer_kinds import LayerKind, MixerName, Run, repeating_runs
 
-Kept = dict[MixerName, Any]
-"""What a layer of each mixer kept for later ones."""
+SourceKeys = dict[MixerName, Any]
+"""By mixer, the keys and values that later layers read as well."""
 ComputeLayer = Callable[
-    [Any, LayerKind, dict[str, Any], Any, Mapping[MixerName, Any]], tuple[Any, Any, Kept]
+    [Any, LayerKind, dict[str, Any], Any, Mapping[MixerName, Any]], tuple[Any, Any, SourceKeys]
 ]
-"""From a carry, a layer's kind, its parameters by name, its values and what earlier layers kept to
-the next carry, the layer's outputs (a tree of the same structure for all layers), and what it keeps
-itself if its kind says so."""
+"""From a carry, a layer's kind, its parameters by name, its values and the source keys of earlier
+layers to the next carry, the layer's outputs (a tree of the same structure for all layers), and its
+own keys and values if it is a source."""
 
 
 def scan_layers(
@@ -42,11 +42,13 @@ def scan_layers(
         The last carry, and the outputs of all layers, [L, ...].
     """
     outputs = []
-    kept: Kept = {}
+    source_keys: SourceKeys = {}
     for run in repeating_runs(config.layer_kinds):
-        carry, run_outputs, run_kept = _scan_run(config, run, compute, carry, stacks, values, kept)
+        carry, run_outputs, run_keys = _scan_run(
+            config, run, compute, carry, stacks, values, source_keys
+        )
         outputs.append(run_outputs)
-        kept |= run_kept
+        source_keys |= run_keys
     if len(outputs) == 1:
         return carry, outputs[0]
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
@@ -59,8 +61,8 @@ def _scan_run(
     carry: Any,
     stacks: Mapping[str, Any],
     values: Any,
-    kept: Kept,
-) -> tuple[Any, Any, Kept]:
+    source_keys: SourceKeys,
+) -> tuple[Any, Any, SourceKeys]:
     size = len(run.pattern)
     run_stacks = {}
     places: dict[str, list[int]] = {}  # by parameter: which of the pattern's layers have it
@@ -82,24 +84,28 @@ def _scan_run(
                 params[place][name] = element
 
         outputs = []
-        pattern_kept: Kept = {}
+        pattern_keys: SourceKeys = {}
         for place, layer_values in enumerate(_unstacked(pattern_values, size)):
-            carry, layer_outputs, layer_kept = compute(
-                carry, run.pattern[place], params[place], layer_values, {**kept, **pattern_kept}
+            carry, layer_outputs, layer_keys = compute(
+                carry,
+                run.pattern[place],
+                params[place],
+                layer_values,
+                {**source_keys, **pattern_keys},
             )
             outputs.append(layer_outputs)
-            pattern_kept |= layer_kept
+            pattern_keys |= layer_keys
         if size == 1:
-            return carry, (outputs[0], pattern_kept)
-        return carry, (jax.tree.map(lambda *parts: jnp.stack(parts), *outputs), pattern_kept)
+            return carry, (outputs[0], pattern_keys)
+        return carry, (jax.tree.map(lambda *parts: jnp.stack(parts), *outputs), pattern_keys)
 
-    carry, (outputs, run_kept) = jax.lax.scan(
+    carry, (outputs, run_keys) = jax.lax.scan(
         body, carry, (run_stacks, run_values), length=run.repeats
     )
     if size > 1:
         outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
-    # A mixer has one layer that keeps something, so its run does not repeat.
-    return carry, outputs, jax.tree.map(lambda x: x[0], run_kept)
+    # A mixer has one source, so its run does not repeat.
+    return carry, outputs, jax.tree.map(lambda x: x[0], run_keys)
 
 
 class _Slice:

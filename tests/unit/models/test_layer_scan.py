@@ -30,7 +30,7 @@ class Layers:
 
 
 def compute(
-    x: jax.Array, kind: Any, params: dict[str, Any], value: Any, kept: Any
+    x: jax.Array, kind: Any, params: dict[str, Any], value: Any, source_keys: Any
 ) -> tuple[Any, Any, dict]:
     assert params.keys() == SHAPES[kind].keys()
     matrix = params["delta"] if kind == "D" else params["query"].T
@@ -80,9 +80,11 @@ def test_every_layer_has_its_own_parameters_and_gives_them_their_gradient(kinds:
 def test_a_pattern_is_computed_once_and_repeated():
     computed = []
 
-    def count(x: jax.Array, kind: LayerKind, params: dict[str, Any], value: Any, kept: Any) -> Any:
+    def count(
+        x: jax.Array, kind: LayerKind, params: dict[str, Any], value: Any, source_keys: Any
+    ) -> Any:
         computed.append(kind)
-        return compute(x, kind, params, value, kept)
+        return compute(x, kind, params, value, source_keys)
 
     layers = Layers("DDDA" * 6)
     stacks = {}
