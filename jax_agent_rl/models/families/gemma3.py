@@ -13,12 +13,14 @@ from jax_agent_rl.models.families.hf_config import (
     Defaults,
     Fields,
     ModelFamily,
+    all_but_every,
     bad_field,
     integer,
     number,
     read_common,
     read_layer_kinds,
     read_rope_section,
+    read_rope_sections,
     refuse,
     write_common,
     write_layer_kinds,
@@ -48,19 +50,13 @@ def read(raw: Fields) -> DecoderConfig:
         if raw.get(name) is not None:
             raise bad_field(raw, name, "null (Gemma 3 has no soft-capping)")
 
-    # Older files have flat fields, newer ones a section per kind of layer.
-    nested = raw.section("rope_parameters")
-    full = nested.section("full_attention") or raw.section("rope_scaling")
-    local = nested.section("sliding_attention")
-    if "type" in full and "rope_type" not in full:  # transformers would scale nothing
-        raise bad_field(full, "type", "its name rope_type")
-
+    full, local = read_rope_sections(raw)
     common = read_common(raw, _DEFAULTS)
     count = common["num_layers"]
     # Older files have sliding_window_pattern in place of layer_types: every n-th layer is a full
     # one.
     pattern = integer(raw, "sliding_window_pattern", 6)
-    default_windowed = tuple((i + 1) % pattern != 0 for i in range(count))
+    default_windowed = all_but_every(pattern, count)
     return DecoderConfig(
         **common,
         rope=read_rope_section(raw, full, _DEFAULTS),

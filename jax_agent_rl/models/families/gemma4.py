@@ -26,6 +26,7 @@ from jax_agent_rl.models.families.hf_config import (
     Defaults,
     Fields,
     ModelFamily,
+    all_but_every,
     bad_field,
     integer,
     nested_text_model,
@@ -86,9 +87,7 @@ def read(raw: Fields) -> DecoderConfig:
 
     common = read_common(raw, _DEFAULTS)
     count = common["num_layers"]
-    windowed = read_layer_kinds(
-        raw, count, default=tuple((layer + 1) % 6 != 0 for layer in range(count))
-    )
+    windowed = read_layer_kinds(raw, count, default=all_but_every(6, count))
     windowed = (*windowed[:-1], False)  # as in transformers, whatever the file says
     softcap = None
     if raw.get("final_logit_softcapping") is not None:

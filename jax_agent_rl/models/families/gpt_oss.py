@@ -14,6 +14,7 @@ from jax_agent_rl.models.families.hf_config import (
     Defaults,
     Fields,
     ModelFamily,
+    all_but_every,
     integer,
     number,
     read_common,
@@ -51,7 +52,6 @@ def read(raw: Fields) -> DecoderConfig:
     else:
         rope = Rope(theta=number(raw, "rope_theta", _DEFAULTS.rope_theta), scaling=_YARN)
     count = common["num_layers"]
-    default_windowed = tuple(layer % 2 == 0 for layer in range(count))
     return DecoderConfig(
         **common,
         rope=rope,
@@ -60,7 +60,7 @@ def read(raw: Fields) -> DecoderConfig:
         attention_sinks=True,
         activation="clamped_swiglu",
         sliding_window=integer(raw, "sliding_window", 128),
-        windowed_layers=read_layer_kinds(raw, count, default=default_windowed),
+        windowed_layers=read_layer_kinds(raw, count, default=all_but_every(2, count)),
         experts=Experts(
             count=integer(raw, "num_local_experts", 128),
             per_token=integer(raw, "num_experts_per_tok", 4),

@@ -454,30 +454,48 @@ def first_or_none(ids: Sequence[int]) -> int | None:
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
+LINEAR_ATTENTION = "linear_attention"
 
 
-def read_layer_kinds(raw: Fields, count: int, *, default: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Read which of ``count`` layers are windowed from ``layer_types``.
+def all_but_every(nth: int, count: int) -> tuple[bool, ...]:
+    """Return False for every ``nth`` of ``count`` layers, True for the others.
+
+    >>> all_but_every(3, 4)
+    (True, True, False, True)
+    """
+    return tuple((layer + 1) % nth != 0 for layer in range(count))
+
+
+def read_layer_kinds(
+    raw: Fields, count: int, *, default: tuple[bool, ...], kind: str = SLIDING_ATTENTION
+) -> tuple[bool, ...]:
+    """Read which of ``count`` layers are of a kind from ``layer_types``; the others are full ones.
 
     Args:
         default: if the field is absent or null.
+        kind: what the file calls it.
     """
     kinds = raw.get("layer_types")
     if kinds is None:
         return default
 
-    known = [FULL_ATTENTION, SLIDING_ATTENTION]
+    known = [FULL_ATTENTION, kind]
     is_list = isinstance(kinds, list) and len(kinds) == count
-    if not is_list or any(kind not in known for kind in kinds):
+    if not is_list or any(name not in known for name in kinds):
         raise bad_field(raw, "layer_types", f"{count} of {known}")
-    return tuple(kind == SLIDING_ATTENTION for kind in kinds)
+    return tuple(name == kind for name in kinds)
 
 
 def write_layer_kinds(config: DecoderConfig) -> list[str]:
     """Return ``layer_types`` of a ``config.json``."""
     kinds = []
     for layer in range(config.num_layers):
-        kinds.append(SLIDING_ATTENTION if config.is_windowed(layer) else FULL_ATTENTION)
+        if config.layer_kind(layer).mixer == "delta_net":
+            kinds.append(LINEAR_ATTENTION)
+        elif config.is_windowed(layer):
+            kinds.append(SLIDING_ATTENTION)
+        else:
+            kinds.append(FULL_ATTENTION)
     return kinds
 
 
@@ -632,6 +650,19 @@ def read_fp8(raw: Fields, *, fmt: str) -> None:
     # which matrices are.
     settings.get("activation_scheme")
     settings.get("modules_to_not_convert")
+
+
+def read_rope_sections(raw: Fields) -> tuple[Fields, Fields]:
+    """Return the rotary settings of full layers, and of windowed ones.
+
+    Older files have flat fields, newer ones a section per kind of layer. A flat ``rope_scaling`` is
+    of full layers.
+    """
+    sections = raw.section("rope_parameters")
+    full = sections.section("full_attention") or raw.section("rope_scaling")
+    if "type" in full and "rope_type" not in full:  # transformers would scale nothing
+        raise bad_field(full, "type", "its name rope_type")
+    return full, sections.section("sliding_attention")
 
 
 def write_ropes(config: DecoderConfig) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from jax_agent_rl.models.families.hf_config import (
     Defaults,
     Fields,
     ModelFamily,
+    all_but_every,
     bad_field,
     integer,
     read_common,
     read_layer_kinds,
     read_rope_section,
+    read_rope_sections,
     refuse,
     write_common,
     write_layer_kinds,
@@ -34,7 +36,6 @@ def read(raw: Fields) -> DecoderConfig:
     common = read_common(raw, _DEFAULTS)
     full, local = _rope_sections(raw)
     count = common["num_layers"]
-    default_windowed = tuple((layer + 1) % 4 != 0 for layer in range(count))
     default_window = None if "sliding_window" in raw else _WINDOW  # null is no window
     return DecoderConfig(
         **common,
@@ -45,21 +46,13 @@ def read(raw: Fields) -> DecoderConfig:
         norms="after",
         float32_norms=True,
         sliding_window=integer(raw, "sliding_window", default_window),
-        windowed_layers=read_layer_kinds(raw, count, default=default_windowed),
+        windowed_layers=read_layer_kinds(raw, count, default=all_but_every(4, count)),
     )
 
 
 def _rope_sections(raw: Fields) -> tuple[Fields, Fields]:
-    """Return the rotary settings of full layers, and of windowed ones.
-
-    Older files have flat fields, newer ones a section per kind of layer. A flat ``rope_scaling`` is
-    of full layers.
-    """
-    sections = raw.section("rope_parameters")
-    full = sections.section("full_attention") or raw.section("rope_scaling")
-    local = sections.section("sliding_attention")
-    if "type" in full and "rope_type" not in full:  # transformers would scale nothing
-        raise bad_field(full, "type", "its name rope_type")
+    """Return the rotary settings of full layers, and of windowed ones."""
+    full, local = read_rope_sections(raw)
     has_other_theta = raw.get("rope_theta") not in (None, _DEFAULTS.rope_theta)
     if has_other_theta and "rope_theta" not in local:
         # It was the base of all layers before transformers 5, and is that of full layers since.

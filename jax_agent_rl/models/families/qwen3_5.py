@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jax_agent_rl.models.config import DecoderConfig, Experts
+from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.families.hf_config import (
     Defaults,
     Fields,
     ModelFamily,
-    integer,
     nested_text_model,
     read_common,
     read_rope,
@@ -27,6 +26,7 @@ from jax_agent_rl.models.families.qwen3_next import (
     PREDICTION_LAYERS,
     SHARED_EXPERT,
     read_delta_net,
+    read_experts,
     write_delta_net,
     write_experts,
 )
@@ -67,7 +67,8 @@ def read(raw: Fields) -> DecoderConfig:
     experts = None
     if raw["model_type"] == "qwen3_5_moe_text":
         defaults = _MOE_DEFAULTS
-        experts = _read_experts(raw)
+        refuse(raw, norm_topk_prob=True)
+        experts = read_experts(raw, count=256, per_token=8)
     common = read_common(raw, defaults)
     return DecoderConfig(
         **common,
@@ -77,18 +78,6 @@ def read(raw: Fields) -> DecoderConfig:
         norm_offset=1.0,
         delta_net=read_delta_net(raw, common["num_layers"], fused=False),
         experts=experts,
-    )
-
-
-def _read_experts(raw: Fields) -> Experts:
-    refuse(raw, norm_topk_prob=True)
-    return Experts(
-        count=integer(raw, "num_experts", 256),
-        per_token=integer(raw, "num_experts_per_tok", 8),
-        intermediate_size=integer(raw, "moe_intermediate_size", 512),
-        normalize=True,
-        shared_size=integer(raw, "shared_expert_intermediate_size", 512),
-        shared_gated=True,
     )
 
 

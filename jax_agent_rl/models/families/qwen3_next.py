@@ -6,27 +6,29 @@ shared one with a gate. Layers that predict further tokens are not read.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, DeltaNet, Experts
 from jax_agent_rl.models.families.hf_config import (
-    FULL_ATTENTION,
+    LINEAR_ATTENTION,
     Defaults,
     Fields,
     ModelFamily,
-    bad_field,
+    all_but_every,
     integer,
     read_common,
+    read_layer_kinds,
     read_rope,
     refuse,
     switch,
     write_common,
+    write_layer_kinds,
 )
 from jax_agent_rl.models.families.llama import read_first_dense_layers
 from jax_agent_rl.models.tensors import Packed
 
-LINEAR_ATTENTION = "linear_attention"
 PREDICTION_LAYERS = "mtp."
 """Beginning of the names of tensors of layers that predict further tokens."""
 SHARED_EXPERT = {
@@ -51,14 +53,11 @@ def read(raw: Fields) -> DecoderConfig:
     refuse(raw, **_FIXED)
     common = read_common(raw, _DEFAULTS)
     count = common["num_layers"]
-    experts = Experts(
-        count=integer(raw, "num_experts", 512),
-        per_token=integer(raw, "num_experts_per_tok", 10),
-        intermediate_size=integer(raw, "moe_intermediate_size", 512),
+    experts = read_experts(raw, count=512, per_token=10)
+    experts = replace(
+        experts,
         normalize=switch(raw, "norm_topk_prob", True),
         first_dense_layers=read_first_dense_layers(raw, count),
-        shared_size=integer(raw, "shared_expert_intermediate_size", 512),
-        shared_gated=True,
     )
     return DecoderConfig(
         **common,
@@ -71,13 +70,30 @@ def read(raw: Fields) -> DecoderConfig:
     )
 
 
+def read_experts(raw: Fields, *, count: int, per_token: int) -> Experts:
+    """Read the experts that Qwen3-Next and Qwen3.5 have.
+
+    Args:
+        count: of experts, if the file does not say it; ``per_token`` as well.
+    """
+    return Experts(
+        count=integer(raw, "num_experts", count),
+        per_token=integer(raw, "num_experts_per_tok", per_token),
+        intermediate_size=integer(raw, "moe_intermediate_size", 512),
+        normalize=True,
+        shared_size=integer(raw, "shared_expert_intermediate_size", 512),
+        shared_gated=True,
+    )
+
+
 def read_delta_net(raw: Fields, count: int, *, fused: bool) -> DeltaNet | None:
     """Read which of ``count`` layers are delta nets, and their sizes; None if no layer is.
 
     Args:
         fused: see :class:`DeltaNet`.
     """
-    layers = _read_layers(raw, count)
+    default_layers = all_but_every(integer(raw, "full_attention_interval", 4), count)
+    layers = read_layer_kinds(raw, count, default=default_layers, kind=LINEAR_ATTENTION)
     delta_net = DeltaNet(
         layers=layers,
         key_heads=integer(raw, "linear_num_key_heads", 16),
@@ -97,20 +113,6 @@ def read_delta_net(raw: Fields, count: int, *, fused: bool) -> DeltaNet | None:
     return delta_net
 
 
-def _read_layers(raw: Fields, count: int) -> tuple[bool, ...]:
-    """Return whether each layer is a delta net."""
-    interval = integer(raw, "full_attention_interval", 4)
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        return tuple((layer + 1) % interval != 0 for layer in range(count))
-
-    known = [LINEAR_ATTENTION, FULL_ATTENTION]
-    is_list = isinstance(kinds, list) and len(kinds) == count
-    if not is_list or any(kind not in known for kind in kinds):
-        raise bad_field(raw, "layer_types", f"{count} of {known}")
-    return tuple(kind == LINEAR_ATTENTION for kind in kinds)
-
-
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
     assert config.experts is not None
@@ -128,16 +130,12 @@ def write(config: DecoderConfig) -> dict[str, Any]:
 
 def write_delta_net(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of delta nets, and of what rotates in the other layers."""
-    kinds = [FULL_ATTENTION] * config.num_layers
     fields: dict[str, Any] = {
-        "layer_types": kinds,
+        "layer_types": write_layer_kinds(config),
         "partial_rotary_factor": config.rope.partial_rotary,
     }
     if config.delta_net is None:
         return fields
-    for layer, is_delta_net in enumerate(config.delta_net.layers):
-        if is_delta_net:
-            kinds[layer] = LINEAR_ATTENTION
     return fields | {
         "linear_num_key_heads": config.delta_net.key_heads,
         "linear_num_value_heads": config.delta_net.value_heads,
