@@ -80,8 +80,7 @@ def _shared_expert(
     config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array
 ) -> jax.Array:
     """Apply the dense network that every token passes beside its experts to [D, B]."""
-    hidden = ACTIVATIONS[config.activation](*layer.multiply(config, "shared_gate_up", x))
-    out = constrain(layer.multiply(config, "shared_down", hidden), mesh)
+    out = _gated(config, mesh, layer, x, None, ("shared_gate_up", "shared_down"))
     if "shared_router" not in layer.params:
         return out
     return out * shared_expert_weight(layer.params["shared_router"], x.T).T

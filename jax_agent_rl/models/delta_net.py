@@ -21,6 +21,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_agent_rl.models.layers import root_mean_square_scaled
+
 CHUNK = 64
 """Tokens whose corrections are solved for at once."""
 
@@ -321,8 +323,6 @@ def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, *, eps: flo
         gate: [.., v]; its dtype is the result's.
         weight: [v].
     """
-    x_float32 = x.astype(jnp.float32)
-    mean_square = jnp.mean(x_float32 * x_float32, axis=-1, keepdims=True)
-    scaled = (x_float32 * jax.lax.rsqrt(mean_square + eps)).astype(gate.dtype)
+    scaled = root_mean_square_scaled(x, eps=eps).astype(gate.dtype)
     gated = (weight * scaled) * jax.nn.silu(gate.astype(jnp.float32))
     return gated.astype(gate.dtype)

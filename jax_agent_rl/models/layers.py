@@ -206,6 +206,13 @@ def rotate(
     return jnp.concatenate([rotated, unrotated], axis=axis)
 
 
+def root_mean_square_scaled(x: jax.Array, *, eps: float, axis: int = -1) -> jax.Array:
+    """Divide by the root of the mean square over ``axis``, float32."""
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(x * x, axis=axis, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + eps)
+
+
 def rms_norm(
     config: DecoderConfig | VisionConfig,
     x: jax.Array,
@@ -223,9 +230,7 @@ def rms_norm(
     shape = [1] * x.ndim
     shape[axis] = -1
     weight = weight.reshape(shape)
-    x_float32 = x.astype(jnp.float32)
-    mean_square = jnp.mean(x_float32 * x_float32, axis=axis, keepdims=True)
-    scaled = x_float32 * jax.lax.rsqrt(mean_square + eps)
+    scaled = root_mean_square_scaled(x, axis=axis, eps=eps)
     if config.norm_offset or config.float32_norms:
         return (scaled * (config.norm_offset + weight.astype(jnp.float32))).astype(x.dtype)
     return weight * scaled.astype(x.dtype)

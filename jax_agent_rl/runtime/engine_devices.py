@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 
 from jax_agent_rl.config import Config, EngineMeshConfig
 from jax_agent_rl.errors import ConfigError
@@ -83,7 +84,7 @@ class ResidentBytes:
             / (learner_mesh.fsdp * learner_mesh.tensor * learner_mesh.expert),
             weights=count * weight_bytes / devices,
             position=position,
-            state=_state_bytes(model, devices, dtype_bytes),
+            state=_state_bytes(model, dtype_bytes) / devices,  # heads are split
         )
 
     def serving(self, shapes: EngineShapes) -> float:
@@ -111,14 +112,15 @@ def _no_position_bytes(model: DecoderConfig, devices: int, number_bytes: int) ->
     return 0.0
 
 
-def _state_bytes(model: DecoderConfig, devices: int, number_bytes: int) -> float:
-    """Return the bytes of a context's recurrent state on each device."""
-    sizes = model.delta_net
-    if sizes is None:
-        return 0.0
-    conv = (sizes.conv_kernel - 1) * sizes.conv_channels * number_bytes
-    memory = sizes.value_heads * sizes.key_dim * sizes.value_dim * 4  # float32
-    return sum(sizes.layers) * (conv + memory) / devices
+@functools.cache
+def _state_bytes(model: DecoderConfig, number_bytes: int) -> int:
+    """Return the bytes of a context's recurrent state, on all devices together."""
+    from jax_agent_rl.jetstream.mixers import empty_cache
+
+    dtype = jnp.bfloat16 if number_bytes == 2 else jnp.float32
+    make_cache = functools.partial(empty_cache, model, 1, 1, dtype, num_states=1, state_dtype=dtype)
+    states = jax.eval_shape(make_cache).states
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
 
 
 POSITION_BYTES: dict[MixerName, Callable[[DecoderConfig, int, int], float]] = {
