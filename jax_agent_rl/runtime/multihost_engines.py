@@ -150,6 +150,9 @@ class RegistryGoneError(JaxAgentRLError):
 class HostRegistry:
     """Where process 0 finds the engines of other processes, and which models they have read.
 
+    Process 0 has the service that holds it. All methods raise :class:`RegistryGoneError` once that
+    process has ended.
+
     Args:
         store: key-value store; None: that of jax's coordination service.
     """
@@ -159,7 +162,7 @@ class HostRegistry:
 
     def publish_token(self, token: str) -> None:
         """Process 0: publish the token that the other servers will require."""
-        self._store.key_value_set(f"{_TOKEN}0", token)
+        self._set(f"{_TOKEN}0", token)
 
     async def token(self) -> str:
         """Other processes: wait for the token."""
@@ -168,7 +171,7 @@ class HostRegistry:
 
     def register(self, number: int, *, url: str | None = None, error: str | None = None) -> None:
         """Other processes: publish the address of process ``number``, or why it cannot serve."""
-        self._store.key_value_set(f"{_ENGINES}{number}", json.dumps({"url": url, "error": error}))
+        self._set(f"{_ENGINES}{number}", json.dumps({"url": url, "error": error}))
 
     async def addresses(self, count: int) -> dict[int, str]:
         """Process 0: wait for ``count`` addresses, by process number.
@@ -189,9 +192,7 @@ class HostRegistry:
         self, number: int, content: Mapping[str, Any] | None, *, error: str | None = None
     ) -> None:
         """Other processes: publish the fingerprints of this one's models, or why there are none."""
-        self._store.key_value_set(
-            f"{_MODELS}{number}", json.dumps({"content": content, "error": error})
-        )
+        self._set(f"{_MODELS}{number}", json.dumps({"content": content, "error": error}))
 
     async def models(self, count: int) -> dict[int, dict[str, Any]]:
         """Process 0: wait for the models of ``count`` processes.
@@ -209,27 +210,34 @@ class HostRegistry:
             fingerprints[number] = answer["content"]
         return fingerprints
 
+    def _set(self, key: str, value: str) -> None:
+        with _service_errors():
+            self._store.key_value_set(key, value)
+
     async def _poll_answers(self, folder: str, count: int) -> list[tuple[int, dict[str, Any]]]:
         """Return the JSON objects of ``count`` processes, by process number."""
         texts = await self._poll(folder, count)
         return sorted((int(number), json.loads(text)) for number, text in texts.items())
 
     async def _poll(self, folder: str, count: int) -> dict[str, str]:
-        """Poll for ``count`` values; a wait inside the service could not be cancelled.
-
-        Raises:
-            RegistryGoneError: process 0, which has the service, has ended.
-        """
+        """Poll for ``count`` values; a wait inside the service could not be cancelled."""
         while True:
-            try:
+            with _service_errors():
                 entries = self._store.key_value_dir_get(folder)
-            except jax.errors.JaxRuntimeError as error:
-                if "UNAVAILABLE" not in str(error):
-                    raise
-                raise RegistryGoneError("process 0 has ended") from error
             if len(entries) >= count:
                 return {key.rpartition("/")[2]: value for key, value in entries}
             await asyncio.sleep(_POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def _service_errors() -> Iterator[None]:
+    """Turn the error of a service that is gone into :class:`RegistryGoneError`."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "UNAVAILABLE" not in str(error):
+            raise
+        raise RegistryGoneError("process 0 has ended") from error
 
 
 LEARNER_MODELS = ("model.path", "critic.path", "distill.teachers")
@@ -381,25 +389,43 @@ class HostEngine:
     async def _serve(
         self, make: Callable[[], RolloutBackend], registry: HostRegistry, number: int, host: str
     ) -> None:
-        from jax_agent_rl.rollout.http.server import RolloutServer
-
         async with contextlib.AsyncExitStack() as stack:
             try:
-                backend = await asyncio.to_thread(make)
-                stack.push_async_callback(backend.close)
-                await backend.start()
-                server = RolloutServer(backend, host=host, token=await registry.token())
-                stack.push_async_callback(server.close)
-                await server.start()
+                await self._start(stack, make, registry, number, host)
             except RegistryGoneError:
                 logger.warning("process 0 ended before process %d had an engine", number)
-            except Exception as error:
-                # Files, devices and compilers raise anything; process 0 has to know.
-                logger.exception("the engine of process %d could not start", number)
-                registry.register(number, error=f"{type(error).__name__}: {error}")
-            else:
-                registry.register(number, url=server.url)
             await asyncio.Event().wait()  # until it is closed
+
+    async def _start(
+        self,
+        stack: contextlib.AsyncExitStack,
+        make: Callable[[], RolloutBackend],
+        registry: HostRegistry,
+        number: int,
+        host: str,
+    ) -> None:
+        """Start the engine and its server, and register them, or why they cannot serve.
+
+        Args:
+            stack: closes both.
+        """
+        from jax_agent_rl.rollout.http.server import RolloutServer
+
+        try:
+            backend = await asyncio.to_thread(make)
+            stack.push_async_callback(backend.close)
+            await backend.start()
+            server = RolloutServer(backend, host=host, token=await registry.token())
+            stack.push_async_callback(server.close)
+            await server.start()
+        except RegistryGoneError:
+            raise
+        except Exception as error:
+            # Files, devices and compilers raise anything; process 0 has to know.
+            logger.exception("the engine of process %d could not start", number)
+            registry.register(number, error=f"{type(error).__name__}: {error}")
+        else:
+            registry.register(number, url=server.url)
 
 
 @contextlib.contextmanager

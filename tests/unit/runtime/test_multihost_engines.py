@@ -139,15 +139,24 @@ async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
 class GoneStore(Store):
     """The service after its process has ended."""
 
+    def key_value_set(self, key: str, value: str) -> None:
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses")
+
+
+class LostStore(GoneStore):
+    """The same before the token was read."""
+
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses")
 
 
+@pytest.mark.parametrize("store", [GoneStore(), LostStore()], ids=["register", "token"])
 async def test_an_engine_whose_process_0_has_ended_says_so_without_a_trace(
-    caplog: pytest.LogCaptureFixture,
+    store: Store, caplog: pytest.LogCaptureFixture
 ):
+    store.values["jax_agent_rl/token/0"] = "secret"
     engine = Engine()
-    host_engine = HostEngine(lambda: engine, HostRegistry(GoneStore()), number=2, host="127.0.0.1")
+    host_engine = HostEngine(lambda: engine, HostRegistry(store), number=2, host="127.0.0.1")
     async with asyncio.timeout(30):
         while not caplog.records:
             await asyncio.sleep(0.01)
