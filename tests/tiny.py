@@ -177,6 +177,14 @@ def tiny_adapter(config: DecoderConfig = TINY, *, rank: int = 2, seed: int = 0) 
     return PeftAdapter(rank=rank, weights=weights)
 
 
+def with_adapter(params: Params, adapter: PeftAdapter) -> Params:
+    """Parameters whose matrices have an adapter of scale 1 added."""
+    layers = dict(params["layers"])
+    for name, (a, b) in adapter.weights.items():
+        layers[name] = layers[name] + jnp.asarray(b @ a)
+    return params | {"layers": layers}
+
+
 LONGEST = 64  # every reference pass is padded to this, so that it compiles once
 
 
@@ -194,10 +202,15 @@ def full_logits(params: Params, ids: Sequence[int], config: DecoderConfig = TINY
 
 
 def logprobs_of(
-    params: Params, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0
+    params: Params,
+    prompt: Sequence[int],
+    sampled: Sequence[int],
+    temperature: float = 1.0,
+    *,
+    config: DecoderConfig = TINY,
 ) -> np.ndarray:
     """Log-probs of sampled ids by one full pass."""
-    scores = full_logits(params, [*prompt, *sampled])[len(prompt) - 1 : -1] / temperature
+    scores = full_logits(params, [*prompt, *sampled], config)[len(prompt) - 1 : -1] / temperature
     scores = scores.astype(np.float64)
     normalized = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
     return normalized[np.arange(len(sampled)), list(sampled)]

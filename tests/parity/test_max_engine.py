@@ -19,7 +19,7 @@ from jax_agent_rl.jetstream.external_engine import ExternalBackend
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams
-from tests.tiny import TINY, full_logits, tiny_params
+from tests.tiny import TINY, full_logits, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
     max_model_len=48,
@@ -55,11 +55,6 @@ def request(name: str, prompt: list[int], **sampling) -> GenerateRequest:
     )
 
 
-def log_probs(params, model: DecoderConfig, prompt: list[int], ids) -> np.ndarray:
-    scores = full_logits(params, [*prompt, *ids], model)[len(prompt) - 1 : -1].astype(np.float64)
-    return (scores - np.log(np.exp(scores).sum(-1, keepdims=True)))[np.arange(len(ids)), list(ids)]
-
-
 @pytest.mark.parametrize("family", MODELS)
 async def test_log_probs_are_those_of_full_passes_also_after_an_update_in_flight(
     family: str, monkeypatch
@@ -87,7 +82,9 @@ async def test_log_probs_are_those_of_full_passes_also_after_an_update_in_flight
     for params, produced in ((old, outputs), (new, later_outputs)):
         for prompt, output in zip(prompts, produced, strict=True):
             np.testing.assert_allclose(
-                output.log_probs, log_probs(params, model, prompt, output.token_ids), atol=2e-4
+                output.log_probs,
+                logprobs_of(params, prompt, output.token_ids, config=model),
+                atol=2e-4,
             )
     assert [
         int(full_logits(old, [*prompts[1], *best.token_ids[:i]], model)[-1].argmax())

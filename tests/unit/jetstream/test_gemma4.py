@@ -23,7 +23,8 @@ from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, TokenOutput
-from tests.tiny import GEMMA4, GEMMA4_SMALL, full_logits, tiny_adapter, tiny_params
+from tests.driven_engine import finished
+from tests.tiny import GEMMA4, GEMMA4_SMALL, logprobs_of, tiny_adapter, tiny_params, with_adapter
 from tests.unit.jetstream.test_speculation import KERNELS, Eager, Known
 
 SHAPES = EngineShapes(
@@ -56,23 +57,12 @@ def submit(on: Scheduler, name: str, prompt: list[int], *, count: int = 27, **fi
     on.submit(request)
 
 
-def finish(on: Scheduler) -> dict[str, TokenOutput]:
-    outputs = {}
-    while on.running or on.waiting:
-        for run, chunk in on.step():
-            if chunk.final is not None:
-                outputs[run.request.request_id] = chunk.final
-    return outputs
-
-
 def assert_scored(
     config: DecoderConfig, prompt: list[int], output: TokenOutput, params: Params | None = None
 ) -> None:
     if params is None:
         params = tiny_params(config=config)
-    logits = full_logits(params, [*prompt, *output.token_ids], config)[len(prompt) - 1 : -1]
-    scores = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
-    expected = scores[np.arange(len(output.token_ids)), list(output.token_ids)]
+    expected = logprobs_of(params, prompt, output.token_ids, config=config)
     np.testing.assert_allclose(output.log_probs, expected, atol=2e-4)
 
 
@@ -83,7 +73,7 @@ def test_chunked_shared_and_preempted_contexts_are_sampled_as_they_are_scored(co
     on = scheduler(config, kernels)
     for name, prompt in prompts.items():
         submit(on, name, prompt)
-    outputs = finish(on)
+    outputs = finished(on)
     assert outputs["bb"].cached_tokens >= 32
     assert sum(output.num_preempted for output in outputs.values()) > 0
     for name, prompt in prompts.items():
@@ -100,7 +90,7 @@ def test_speculated_ids_are_those_of_plain_decoding(kernels: str):
             on.speculation = Eager(on.engine, Known(wanted), on.counters)
         submit(on, "a", SHARED[:20])
         submit(on, "bb", SHARED[5:17])
-        outputs = finish(on)
+        outputs = finished(on)
         if drafts:
             assert on.metrics().accepted_tokens > 20
         wanted = wanted or outputs
@@ -119,12 +109,12 @@ def test_pages_come_back_from_the_host_with_all_heads():
     )
     on = scheduler(GEMMA4_SMALL, "xla", shapes)
     submit(on, "a", SHARED, count=3, session_id="a")
-    first = finish(on)["a"]
+    first = finished(on)["a"]
     submit(on, "other", SHARED[::-1], count=20, session_id="other")
-    finish(on)
+    finished(on)
     context = [*SHARED, *first.token_ids, 7]
     submit(on, "a", context, count=9, session_id="a")
-    second = finish(on)["a"]
+    second = finished(on)["a"]
     assert on.metrics().restored_pages > 0
     assert second.cached_tokens >= 32
     assert_scored(GEMMA4_SMALL, context, second)
@@ -144,19 +134,16 @@ def test_layers_that_share_keys_hold_none_and_others_have_heads_of_their_own():
 @MODELS
 def test_an_adapter_of_every_matrix_computes_what_the_merged_matrices_do(config):
     adapter = tiny_adapter(config)
-    params = tiny_params(config=config)
-    layers = dict(params["layers"])
     assert {"q", "global_q", "global_o"} < adapter.weights.keys()
-    for name, (a, b) in adapter.weights.items():
-        layers[name] = layers[name] + jnp.asarray(b @ a)
+    merged = with_adapter(tiny_params(config=config), adapter)
 
     on = scheduler(config, "xla", adapters={"tuned": adapter})
     submit(on, "a", SHARED[:20])
     submit(on, "b", SHARED[:20], lora="tuned")
-    outputs = finish(on)
+    outputs = finished(on)
     assert outputs["a"].token_ids != outputs["b"].token_ids
     assert_scored(config, SHARED[:20], outputs["a"])
-    assert_scored(config, SHARED[:20], outputs["b"], params | {"layers": layers})
+    assert_scored(config, SHARED[:20], outputs["b"], merged)
 
 
 @functools.cache
@@ -165,7 +152,7 @@ def greedy(weights: str, kv: str) -> TokenOutput:
     chosen: dict[str, Any] = {name: value for name, value in options.items() if value != "none"}
     on = scheduler(GEMMA4_SMALL, "xla", **chosen)
     submit(on, "a", SHARED[:20], count=8)
-    return finish(on)["a"]
+    return finished(on)["a"]
 
 
 @pytest.mark.parametrize(("weights", "kv"), [("int8", "none"), ("fp8", "none"), ("none", "int8")])

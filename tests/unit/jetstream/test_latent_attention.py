@@ -25,7 +25,8 @@ from jax_agent_rl.models.config import DecoderConfig, LatentAttention, Rope, Yar
 from jax_agent_rl.models.layers import DTYPES
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, TokenOutput
-from tests.tiny import LATENT, TINY, full_logits, tiny_adapter, tiny_params
+from tests.driven_engine import finished
+from tests.tiny import LATENT, TINY, logprobs_of, tiny_adapter, tiny_params, with_adapter
 
 SHAPES = EngineShapes(
     max_model_len=64,
@@ -60,18 +61,12 @@ def run(config: DecoderConfig, prompts: list[list[int]], *, lora: str | None = N
                 lora=lora if number else None,
             )
         )
-    outputs = {}
-    while on.running or on.waiting:
-        for request, chunk in on.step():
-            if chunk.final is not None:
-                outputs[request.request.request_id] = chunk.final
+    outputs = finished(on)
     return [outputs[str(number)] for number in range(len(prompts))]
 
 
 def assert_scored(config: DecoderConfig, params: dict, prompt: list[int], output: TokenOutput):
-    logits = full_logits(params, [*prompt, *output.token_ids], config)[len(prompt) - 1 : -1]
-    scores = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
-    expected = scores[np.arange(len(output.token_ids)), list(output.token_ids)]
+    expected = logprobs_of(params, prompt, output.token_ids, config=config)
     np.testing.assert_allclose(output.log_probs, expected, atol=1e-4)
 
 
@@ -89,16 +84,14 @@ def test_chunked_shared_and_preempted_contexts_are_sampled_as_they_are_scored(co
 def test_an_adapter_of_every_matrix_computes_what_the_merged_matrices_do(config):
     adapter = tiny_adapter(config)
     params = tiny_params(config=config)
-    layers = dict(params["layers"])
     assert {"kv_a", "kv_b", "o"} < adapter.weights.keys()
-    for name, (a, b) in adapter.weights.items():
-        layers[name] = layers[name] + jnp.asarray(b @ a)
+    merged = with_adapter(params, adapter)
 
     prompts = [SHARED[:20], SHARED[:20]]
     plain, adapted = run(config, prompts, lora="a", adapters={"a": adapter})
     assert plain.token_ids != adapted.token_ids
     assert_scored(config, params, prompts[0], plain)
-    assert_scored(config, params | {"layers": layers}, prompts[1], adapted)
+    assert_scored(config, merged, prompts[1], adapted)
 
 
 def drawn(seed: int, *shape: int):

@@ -20,7 +20,7 @@ from jax_agent_rl.models.lora import PeftAdapter
 from jax_agent_rl.models.tensors import TensorSample
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, TokenOutput
-from tests.tiny import EXPERTS, TINY, full_logits, tiny_adapter, tiny_params
+from tests.tiny import EXPERTS, TINY, logprobs_of, tiny_adapter, tiny_params
 
 assert EXPERTS.experts is not None
 MODEL = replace(
@@ -70,9 +70,7 @@ def finished(on: Scheduler, prompt: list[int], *, lora: str | None = None) -> To
 
 
 def expected_logprobs(params: Params, context: list[int], count: int) -> np.ndarray:
-    scores = full_logits(params, context, MODEL)[-count - 1 : -1].astype(np.float64)
-    scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
-    return scores[np.arange(count), context[-count:]]
+    return logprobs_of(params, context[:-count], context[-count:], config=MODEL)
 
 
 def test_it_computes_what_the_learner_does_and_reports_the_layers_with_experts():

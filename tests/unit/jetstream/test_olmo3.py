@@ -5,11 +5,11 @@ Expected log-probs are those of one full pass of the learner's model.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import pytest
 
-from tests.tiny import OLMO3, tiny_adapter, tiny_params
-from tests.unit.jetstream.test_gemma4 import SHARED, assert_scored, finish, scheduler, submit
+from tests.driven_engine import finished
+from tests.tiny import OLMO3, tiny_adapter, tiny_params, with_adapter
+from tests.unit.jetstream.test_gemma4 import SHARED, assert_scored, scheduler, submit
 from tests.unit.jetstream.test_speculation import KERNELS
 
 
@@ -19,7 +19,7 @@ def test_chunked_shared_and_preempted_contexts_are_sampled_as_they_are_scored(ke
     on = scheduler(OLMO3, kernels)
     for name, prompt in prompts.items():
         submit(on, name, prompt)
-    outputs = finish(on)
+    outputs = finished(on)
     assert outputs["bb"].cached_tokens >= 32
     assert sum(output.num_preempted for output in outputs.values()) > 0
     for name, prompt in prompts.items():
@@ -29,15 +29,12 @@ def test_chunked_shared_and_preempted_contexts_are_sampled_as_they_are_scored(ke
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_an_adapter_of_every_matrix_computes_what_the_merged_matrices_do(kernels: str):
     adapter = tiny_adapter(OLMO3)
-    params = tiny_params(config=OLMO3)
-    layers = dict(params["layers"])
     assert adapter.weights.keys() == {"q", "k", "v", "o", "gate", "up", "down"}
-    for name, (a, b) in adapter.weights.items():
-        layers[name] = layers[name] + jnp.asarray(b @ a)
+    merged = with_adapter(tiny_params(config=OLMO3), adapter)
 
     on = scheduler(OLMO3, kernels, adapters={"tuned": adapter})
     submit(on, "a", SHARED[:20], count=8)
     submit(on, "b", SHARED[:20], count=8, lora="tuned")
-    outputs = finish(on)
+    outputs = finished(on)
     assert_scored(OLMO3, SHARED[:20], outputs["a"])
-    assert_scored(OLMO3, SHARED[:20], outputs["b"], params | {"layers": layers})
+    assert_scored(OLMO3, SHARED[:20], outputs["b"], merged)

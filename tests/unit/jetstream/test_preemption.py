@@ -15,7 +15,8 @@ from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
+from jax_agent_rl.types import SamplingParams, StopReason
+from tests.driven_engine import finished
 from tests.messages import raises
 from tests.tiny import TINY, logprobs_of, tiny_params
 
@@ -59,16 +60,6 @@ def submit(
             request_id=str(number), prompt_ids=ids, sampling=sampling, priority=priority
         )
     )
-
-
-def finished(on: Scheduler) -> dict[str, TokenOutput]:
-    """Runs until nothing does."""
-    outputs = {}
-    while on.running or on.waiting:
-        for run, chunk in on.step():
-            if chunk.final is not None:
-                outputs[run.request.request_id] = chunk.final
-    return outputs
 
 
 def test_who_is_preempted_samples_what_it_would_have():

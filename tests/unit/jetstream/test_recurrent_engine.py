@@ -17,10 +17,11 @@ from jax_agent_rl.jetstream.deterministic_scorer import DeterministicScorer
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
-from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.config import Params
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
-from tests.tiny import DELTA_NETS, full_logits, tiny_adapter, tiny_params
+from tests.driven_engine import finished
+from tests.tiny import DELTA_NETS, full_logits, logprobs_of, tiny_adapter, tiny_params, with_adapter
 from tests.unit.jetstream.test_speculation import Eager, Known
 
 SHAPES = EngineShapes(
@@ -79,13 +80,9 @@ def submit(
     )
 
 
-def finished(on: Scheduler) -> dict[str, TokenOutput]:
-    """Run until nothing does."""
-    outputs = {}
-    while on.running or on.waiting:
-        for run, chunk in on.step():
-            if chunk.final is not None:
-                outputs[run.request.request_id] = chunk.final
+def finished_cleanly(on: Scheduler) -> dict[str, TokenOutput]:
+    """Run until nothing does, and until no request has a slot."""
+    outputs = finished(on)
     assert not on.block_manager.states.running, "a request left its slot behind"
     return outputs
 
@@ -93,25 +90,12 @@ def finished(on: Scheduler) -> dict[str, TokenOutput]:
 def run(on: Scheduler, name: str, prompt: Sequence[int], **options: Any) -> TokenOutput:
     """Run one request to its end."""
     submit(on, name, prompt, **options)
-    return finished(on)[name]
-
-
-def logprobs_of(
-    prompt: Sequence[int],
-    sampled: Sequence[int],
-    params: Params | None = None,
-    model: DecoderConfig = DELTA_NETS,
-) -> np.ndarray:
-    """Log-probs of sampled ids by one pass of the learner's decoder over the whole context."""
-    logits = full_logits(params or weights(), [*prompt, *sampled], model)
-    scores = logits[len(prompt) - 1 : -1].astype(np.float64)
-    normalized = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-    return normalized[np.arange(len(sampled)), list(sampled)]
+    return finished_cleanly(on)[name]
 
 
 def assert_exact(prompt: Sequence[int], output: TokenOutput, params: Params | None = None) -> None:
     """Compare an output with what the learner says."""
-    expected = logprobs_of(prompt, output.token_ids, params)
+    expected = logprobs_of(params or weights(), prompt, output.token_ids, config=DELTA_NETS)
     np.testing.assert_allclose(output.log_probs, expected, atol=5e-5)
 
 
@@ -121,7 +105,7 @@ def test_prompts_of_any_length_in_chunks_of_any_length():
     lengths = (1, 2, 8, 9, 10, 31, 33, 34, 50)
     for length in lengths:
         submit(on, str(length), [length, *ids[1:length]], max_tokens=6)
-    outputs = finished(on)
+    outputs = finished_cleanly(on)
     for length in lengths:
         assert_exact([length, *ids[1:length]], outputs[str(length)])
 
@@ -146,7 +130,7 @@ def test_samples_of_a_prompt_begin_with_copies_of_one_state():
     on = scheduler()
     for number in range(3):
         submit(on, str(number), PROMPTS[1], seed=number)
-    outputs = finished(on)
+    outputs = finished_cleanly(on)
     assert len({output.token_ids for output in outputs.values()}) == 3
     assert sorted(output.cached_tokens for output in outputs.values()) == [0, 24, 24]
     for output in outputs.values():
@@ -173,7 +157,7 @@ def test_who_is_preempted_samples_what_it_would_have():
     for on in (tight, roomy):
         for number, prompt in enumerate(PROMPTS):
             submit(on, str(number), prompt, seed=number, max_tokens=30)
-        outputs.append(finished(on))
+        outputs.append(finished_cleanly(on))
     preempted, wanted = outputs
     assert preempted["2"].num_preempted > 0
     for name, output in preempted.items():
@@ -226,7 +210,7 @@ def test_new_weights_begin_with_new_states():
     on.set_weights(on.engine.load_params(weights(1)), 2)
     assert not on.block_manager.states.checkpoints
     submit(on, "fresh", PROMPTS[0])
-    outputs = finished(on)
+    outputs = finished_cleanly(on)
     assert outputs["fresh"].cached_tokens == 0
     assert_exact(PROMPTS[0], outputs["fresh"], weights(1))
     assert set(outputs[run_id].policy_versions) == {1, 2}
@@ -241,13 +225,13 @@ def test_speculation_leaves_the_state_after_the_accepted_ids(wrong: int):
     plain = scheduler()
     for number, prompt in enumerate(PROMPTS):
         submit(plain, str(number), prompt, session=str(number), seed=number, max_tokens=20)
-    wanted = finished(plain)
+    wanted = finished_cleanly(plain)
 
     on = scheduler(replace(SHAPES, num_speculative_tokens=4))
     on.speculation = Eager(on.engine, Known(wanted, wrong), on.counters)
     for number, prompt in enumerate(PROMPTS):
         submit(on, str(number), prompt, session=str(number), seed=number, max_tokens=20)
-    outputs = finished(on)
+    outputs = finished_cleanly(on)
     assert on.metrics().drafts > 0
     on.speculation = None
     for number, prompt in enumerate(PROMPTS):
@@ -290,7 +274,7 @@ def test_a_slot_that_has_finished_keeps_its_state_while_others_go_on():
     for number, count in enumerate((1, 3, 8, 8, 8, 8, 8, 8)):
         name = str(number)
         submit(on, name, PROMPTS[0], session=name, seed=number, max_tokens=count)
-    first = finished(on)["0"]
+    first = finished_cleanly(on)["0"]
     context = [*PROMPTS[0], *first.token_ids, 5, 6]
     following = run(on, "following", context, session="0")
     assert following.cached_tokens == len(context) - 3
@@ -324,7 +308,7 @@ def test_given_ids_are_scored_as_the_learner_does():
     on = scheduler()
     context = [*PROMPTS[2], *PROMPTS[1]]
     scores = inspection.score(on, context, start=1, top_k=0)
-    expected = logprobs_of(context[:1], context[1:])
+    expected = logprobs_of(weights(), context[:1], context[1:], config=DELTA_NETS)
     np.testing.assert_allclose(scores.log_probs, expected, atol=5e-5)
 
 
@@ -352,7 +336,7 @@ def test_nothing_is_compiled_after_the_warm_up():
     on.cache = engine.warm_up(on.params, on.cache)
     for name, prompt in enumerate([*PROMPTS, PROMPTS[0], PROMPTS[0] + PROMPTS[1]]):
         submit(on, str(name), prompt, session=str(name))
-    for name, output in finished(on).items():
+    for name, output in finished_cleanly(on).items():
         context = [*([*PROMPTS, PROMPTS[0], PROMPTS[0] + PROMPTS[1]][int(name)])]
         assert_exact(context, output)
     run(on, "again", [*PROMPTS[0], 5, 6], session="0")
@@ -372,10 +356,8 @@ def test_adapters_are_added_to_the_matrices_of_delta_nets(fused: bool):
     output = run(on, "0", PROMPTS[0], lora="a")
     assert output.cached_tokens == 0, "the checkpoint after the prompt is the base model's"
 
-    layers = dict(params["layers"])
-    for name, (a, b) in adapter.weights.items():
-        layers[name] = layers[name] + np.einsum("lor,lri->loi", b, a)
-    expected = logprobs_of(PROMPTS[0], output.token_ids, params | {"layers": layers}, model)
+    merged = with_adapter(params, adapter)
+    expected = logprobs_of(merged, PROMPTS[0], output.token_ids, config=model)
     np.testing.assert_allclose(output.log_probs, expected, atol=2e-4)
 
 
@@ -386,7 +368,7 @@ def test_a_deterministic_engine_scores_bit_by_bit_what_it_sampled():
     on = Scheduler(engine, engine.load_params(weights()), version=1)
     for number, prompt in enumerate(PROMPTS):
         submit(on, str(number), prompt)
-    outputs = finished(on)
+    outputs = finished_cleanly(on)
     scorer = DeterministicScorer(
         DELTA_NETS, shapes, dtype=jnp.float32, program_table=table, temperature=1.0
     )

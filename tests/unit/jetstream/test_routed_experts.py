@@ -17,6 +17,7 @@ from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import RoutedExperts, SamplingParams, StopReason, TokenOutput
+from tests.driven_engine import finished
 from tests.tiny import EXPERTS, TINY, tiny_params
 
 SHAPES = EngineShapes(
@@ -49,15 +50,6 @@ def submit(
     sampling = SamplingParams(max_tokens=count, temperature=1.0, seed=number, ignore_eos=True)
     ids = tuple(PROMPTS[number] if prompt is None else prompt)
     on.submit(GenerateRequest(request_id=str(number), prompt_ids=ids, sampling=sampling, **fields))
-
-
-def finished(on: Scheduler) -> dict[str, TokenOutput]:
-    outputs = {}
-    while on.running or on.waiting:
-        for run, chunk in on.step():
-            if chunk.final is not None:
-                outputs[run.request.request_id] = chunk.final
-    return outputs
 
 
 def routed(output: TokenOutput) -> RoutedExperts:

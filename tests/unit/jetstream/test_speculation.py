@@ -23,6 +23,7 @@ from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Specula
 from jax_agent_rl.jetstream.verification import accepted_ids
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
+from tests.driven_engine import finished
 from tests.tiny import EXPERTS, LATENT, TINY, full_logits, logprobs_of, tiny_adapter, tiny_params
 
 SHAPES = EngineShapes(
@@ -132,15 +133,6 @@ def submit(on: Scheduler, number: int, *, name: str = "", **sampling) -> None:
         lora=lora,
     )
     on.submit(request)
-
-
-def finished(on: Scheduler) -> dict[str, TokenOutput]:
-    outputs = {}
-    while on.running or on.waiting:
-        for run, chunk in on.step():
-            if chunk.final is not None:
-                outputs[run.request.request_id] = chunk.final
-    return outputs
 
 
 def plain_outputs(

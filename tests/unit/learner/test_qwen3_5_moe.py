@@ -20,7 +20,7 @@ from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.models.lora import read_peft, save_peft
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, TokenOutput
-from tests.tiny import QWEN3_5_MOE, full_logits, tiny_params
+from tests.tiny import QWEN3_5_MOE, full_logits, logprobs_of, tiny_params
 from tests.trajectories import random_groups
 
 PARAMS = tiny_params(config=QWEN3_5_MOE)
@@ -161,8 +161,4 @@ def test_an_engine_with_an_adapter_computes_what_the_merged_model_does(tmp_path:
 
 def logprobs_of_model(params: Params, output: TokenOutput) -> np.ndarray:
     """Log-probs of an output behind the prompt by one pass of the learner's model."""
-    context = [*PROMPT, *output.token_ids]
-    count = len(output.token_ids)
-    scores = full_logits(params, context, QWEN3_5_MOE)[-count - 1 : -1].astype(np.float64)
-    scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
-    return scores[np.arange(count), list(output.token_ids)]
+    return logprobs_of(params, PROMPT, output.token_ids, config=QWEN3_5_MOE)
