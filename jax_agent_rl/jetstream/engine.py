@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -307,7 +306,7 @@ class JaxEngine:
         """Return copies of pages on the device, and of the null page up to a bucket."""
         padded = _pad_pages(pages, bucket(MOVED_TOGETHER, len(pages)))
         key = ("get", cache.count, len(padded))
-        shardings = replace(self.context.cache_sharding, states=())
+        shardings = self.context.cache_sharding.pages
         return self.context.call(key, get_pages, (), cache, padded, out=shardings)
 
     def put_pages(self, cache: KVCache, content: KVCache, pages: Sequence[int]) -> KVCache:
@@ -319,8 +318,7 @@ class JaxEngine:
             # Padding repeats the last page's content; what goes to the null page is dropped.
             index = np.minimum(i + np.arange(len(padded)), len(pages) - 1)
             batch_content = jax.tree.map(lambda x, index=index: x[index], content)
-            shardings = replace(self.context.cache_sharding, states=())
-            batch_content = jax.device_put(batch_content, shardings)
+            batch_content = jax.device_put(batch_content, self.context.cache_sharding.pages)
             cache = self.overwrite_pages(cache, batch_content, padded)
         return cache
 

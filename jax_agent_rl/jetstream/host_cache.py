@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -83,8 +84,7 @@ class HostCache:
             pages = [page for page, _ in batch]
             host_pages = [host_page for _, host_page in batch]
             content = self._engine.get_pages(cache, pages)
-            for array in jax.tree.leaves(content):
-                array.copy_to_host_async()
+            _start_copying(content)
             self.arriving.append((host_pages, content))
         moves.clear()
 
@@ -100,8 +100,7 @@ class HostCache:
         self.settle()
         for slot, host_slot in moves:
             content = self._engine.get_state(cache, slot)
-            for array in jax.tree.leaves(content):
-                array.copy_to_host_async()
+            _start_copying(content)
             self.arriving_states.append((host_slot, content))
         moves.clear()
 
@@ -120,19 +119,26 @@ class HostCache:
     def settle(self) -> None:
         """Wait for what the last :meth:`save` and :meth:`save_states` began."""
         for host_pages, content in self.arriving:
-            pages = jax.tree.leaves(self.pages)
-            for array, arrived in zip(pages, jax.tree.leaves(content), strict=True):
-                # Padding comes last.
-                array[host_pages] = np.asarray(arrived)[: len(host_pages)]
+            _store(self.pages, host_pages, content)
         self.arriving.clear()
 
         for host_slot, content in self.arriving_states:
-            states = jax.tree.leaves(self.states)
-            for array, arrived in zip(states, jax.tree.leaves(content), strict=True):
-                array[host_slot] = np.asarray(arrived)[0]
+            _store(self.states, [host_slot], content)
         self.arriving_states.clear()
 
 
 def _empty(count: int, x: jax.Array) -> np.ndarray:
     """Return memory for ``count`` pages or states as those of ``x``."""
     return np.empty((count, *x.shape[1:]), x.dtype)
+
+
+def _start_copying(content: Any) -> None:
+    """Begin to copy arrays to the host."""
+    for array in jax.tree.leaves(content):
+        array.copy_to_host_async()
+
+
+def _store(host: Any, places: list[int], content: Any) -> None:
+    """Wait for ``content``, and write it to places of the host's arrays; padding comes last."""
+    for array, arrived in zip(jax.tree.leaves(host), jax.tree.leaves(content), strict=True):
+        array[places] = np.asarray(arrived)[: len(places)]
