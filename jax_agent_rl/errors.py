@@ -37,6 +37,7 @@ The exceptions are one tree; what follows an arrow mends the failure::
     ├── StorageError                a file of the run was not written -> make space, then --resume
     ├── CompilerError               a planned program cannot be compiled, for a compiler's fault
     ├── WorkerDiedError             a tool server's worker went away; its calls fail, it restarts
+    ├── RegistryGoneError           process 0 of a run has ended -> the others end too
     ├── LaunchError                 a host, GPU, port or process of a launch -> fix what it names
     │   ├── LaunchTargetError       the requested cloud resource does not exist
     │   └── LaunchUnansweredError   the cloud could not be reached, which may pass
@@ -367,6 +368,10 @@ class CompilerError(JaxAgentRLError):
 
 class WorkerDiedError(JaxAgentRLError):
     """A worker process of the tool server is not there, or went away before it answered."""
+
+
+class RegistryGoneError(JaxAgentRLError):
+    """Process 0, which keeps the registry of a run's processes, has ended: so do all others."""
 
 
 class LaunchError(JaxAgentRLError):

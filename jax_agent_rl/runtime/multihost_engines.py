@@ -34,7 +34,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.errors import BackendError, JaxAgentRLError, ModelError, WeightUpdateError
+from jax_agent_rl.errors import BackendError, ModelError, RegistryGoneError, WeightUpdateError
 from jax_agent_rl.jetstream.weights import GatherParams
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import load_config
@@ -141,10 +141,6 @@ def make_host_engine(
 
 
 # --- discovery ------------------------------------------------------------------------------------
-
-
-class RegistryGoneError(JaxAgentRLError):
-    """Process 0, which keeps the registry, has ended: so do all others."""
 
 
 class HostRegistry:
