@@ -438,9 +438,9 @@ def _describe_faults(faults: Sequence[TensorFault], count: int) -> str:
 def _check_layers(
     search: Search, engine: EngineView
 ) -> tuple[LayerDifference | None, HypothesisResult]:
-    """Compare the layers' outputs for the probe."""
-    probe = search.probe
-    context = probe.contexts[0]
+    """Compare the layers' outputs for the excerpt."""
+    excerpt = search.excerpt
+    context = excerpt.contexts[0]
     ids = context.token_ids[:MAX_IDS]
     engine_outputs = engine.layers(ids)
     if not engine_outputs:
@@ -448,22 +448,22 @@ def _check_layers(
             "layers", "not tested", "the engine's activations cannot be read from here"
         )
 
-    if not forward.remembers_ids_apart(probe.model):
+    if not forward.remembers_ids_apart(excerpt.model):
         detail = "activations are compared in models of attention with keys and values alone"
         return None, HypothesisResult("layers", "not tested", detail)
 
-    learner_outputs = outputs_of_layers(probe.model, search.activations, len(ids))
+    learner_outputs = outputs_of_layers(excerpt.model, search.activations, len(ids))
     difference = first_difference(engine_outputs, learner_outputs, precision=engine.precision)
     if difference is not None:
         # Measure what the engine's precision costs at each position, and allow for it.
-        weights = weights_in(probe, engine.precision)
+        weights = weights_in(excerpt, engine.precision)
         if weights is not None:
-            activations = forward.activations(probe.model, weights, probe.inputs(probe.rows))
+            activations = forward.activations(excerpt.model, weights, excerpt.inputs(excerpt.rows))
             difference = first_difference(
                 engine_outputs,
                 learner_outputs,
                 precision=engine.precision,
-                rounded=outputs_of_layers(probe.model, activations, len(ids)),
+                rounded=outputs_of_layers(excerpt.model, activations, len(ids)),
             )
     if difference is not None:
         return difference, HypothesisResult("layers", "found", difference.describe())
@@ -528,15 +528,18 @@ def _describe_rounding(examined: Examined, precision: str) -> str | None:
     subject = examined.subject
     plain = examined.tokens.plain
     gap = np.concatenate(subject.gaps(examined.plain))
+
     for name in ("bfloat16", "float16"):
         if name == subject.dtype or coarsest([name, precision]) == precision:
             continue
+
         weights = subject.weights(dtype=name)
         change = subject.tokens(subject.hidden(weights=weights), weights).plain - plain
         ratio = float(np.abs(gap).mean() / max(np.abs(change).mean(), 1e-30))
         correlation = 0.0
         if gap.std() > 0 and change.std() > 0:
             correlation = float(np.corrcoef(gap, change)[0, 1])
+
         if 1 / 3 <= ratio <= 3 and correlation > 0.2:
             return (
                 f"the gap is {ratio:.1f} times what computing in {name} makes, has no direction,"

@@ -249,16 +249,19 @@ def _run(
         jnp.asarray(inputs.visible_from),
         jnp.asarray(inputs.visible_until),
     )
+
     old_kv = None
     if old is not None:
         old_kv = (old.keys, old.values)
     layer_change = None
     if change is not None:
         layer_change = (change.layer_input, change.first, change.tensors)
+
     weights = {name: params[name] for name in ("embed", "layers", "final_norm")}
     if config.per_layer_inputs is not None:
         for name in PER_LAYER_PARAMETERS:
             weights[name] = params[name]
+
     return _layers(
         program_of(config),
         weights,

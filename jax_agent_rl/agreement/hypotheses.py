@@ -72,7 +72,6 @@ class Trial:
         params: makes other weights.
         dtype: another dtype of products.
         prefix: makes the weights that the keys and values of stale ids are of.
-        edit_row: edits the row of a context.
         change: makes other tensors of one or two layers: the number of the first of them, and a
             layer's tree [2, ...].
         begins_at: returns the index from which on a context's tokens are scored under the setting;
@@ -245,10 +244,10 @@ def stale_version(subject: DiagnosisSubject) -> Trials:
         for kind, index in _each_boundary(subject):
             if index <= first_context.prompt:
                 continue
-            place = _describe_place(first_context, index)
+            position = _describe_position(first_context, index)
             yield Trial(
                 cause=Cause.STALE_VERSION,
-                label=f"serves the weights of {name} from {place} on",
+                label=f"serves the weights of {name} from {position} on",
                 params=make,
                 begins_at=lambda context, kind=kind: _boundaries(context).get(kind, 0),
             )
@@ -352,7 +351,7 @@ def _roundest(begin: int, end: int) -> int:
     return -(-begin // step) * step
 
 
-def _describe_place(context: Context, index: int, ids_before: int = 0) -> str:
+def _describe_position(context: Context, index: int, ids_before: int = 0) -> str:
     """Describe what begins at an index: ``turn 2``, ``what follows turn 1``, or ``id 240``.
 
     An id that begins no stretch is named by its index minus ``ids_before``.
@@ -431,7 +430,7 @@ def token_drift(subject: DiagnosisSubject) -> Trials:
 
 def _drift_before_turn(subject: DiagnosisSubject, kind: str, index: int) -> Trials:
     """Try the id before a stretch left out or repeated, and BOS or EOS in its place."""
-    place = _describe_place(subject.contexts[0], index)
+    position = _describe_position(subject.contexts[0], index)
 
     def leave_out(context: Context, row: Row, at: int) -> Row:
         return _forget(row, at - 1, at)
@@ -440,8 +439,8 @@ def _drift_before_turn(subject: DiagnosisSubject, kind: str, index: int) -> Tria
         return row.insert(at, [row.token_ids[at - 1]])
 
     edits: dict[str, RowEdit] = {
-        f"saw no id before {place}": leave_out,
-        f"saw the id before {place} twice": repeat,
+        f"saw no id before {position}": leave_out,
+        f"saw the id before {position} twice": repeat,
     }
     bos = subject.model.bos_token_id
     if bos is not None:
@@ -449,14 +448,14 @@ def _drift_before_turn(subject: DiagnosisSubject, kind: str, index: int) -> Tria
         def insert_bos(context: Context, row: Row, at: int) -> Row:
             return row.insert(at, [bos])
 
-        edits[f"saw BOS (id {bos}) before {place}"] = insert_bos
+        edits[f"saw BOS (id {bos}) before {position}"] = insert_bos
     if subject.model.eos_token_ids:
         eos = subject.model.eos_token_ids[0]
 
         def insert_eos(context: Context, row: Row, at: int) -> Row:
             return row.insert(at, [eos])
 
-        edits[f"saw EOS (id {eos}) before {place}"] = insert_eos
+        edits[f"saw EOS (id {eos}) before {position}"] = insert_eos
 
     for label, edit in edits.items():
         yield Trial(cause=Cause.TOKEN_DRIFT, label=label, edit_row=_at_boundary(kind, edit))
@@ -472,7 +471,7 @@ def _changed_insertions(first_context: Context, kind: str, index: int) -> Trials
     if index not in starts or starts.index(index) % 2 == 0:
         return
 
-    what = _describe_place(first_context, index)
+    what = _describe_position(first_context, index)
     length = _end_of_stretch(first_context, index) - index
     edits: dict[str, RowEdit] = {}
     for number in range(min(length, MAX_CHANGED)):
@@ -546,7 +545,7 @@ def padding(subject: DiagnosisSubject) -> Trials:
 
 
 def _padding_before_turn(subject: DiagnosisSubject, kind: str, index: int, pad: int) -> Trials:
-    place = _describe_place(subject.contexts[0], index)
+    position = _describe_position(subject.contexts[0], index)
     for count, shift in itertools.product((1, 2, 3, 4, 8), (True, False)):
 
         def insert(
@@ -554,7 +553,7 @@ def _padding_before_turn(subject: DiagnosisSubject, kind: str, index: int, pad: 
         ) -> Row:
             return row.insert(at, [pad] * count, shift_positions=shift)
 
-        label = f"sees {_count(count, 'padding id')} ({pad}) before {place}"
+        label = f"sees {_count(count, 'padding id')} ({pad}) before {position}"
         yield Trial(cause=Cause.PADDING, label=label, edit_row=_at_boundary(kind, insert))
 
     for size, shift in itertools.product(BUCKETS, (True, False)):
@@ -562,7 +561,7 @@ def _padding_before_turn(subject: DiagnosisSubject, kind: str, index: int, pad: 
         def fill(context: Context, row: Row, at: int, size: int = size, shift: bool = shift) -> Row:
             return row.insert(at, [pad] * _missing(at, size), shift_positions=shift)
 
-        label = f"sees the padding ids ({pad}) that fill contexts up to {size} before {place}"
+        label = f"sees the padding ids ({pad}) that fill contexts up to {size} before {position}"
         yield Trial(cause=Cause.PADDING, label=label, edit_row=_at_boundary(kind, fill))
 
 
@@ -614,14 +613,14 @@ def position(subject: DiagnosisSubject) -> Trials:
                 begin = at - ids_before
                 return _shift_positions(row, begin, -begin)
 
-            place = _describe_place(first_context, index, ids_before)
-            label = f"lets positions begin again at 0 at {place}"
+            position = _describe_position(first_context, index, ids_before)
+            label = f"lets positions begin again at 0 at {position}"
             yield Trial(cause=Cause.POSITION, label=label, edit_row=_at_boundary(kind, restart))
 
         if index > first_context.prompt and index in starts:
             previous_start = starts[starts.index(index) - 1]
-            place = _describe_place(first_context, previous_start)
-            label = f"does not count the positions of {place}"
+            position = _describe_position(first_context, previous_start)
+            label = f"does not count the positions of {position}"
             edit_row = _at_boundary(kind, _stand_still)
             yield Trial(cause=Cause.POSITION, label=label, edit_row=edit_row)
 
@@ -665,8 +664,8 @@ def _shifted(first_context: Context, kind: str, index: int, offsets: Sequence[in
         if is_prompt:
             label = f"puts sampled tokens {_describe_offset(offset)}"
         else:
-            place = _describe_place(first_context, index, ids_before)
-            label = f"puts ids {_describe_offset(offset)} from {place} on"
+            position = _describe_position(first_context, index, ids_before)
+            label = f"puts ids {_describe_offset(offset)} from {position} on"
         yield Trial(cause=Cause.POSITION, label=label, edit_row=_at_boundary(kind, shift))
 
 
@@ -725,11 +724,11 @@ def mask(subject: DiagnosisSubject) -> Trials:
 
     first_context = subject.contexts[0]
     for kind, index in _each_boundary(subject):
-        place = _describe_place(first_context, index)
+        position = _describe_position(first_context, index)
         previous_start = _previous_start(first_context, index)
         previous = "the prompt"
         if previous_start is not None:
-            previous = _describe_place(first_context, previous_start)
+            previous = _describe_position(first_context, previous_start)
 
         for ids_before in (0, 1):
 
@@ -746,7 +745,7 @@ def mask(subject: DiagnosisSubject) -> Trials:
                 end = at - ids_before
                 return _hide(row, 0, end, since=end)
 
-            label = f"computes as if nothing before {place} is attended to"
+            label = f"computes as if nothing before {position} is attended to"
             yield Trial(cause=Cause.MASK, label=label, edit_row=_at_boundary(kind, hide_all))
 
         if previous_start is not None:
@@ -758,7 +757,9 @@ def mask(subject: DiagnosisSubject) -> Trials:
             def hide_page(context: Context, row: Row, at: int, page: int = page) -> Row:
                 return _hide(row, at // page * page, at, since=at)
 
-            label = f"computes as if a page of {page} ids that {place} begins in is lost before it"
+            label = (
+                f"computes as if a page of {page} ids that {position} begins in is lost before it"
+            )
             yield Trial(cause=Cause.MASK, label=label, edit_row=_at_boundary(kind, hide_page))
 
 
@@ -1159,10 +1160,10 @@ def _pair_at(model: DecoderConfig, key: str, stack: jax.Array, layer: int) -> ja
     In place of a layer without it there is the last one that has it; nobody looks at it.
     """
     with_key = model.layers_with(key)
-    places = []
+    indices = []
     for number in (layer, layer + 1):
-        places.append(with_key.index(number) if number in with_key else len(with_key) - 1)
-    return stack[jnp.asarray(places)]
+        indices.append(with_key.index(number) if number in with_key else len(with_key) - 1)
+    return stack[jnp.asarray(indices)]
 
 
 def _can_be_transposed(key: str, x: jax.Array) -> bool:

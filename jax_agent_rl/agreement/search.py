@@ -2,12 +2,12 @@
 
 ::
 
-    contexts ─► probe ─► every trial, family by family
+    contexts ─► excerpt ─► every trial, family by family
                            └─ the best of a family ─► all contexts ─► explains the gap, or not
 
-A pass over few ids is cheap, so trials are made on the probe: the shortest beginning of one context
-that shows the gap, cut a few tokens after the first one that disagrees. What explains the probe is
-confirmed on all contexts in full.
+A pass over few ids is cheap, so trials are made on the excerpt: the shortest beginning of one
+context that shows the gap, cut a few tokens after the first one that disagrees. What explains the
+excerpt is confirmed on all contexts in full.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_EXAMINED = 4
 QUICK = 0.05
 """Share of the time after which fewer contexts that disagree are enough to examine."""
 MARGIN = 8
-"""Compared tokens of the probe after the first that disagrees."""
+"""Compared tokens of the excerpt after the first that disagrees."""
 EXPLAINED = 0.05
 """Share of the gap that an attempt may leave and still explain it, unless rounding leaves more."""
 MAX_CONFIRMATIONS = 8
@@ -45,7 +45,7 @@ MAX_CONFIRMATIONS = 8
 READINGS = "head, temperature, support and logits"
 """Name of the hypotheses about what follows the last hidden states."""
 SHOWS = 0.3
-"""Share of a context's largest gap that a token has to have for the probe to end after it."""
+"""Share of a context's largest gap that a token has to have for the excerpt to end after it."""
 
 
 class TimeLimit:
@@ -204,7 +204,7 @@ def _first_breach(context: Context, gap: np.ndarray, tolerance: Tolerance) -> in
     return None
 
 
-def probe_of(examined: Examined) -> DiagnosisSubject:
+def excerpt_of(examined: Examined) -> DiagnosisSubject:
     """Return the shortest beginning of one context that shows the gap."""
     subject = examined.subject
     beginnings = []
@@ -219,7 +219,7 @@ def probe_of(examined: Examined) -> DiagnosisSubject:
 
 @dataclass(kw_only=True)
 class Search:
-    """Tries families of trials on the probe, and confirms what explains it.
+    """Tries families of trials on the excerpt, and confirms what explains it.
 
     Attributes:
         findings: results, one for each family.
@@ -238,28 +238,28 @@ class Search:
     def __post_init__(self) -> None:
         self.subject = self.examined.subject
         self.gap = self.examined.gap
-        self.probe = probe_of(self.examined)
+        self.excerpt = excerpt_of(self.examined)
         self._activations: forward.Activations | None = None
-        self._probe_plain = self._plain_of(self.probe.contexts[0])
+        self._excerpt_scores = self._plain_of(self.excerpt.contexts[0])
         self._pass_seconds = 0.0
-        self.probe_gap = self.probe.compare(self._probe_plain)
-        self.probe = replace(self.probe, gap=self.probe_gap.mean)
+        self.excerpt_gap = self.excerpt.compare(self._excerpt_scores)
+        self.excerpt = replace(self.excerpt, gap=self.excerpt_gap.mean)
 
-    def _plain_of(self, probe: Context) -> Scores:
-        """Return the plain scores of the probe, which its whole context has been given already."""
-        length = len(probe.token_ids)
+    def _plain_of(self, excerpt: Context) -> Scores:
+        """Return the plain scores of the excerpt: part of those of its whole context."""
+        length = len(excerpt.token_ids)
         for context, scores in zip(self.subject.contexts, self.examined.plain, strict=True):
-            if context.name == probe.name and context.token_ids[:length] == probe.token_ids:
-                return [scores[: len(probe.at)]]
-        raise AssertionError("the probe is the beginning of an examined context")
+            if context.name == excerpt.name and context.token_ids[:length] == excerpt.token_ids:
+                return [scores[: len(excerpt.at)]]
+        raise AssertionError("the excerpt is the beginning of an examined context")
 
     @property
     def activations(self) -> forward.Activations:
-        """The learner's activations in the probe."""
+        """The learner's activations in the excerpt."""
         if self._activations is None:
-            probe = self.probe
+            excerpt = self.excerpt
             self._activations = forward.activations(
-                probe.model, probe.weights(), probe.inputs(probe.rows)
+                excerpt.model, excerpt.weights(), excerpt.inputs(excerpt.rows)
             )
         return self._activations
 
@@ -271,7 +271,7 @@ class Search:
             return replace(subject, contexts=contexts)
 
         self.subject = with_note(self.subject)
-        self.probe = with_note(self.probe)
+        self.excerpt = with_note(self.excerpt)
 
     @property
     def is_over(self) -> bool:
@@ -370,15 +370,15 @@ class Search:
     # --- families ---------------------------------------------------------------------------------
 
     def try_family(self, name: str, family: Family, *, per_context: bool = False) -> None:
-        """Try the trials of a family on the probe, and confirm the best of them."""
+        """Try the trials of a family on the excerpt, and confirm the best of them."""
         if self.is_over:
             return
 
-        outcome = _Outcome(remaining=self.probe_gap)
-        for trial, remaining in self._trials(family, self.probe, self._probe_plain, outcome):
-            if not self.explains(remaining, self.probe_gap):
+        outcome = _Outcome(remaining=self.excerpt_gap)
+        for trial, remaining in self._trials(family, self.excerpt, self._excerpt_scores, outcome):
+            if not self.explains(remaining, self.excerpt_gap):
                 continue
-            # Several trials may explain the probe: a window as long as the probe is no window.
+            # Several trials may explain the excerpt: a window as long as the excerpt is no window.
             if outcome.confirmations == MAX_CONFIRMATIONS:
                 continue
             outcome.confirmations += 1
@@ -400,10 +400,10 @@ class Search:
         self._add_finding(name, outcome.best.label, outcome.count, outcome.remaining)
 
     def _trials(
-        self, family: Family, probe: DiagnosisSubject, plain: Scores, outcome: _Outcome
+        self, family: Family, excerpt: DiagnosisSubject, plain: Scores, outcome: _Outcome
     ) -> Iterator[tuple[Trial, Comparison]]:
         """Yield the trials of a family with the gap that they leave, as long as there is time."""
-        trials = family(probe)
+        trials = family(excerpt)
         previous_gap: float | None = None
         while True:
             # The pass before tells how long the next one takes.
@@ -417,18 +417,18 @@ class Search:
                     trial = trials.send(previous_gap)
             except StopIteration:
                 return
-            if not trial.can_be_computed(probe):
+            if not trial.can_be_computed(excerpt):
                 previous_gap = math.inf
                 continue
 
             activations = None
             can_reuse = trial.change is not None or trial.only_edits_rows
-            can_reuse = can_reuse and forward.remembers_ids_apart(probe.model)
-            if can_reuse and probe is self.probe:
+            can_reuse = can_reuse and forward.remembers_ids_apart(excerpt.model)
+            if can_reuse and excerpt is self.excerpt:
                 activations = self.activations
-            score = functools.partial(trial.scores, probe, plain, activations)
+            score = functools.partial(trial.scores, excerpt, plain, activations)
             scores, self._pass_seconds = self.limit.measure(score)
-            remaining = probe.compare(scores)
+            remaining = excerpt.compare(scores)
             outcome.add(trial, remaining)
             yield trial, remaining
             previous_gap = remaining.mean
@@ -436,10 +436,10 @@ class Search:
     def _confirm(
         self, family: Family, trial: Trial, *, per_context: bool
     ) -> tuple[Comparison, str]:
-        """Score all contexts by a trial that explains the probe.
+        """Score all contexts by a trial that explains the excerpt.
 
         With ``per_context``, contexts that it does not explain are scored by other trials of the
-        family: it need not even explain the context that the probe is the beginning of.
+        family: it need not even explain the context that the excerpt is the beginning of.
 
         Returns:
             The gap that remains, and the label of the trial that most contexts were scored by.
@@ -465,21 +465,21 @@ class Search:
             The context's scores under that trial, and the trial; ``scores`` and None if these
             explain the context already.
         """
-        alone = replace(self.subject, contexts=[context])
+        single = replace(self.subject, contexts=[context])
         plain = [self.examined.plain[number]]
-        gap = alone.compare(plain)
-        alone = replace(alone, gap=gap.mean)
-        remaining = alone.compare([scores])
+        gap = single.compare(plain)
+        single = replace(single, gap=gap.mean)
+        remaining = single.compare([scores])
         if self.explains(remaining, gap):
             return scores, None
 
         outcome = _Outcome(remaining=remaining)
-        for _, remaining in self._trials(family, alone, plain, outcome):
+        for _, remaining in self._trials(family, single, plain, outcome):
             if self.explains(remaining, gap):
                 break
         if outcome.best is None:
             return scores, None
-        best_scores = outcome.best.scores(alone, plain)
+        best_scores = outcome.best.scores(single, plain)
         return best_scores[0], outcome.best
 
     def _add_finding(self, name: str, label: str, count: int, remaining: Comparison) -> None:
@@ -511,7 +511,6 @@ class _Outcome:
 
     Attributes:
         remaining: the gap that the best trial leaves.
-        best: the best trial.
         count: how many trials were made.
         confirmations: how many of them were confirmed on all contexts.
         stopped: whether time ended it.

@@ -280,15 +280,15 @@ class Row:
         first_position = count
         if index < count:
             first_position = self.positions[index]
-        places = [index] * len(ids)
+        indices = [index] * len(ids)
         return replace(
             self,
             token_ids=np.insert(self.token_ids, index, ids),
             positions=np.insert(positions, index, first_position + np.arange(len(ids))),
             at=np.where(self.at >= index, self.at + len(ids), self.at),
-            stale=np.insert(self.stale, places, False),
-            visible_from=np.insert(self.visible_from, places, 0),
-            visible_until=np.insert(self.visible_until, places, _FOREVER),
+            stale=np.insert(self.stale, indices, False),
+            visible_from=np.insert(self.visible_from, indices, 0),
+            visible_until=np.insert(self.visible_until, indices, _FOREVER),
         )
 
     def drop(self, begin: int, end: int) -> Row:

@@ -12,7 +12,7 @@ its ``Capabilities`` declare. A :class:`BackendUnderTest` holds a factory for th
 
     suite/      the checks
     runner      runs them, also as a command
-    probe       a check's access to the backend
+    client      a check's client of the backend
     backends    the backends of this package
     models      model folders, weight updates, float64 forward passes
 """

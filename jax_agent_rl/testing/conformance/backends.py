@@ -160,6 +160,7 @@ def select_backend(backend: str, options: BackendOptions) -> BackendUnderTest:
             f"no backend is called {backend!r}; there are {names}, or give your own as"
             " module:function"
         )
+
     try:
         if factory is None:
             factory = getattr(importlib.import_module(module), function)

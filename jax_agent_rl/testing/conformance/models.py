@@ -35,7 +35,6 @@ class ModelDirs:
     """Hugging Face folders of one architecture, one per weight set.
 
     Attributes:
-        base: the model.
         scratch: folder for the other weight sets, and for files that the suite writes.
     """
 

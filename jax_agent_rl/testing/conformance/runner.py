@@ -38,8 +38,8 @@ from jax_agent_rl.testing.conformance.backends import (
     BackendUnderTest,
     select_backend,
 )
+from jax_agent_rl.testing.conformance.client import CheckClient, CheckFailed
 from jax_agent_rl.testing.conformance.models import prepare_folders
-from jax_agent_rl.testing.conformance.probe import CheckFailed, Probe
 from jax_agent_rl.testing.leaks import Footprint
 from jax_agent_rl.utils.packages import install_command
 from jax_agent_rl.utils.text import printable
@@ -51,6 +51,8 @@ except ImportError:
         f"the conformance suite runs on pytest: {install_command('conformance')}"
     ) from None
 
+Check = Callable[[CheckClient], Awaitable[None]]
+"""A check of the suite; its docstring states the rule."""
 SUITE = Path(__file__).parent / "suite"
 _FILES = ("outputs", "batching", "replay", "weights", "control")
 """The suite's files in order: the last test of the last file closes the backend."""
@@ -80,9 +82,7 @@ _PYTEST_OPTIONS = (
 """Options that keep pytest silent, and independent of the folder that the command runs in."""
 
 
-def check(
-    *needs: str,
-) -> Callable[[Callable[[Probe], Awaitable[None]]], Callable[[BackendSession], None]]:
+def check(*needs: str) -> Callable[[Check], Callable[[BackendSession], None]]:
     """Make a pytest test of an async function whose docstring states a rule.
 
     Args:
@@ -90,7 +90,7 @@ def check(
             ``pause_modes:keep`` asks for a member.
     """
 
-    def make_test(function: Callable[[Probe], Awaitable[None]]) -> Callable[[BackendSession], None]:
+    def make_test(function: Check) -> Callable[[BackendSession], None]:
         @functools.wraps(function)
         def test(backend_session: BackendSession) -> None:
             backend_session.run(function, needs)
@@ -103,9 +103,6 @@ def check(
 
 class BackendSession(contextlib.AbstractContextManager["BackendSession"]):
     """A started backend that tests share; it is replaced if it dies or hangs, and closed on exit.
-
-    Args:
-        subject: the backend under test.
 
     Raises:
         ConfigError: on entry, if the backend's context is too short for the suite.
@@ -131,7 +128,7 @@ class BackendSession(contextlib.AbstractContextManager["BackendSession"]):
         with self._loop:
             self._loop.run(self._close())
 
-    def run(self, check: Callable[[Probe], Awaitable[None]], needs: Sequence[str]) -> None:
+    def run(self, check: Check, needs: Sequence[str]) -> None:
         """Run a check, or skip it if the backend does not declare what it needs.
 
         Raises:
@@ -139,16 +136,18 @@ class BackendSession(contextlib.AbstractContextManager["BackendSession"]):
         """
         self._loop.run(self._run(check, needs))
 
-    async def _run(self, check: Callable[[Probe], Awaitable[None]], needs: Sequence[str]) -> None:
+    async def _run(self, check: Check, needs: Sequence[str]) -> None:
         backend = self._backend or await self._start()
         missing = _missing(backend.capabilities, needs)
         if missing:
             pytest.skip(missing)
 
-        probe = Probe(self._subject, backend, numbers=self._numbers, footprint=self._footprint)
+        client = CheckClient(
+            self._subject, backend, numbers=self._numbers, footprint=self._footprint
+        )
         try:
             async with asyncio.timeout(self._subject.timeout):
-                await check(probe)
+                await check(client)
         except AssertionError:
             raise
         except TimeoutError:
@@ -169,7 +168,7 @@ class BackendSession(contextlib.AbstractContextManager["BackendSession"]):
                 cause="the backend refuses or fails something its Capabilities promise",
             ) from error
         finally:
-            if not await _restore(probe):
+            if not await _restore(client):
                 await self._close()
 
     async def _start(self) -> RolloutBackend:
@@ -206,19 +205,19 @@ def _missing(capabilities: Capabilities, needs: Sequence[str]) -> str | None:
     return None
 
 
-async def _restore(probe: Probe) -> bool:
+async def _restore(client: CheckClient) -> bool:
     """Return the backend to idle, resumed and on the base weights; False if that fails."""
-    backend = probe.backend
+    backend = client.backend
     try:
         async with asyncio.timeout(CLEAN_UP_SECONDS):
-            await probe.clean_up()
+            await client.clean_up()
             health = await backend.health()
             if not health.ok:
                 return False
             if backend.capabilities.pause_modes:
                 await backend.resume()
-            if probe.serving != BASE:
-                await probe.serve(BASE)
+            if client.serving != BASE:
+                await client.serve(BASE)
 
             deadline = time.monotonic() + SETTLE_SECONDS
             while True:
@@ -242,7 +241,6 @@ class Result:
         claim: the rule that it tests.
         outcome: ``passed``, ``failed`` or ``skipped``.
         detail: why it failed or was skipped.
-        seconds: its duration.
     """
 
     check: str
@@ -282,7 +280,6 @@ def run_suite(
     """Run the suite and close the backend.
 
     Args:
-        subject: the backend under test.
         only: names of checks to run; empty for all.
         on_result: called with each result as it arrives.
 
@@ -443,10 +440,12 @@ def _print_report(report: Report, console: Console) -> None:
     table.add_column("result", no_wrap=True)
     table.add_column("s", justify="right")
     table.add_column("rule, or why it was skipped")
+
     for result in report.results:
         note = result.claim
         if result.outcome == "skipped":
             note = result.detail
+
         style = _STYLES[result.outcome]
         table.add_row(
             result.check,
@@ -454,6 +453,7 @@ def _print_report(report: Report, console: Console) -> None:
             f"{result.seconds:.1f}",
             escape(printable(note)),
         )
+
     console.print(table)
     for result in report.results:
         if result.outcome == "failed":
@@ -461,5 +461,6 @@ def _print_report(report: Report, console: Console) -> None:
                 f"[bold red]{result.check}[/]: {escape(printable(result.detail))}\n",
                 highlight=False,
             )
+
     counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in _STYLES)
     console.print(f"{report.backend}: {counts}", highlight=False)

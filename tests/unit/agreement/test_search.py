@@ -20,8 +20,8 @@ from jax_agent_rl.agreement.search import (
     Search,
     TimeLimit,
     examine,
+    excerpt_of,
     order_families,
-    probe_of,
 )
 from jax_agent_rl.agreement.subject import Context, DiagnosisSubject
 from tests.agreement_testbed import LLAMA
@@ -99,9 +99,9 @@ def test_the_probe_ends_a_few_tokens_after_the_first_that_shows_the_gap():
     early = context(1, wrong_from=12)
     late = context(2, wrong_from=30)
     examined = examine(subject(late, early), TOLERANCE, endless())
-    (probe,) = probe_of(examined).contexts
-    assert probe.name == "t1"
-    assert len(probe.token_ids) <= 12 + 3 + MARGIN + 1
+    (excerpt,) = excerpt_of(examined).contexts
+    assert excerpt.name == "t1"
+    assert len(excerpt.token_ids) <= 12 + 3 + MARGIN + 1
     breaches = {each.name: each.breach for each in examined.subject.contexts}
     assert breaches == {"t1": 12, "t2": 30}
 
@@ -141,7 +141,7 @@ def test_where_the_layers_begin_to_differ_is_where_positions_are_tried_first():
         limit=endless(),
     )
     search.note_where_it_begins(23)
-    assert next(position(search.probe)).label == "puts ids 1 position further from id 23 on"
+    assert next(position(search.excerpt)).label == "puts ids 1 position further from id 23 on"
 
 
 @pytest.mark.parametrize("backend", OTHER_ENGINES)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.errors import BackendError, ConfigError
+from jax_agent_rl.testing.conformance.client import CheckFailed
 from jax_agent_rl.testing.conformance.models import log_softmax
-from jax_agent_rl.testing.conformance.probe import CheckFailed
 from jax_agent_rl.testing.conformance.runner import run_suite
 from jax_agent_rl.types import PauseMode, RoutedExperts, StopReason, digest_ids
 from jax_agent_rl.utils.packages import install_command
@@ -581,15 +581,15 @@ CAUGHT_BY = [
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch):
     """The timeouts are as short as the correct backend passes with."""
-    import jax_agent_rl.testing.conformance.probe as probe
+    import jax_agent_rl.testing.conformance.client as client
     import jax_agent_rl.testing.conformance.runner as runner
     import jax_agent_rl.testing.conformance.suite.test_control as control
 
     monkeypatch.setattr(control, "SETTLE_SECONDS", 0.5)
     monkeypatch.setattr(runner, "CLEAN_UP_SECONDS", 1.0)
-    until = probe.Probe.until
+    until = client.CheckClient.until
     monkeypatch.setattr(
-        probe.Probe, "until", lambda self, *a, **k: until(self, *a, **k | {"seconds": 2.0})
+        client.CheckClient, "until", lambda self, *a, **k: until(self, *a, **k | {"seconds": 2.0})
     )
 
 

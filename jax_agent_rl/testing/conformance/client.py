@@ -1,4 +1,4 @@
-"""A check's access to the backend under test: requests, weight updates and expectations.
+"""A check's client of the backend under test: requests, weight updates and expectations.
 
 A failed expectation names the likely cause.
 """
@@ -58,15 +58,15 @@ class StartedRequest:
     task: asyncio.Task[TokenOutput] = field(init=False)
 
 
-class Probe:
-    """One check's access to a started backend.
+class CheckClient:
+    """One check's client of a started backend.
 
     Requests are greedy and ignore EOS unless the check overrides it, so their length is known.
 
     Args:
         subject: the backend under test.
         backend: its started instance.
-        numbers: counter for request ids, shared by all probes of a run.
+        numbers: counter for request ids, shared by all clients of a run.
         footprint: threads and processes that existed before the backend was built.
     """
 
@@ -202,15 +202,15 @@ class Probe:
             kind = sorted(self.capabilities.weight_payloads)[0]
         if version is None:
             version = self.backend.policy_version + 1
-        logprob_probe = None
+        weight_probe = None
         if kind != ARRAYS and self.subject.probe is not None:
-            logprob_probe = self.subject.probe(which)
+            weight_probe = self.subject.probe(which)
         return WeightUpdate(
             version=version,
             kind=kind,
             payload=self.subject.payload(kind, which),
             partial=which == MIXED,
-            probe=logprob_probe,
+            probe=weight_probe,
         )
 
     async def serve(self, which: str, *, kind: str | None = None) -> int:
@@ -237,12 +237,17 @@ class Probe:
         raise CheckFailed(what, expected=kind.__name__, got=got, cause=cause)
 
     async def until(
-        self, holds: Callable[[], Awaitable[bool]], what: str, *, cause: str, seconds: float = 30.0
+        self,
+        condition: Callable[[], Awaitable[bool]],
+        what: str,
+        *,
+        cause: str,
+        seconds: float = 30.0,
     ) -> None:
         """Wait for a condition to hold."""
         deadline = time.monotonic() + seconds
         for attempt in itertools.count():
-            if await holds():
+            if await condition():
                 return
             if time.monotonic() > deadline:
                 raise CheckFailed(
