@@ -38,7 +38,7 @@ from jax_agent_rl.jetstream.decode_batch import DecodeBatch, make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache, gather_pages, write_back
-from jax_agent_rl.jetstream.mixers import empty_cache
+from jax_agent_rl.jetstream.mixers.table import empty_cache
 from jax_agent_rl.jetstream.programs import Kernels
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig

@@ -21,9 +21,9 @@ import bisect
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -82,6 +82,8 @@ class Patience:
 
 Checkpoints = tuple[tuple[int, int], ...]
 """Positions after which a context's state is copied, and the slots it is copied to."""
+Storage = tuple[Literal["page", "state"], int]
+"""A page, or the slot of a recurrent state, by its number."""
 
 
 @dataclass
@@ -126,8 +128,8 @@ class AdmissionStage:
                 position, slot = checkpoints[0]
                 extensions.append(extension.until(position))
                 checkpoint_copies.append((extension.state, slot))
-                rest = extension.after(position - extension.start)
-                following.append((rest, checkpoints[1:]))
+                after_checkpoint = extension.after(position - extension.start)
+                following.append((after_checkpoint, checkpoints[1:]))
 
             cache = engine.extend(params, cache, extensions)
             for source, target in checkpoint_copies:
@@ -150,9 +152,9 @@ class AdmissionPlan:
     def __init__(self, size: int) -> None:
         self._size = size
         self._stages: list[AdmissionStage] = []
-        # Last stage that writes a page or a slot, and that copies from one.
-        self._filled: dict[tuple[str, int], int] = {}
-        self._read: dict[tuple[str, int], int] = {}
+        # Numbers of the last stage that writes a page or a slot, and of the last that copies it.
+        self._last_write: dict[Storage, int] = {}
+        self._last_read: dict[Storage, int] = {}
 
     def add(
         self,
@@ -173,41 +175,16 @@ class AdmissionPlan:
             restored: content of ``allocation.restored``.
             restored_state: content of ``allocation.state.host_source``.
         """
-        num_reused_pages = allocation.reused // self._size
-        from_host = [page for _, page in allocation.restored]
-        reused = [("page", page) for page in allocation.pages[:num_reused_pages]]
-        written = [("page", page) for page in from_host]
-        written += [("page", page) for page in allocation.pages[num_reused_pages:]]
-        copied = []
-        if allocation.copy is not None:
-            copied.append(("page", allocation.copy[0]))
-        state = allocation.state
-        if state is not None:
-            written.append(("state", state.slot))
-            written += [("state", slot) for _, slot in state.checkpoints]
-            if state.source is not None:
-                copied.append(("state", state.source))
-
-        # After the stages that fill what is reused, and not before those that read what is written.
-        number = 0
-        for place in [*reused, *copied]:
-            number = max(number, self._filled.get(place, -1) + 1)
-        for place in written:
-            number = max(number, self._read.get(place, 0))
-        for place in copied:
-            self._read[place] = max(number, self._read.get(place, 0))
-        for place in written:
-            self._filled[place] = number
-
-        while len(self._stages) <= number:
-            self._stages.append(AdmissionStage())
-        stage = self._stages[number]
+        restored_pages = [page for _, page in allocation.restored]
+        stage = self._stage_of(allocation, restored_pages)
         if allocation.copy is not None:
             stage.copies.append(allocation.copy)
         if restored is not None:
-            stage.restored.append((restored, from_host))
+            stage.restored.append((restored, restored_pages))
+
         extension = Extension(allocation.pages, allocation.reused, new_ids, multimodal, adapter)
         checkpoints: Checkpoints = ()
+        state = allocation.state
         if state is not None:
             extension = replace(extension, state=state.slot)
             checkpoints = state.checkpoints
@@ -215,7 +192,44 @@ class AdmissionPlan:
                 stage.restored_states.append((restored_state, state.slot))
             else:
                 stage.state_copies.append((state.source, state.slot))
+
         stage.prefills.append((extension, checkpoints))
+
+    def _stage_of(self, allocation: Allocation, restored_pages: Sequence[int]) -> AdmissionStage:
+        """Return the first stage that an admission can be in, and record what it uses there."""
+        num_reused_pages = allocation.reused // self._size
+        reused: list[Storage] = []
+        for page in allocation.pages[:num_reused_pages]:
+            reused.append(("page", page))
+        writes: list[Storage] = []
+        for page in (*restored_pages, *allocation.pages[num_reused_pages:]):
+            writes.append(("page", page))
+        copy_sources: list[Storage] = []
+        if allocation.copy is not None:
+            copy_sources.append(("page", allocation.copy[0]))
+        state = allocation.state
+        if state is not None:
+            writes.append(("state", state.slot))
+            for _, slot in state.checkpoints:
+                writes.append(("state", slot))
+            if state.source is not None:
+                copy_sources.append(("state", state.source))
+
+        # What is reused or copied has been filled by an earlier stage; and what is written has been
+        # read by then, for copies come first within a stage.
+        number = 0
+        for storage in (*reused, *copy_sources):
+            number = max(number, self._last_write.get(storage, -1) + 1)
+        for storage in writes:
+            number = max(number, self._last_read.get(storage, 0))
+
+        for storage in copy_sources:
+            self._last_read[storage] = max(number, self._last_read.get(storage, 0))
+        for storage in writes:
+            self._last_write[storage] = number
+        while len(self._stages) <= number:
+            self._stages.append(AdmissionStage())
+        return self._stages[number]
 
     def run(self, engine: JaxEngine, params: EngineParams, cache: KVCache) -> KVCache:
         """Run all stages on an engine; ``cache`` is donated."""

@@ -226,9 +226,11 @@ class JetStreamBackend:
                 f"request {request.request_id!r} is already running; ids of running requests must"
                 " be unique"
             )
+
         sink = ChunkSink()
         self._streams[request.request_id] = sink
         finished = False
+
         try:
             await self._submit(request, sink)
             while not finished:
@@ -240,6 +242,7 @@ class JetStreamBackend:
                 yield event
         finally:
             self._streams.pop(request.request_id, None)
+            # Nobody waits for the others of its ids.
             if not finished:
                 self._post_quietly(lambda: self.core.abort(request.request_id))
 

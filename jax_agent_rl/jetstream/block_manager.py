@@ -518,17 +518,17 @@ class BlockManager:
             num_cached: where it leaves what is cached: a fork, to which others may come.
             end: where the prefill ends, which is where other samples of the prompt begin.
         """
-        wanted: dict[int, bool] = {}
+        positions: dict[int, bool] = {}
         for position in (end, num_cached):
             if position > reused:
-                wanted[position] = True
+                positions[position] = True
         interval = self._checkpoint_interval
         for position in range(reused // interval * interval + interval, end, interval):
-            wanted.setdefault(position, False)
-        return wanted
+            positions.setdefault(position, False)
+        return positions
 
     def _allocate_state(
-        self, checkpoint: StateCheckpoint | None, pages: Sequence[_Page], wanted: dict[int, bool]
+        self, checkpoint: StateCheckpoint | None, pages: Sequence[_Page], positions: dict[int, bool]
     ) -> StateAllocation:
         """Allocate a context's slot, and those of the checkpoints that its prefill leaves."""
         assert self.states is not None
@@ -544,7 +544,7 @@ class BlockManager:
         slot = self.states.start()
 
         planned = []
-        for position, evict in wanted.items():
+        for position, evict in positions.items():
             number = (position - 1) // self.size
             offset = position - number * self.size
             checkpoint_slot = self.states.plan(pages[number], offset, evict=evict)
@@ -555,15 +555,15 @@ class BlockManager:
             slot=slot, source=source, host_source=host_source, checkpoints=tuple(planned)
         )
 
-    def _end_state(self, ended: _Context, *, is_usable: bool) -> None:
+    def _end_state(self, context: _Context, *, is_usable: bool) -> None:
         """Make the state of a context that ends the checkpoint after its last id, or free it."""
-        if self.states is None or ended.state is None:
+        if self.states is None or context.state is None:
             return
         if is_usable:
-            last = ended.pages[-1]
-            self.states.keep(ended.state, last, len(last.ids))
+            last = context.pages[-1]
+            self.states.keep(context.state, last, len(last.ids))
         else:
-            self.states.release(ended.state)
+            self.states.release(context.state)
 
     # --- eviction ---------------------------------------------------------------------------------
 

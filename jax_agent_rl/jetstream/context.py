@@ -17,7 +17,7 @@ from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.forward import EngineParams, Kernels
 from jax_agent_rl.jetstream.kv_cache import KVCache
-from jax_agent_rl.jetstream.mixers import has_states
+from jax_agent_rl.jetstream.mixers.table import has_states
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable
 from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.jetstream.sharding import cache_sharding, engine_config
@@ -151,7 +151,13 @@ class EngineContext:
     ) -> Any:
         """Run a program on the engine's mesh, see :meth:`ProgramTable.call`."""
         return self.program_table.call(
-            key, function, donate, *args, place=self.replicated, out=out, next_call=next_call
+            key,
+            function,
+            donate,
+            *args,
+            default_sharding=self.replicated,
+            out=out,
+            next_call=next_call,
         )
 
     def with_defaults(self, slots: DecodeBatch) -> DecodeBatch:

@@ -265,7 +265,6 @@ def make_backend(
     Args:
         shapes: static shapes of each engine.
         mesh: devices of all engines.
-        make_engine_backend: makes the backend of one engine.
         **options: its further arguments.
     """
     if mesh.shape["data"] == 1:

@@ -224,6 +224,8 @@ def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
     """Append ``extra`` idle slots."""
     if not extra:
         return slots
+
+    # Only fields that the batch has, so that the trees of both are equal.
     optional: dict[str, Any] = {}
     if slots.offsets is not None:
         optional["offsets"] = np.zeros(extra, np.int32)
@@ -237,6 +239,7 @@ def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
         )
     if slots.allowed is not None:
         optional["allowed"] = np.full((extra, slots.allowed.shape[1]), ALL_ALLOWED)
+
     padding = replace(make_decode_batch(extra, slots.pages.shape[1]), **optional)
     return jax.tree.map(lambda a, b: np.concatenate([a, b]), slots, padding)
 

@@ -36,7 +36,7 @@ from jax_agent_rl.jetstream.kv_cache import (
     get_pages,
     write_pages,
 )
-from jax_agent_rl.jetstream.mixers import empty_cache
+from jax_agent_rl.jetstream.mixers.table import empty_cache
 from jax_agent_rl.jetstream.prefill import ChunkPrefill, ColumnPrefill
 from jax_agent_rl.jetstream.recurrent_states import States, copy_state, get_state, put_state
 from jax_agent_rl.jetstream.replica import Replica
@@ -372,17 +372,21 @@ class JaxEngine:
         keys: set[tuple] = {("copy", count)}
         for part in self._parts:
             keys |= part.program_keys()
+
         if self.config.experts is not None:
             for span in self.shapes.span_buckets:
                 keys.add(("routed", count, span // self.shapes.page))
+
         if self.context.has_states:
             keys.add(("copy state", count))
+
             if self.shapes.kv_offloading_bytes:
                 keys |= {("get state", count), ("put state", count)}
         if self.shapes.kv_offloading_bytes:
             for moved in MOVED_TOGETHER:
                 keys.add(("get", count, moved))
                 keys.add(("put", count, moved))
+
         return keys
 
     def warm_up(

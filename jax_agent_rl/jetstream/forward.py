@@ -31,9 +31,9 @@ from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.feed_forward import ENGINE_FEED_FORWARDS
 from jax_agent_rl.jetstream.kv_cache import KVCache, write_routed
-from jax_agent_rl.jetstream.mixers import ENGINE_MIXERS
 from jax_agent_rl.jetstream.mixers.delta_net import group_by_key_head
 from jax_agent_rl.jetstream.mixers.mixer import ChunkInputs, DecodeInputs, LayerSettings
+from jax_agent_rl.jetstream.mixers.table import ENGINE_MIXERS
 from jax_agent_rl.models.config import AttentionHeads, DecoderConfig, Params
 from jax_agent_rl.models.layer_kinds import LayerKind, MixerName
 from jax_agent_rl.models.layers import (
@@ -183,22 +183,29 @@ def _fuse(config: DecoderConfig, kind: LayerKind, layer: Params) -> Params:
                 heads = config.heads(kind.mixer)
                 by_head = [_by_kv_head(heads, part) for part in parts]
                 layer[f"{prefix}qkv{suffix}"] = jnp.concatenate(by_head, axis=1)
+
     if "k_norm" in layer and config.qk_norm_over == "heads":
         k_norm = _by_kv_head(config.heads(kind.mixer), layer["k_norm"])
         layer["k_norm"] = k_norm.reshape(-1)
+
     if "delta_conv" in layer:
         layer = group_by_key_head(config, layer)
+
     if "sinks" in layer:
         layer["sinks"] = layer["sinks"].reshape(config.num_kv_heads, -1)
+
     for prefix in ("", "wide_", "shared_"):
         if f"{prefix}gate" in layer:
             matrices = [layer.pop(f"{prefix}gate"), layer.pop(f"{prefix}up")]
             layer[f"{prefix}gate_up"] = jnp.stack(matrices)
+
+    # A head's key and value are two products with its latent, which decoding computes apart.
     if "kv_b" in layer:
         assert config.latent is not None
         kv_b = layer.pop("kv_b").reshape(config.num_heads, -1, config.latent.kv_rank)
         layer["k_b"] = kv_b[:, : config.latent.nope_dim].mT
         layer["v_b"] = kv_b[:, config.latent.nope_dim :]
+
     return layer
 
 

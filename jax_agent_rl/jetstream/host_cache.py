@@ -138,7 +138,7 @@ def _start_copying(content: Any) -> None:
         array.copy_to_host_async()
 
 
-def _store(host: Any, places: list[int], content: Any) -> None:
-    """Wait for ``content``, and write it to places of the host's arrays; padding comes last."""
+def _store(host: Any, indices: list[int], content: Any) -> None:
+    """Wait for ``content``, and write it to the host's arrays; its padding comes last."""
     for array, arrived in zip(jax.tree.leaves(host), jax.tree.leaves(content), strict=True):
-        array[places] = np.asarray(arrived)[: len(places)]
+        array[indices] = np.asarray(arrived)[: len(indices)]

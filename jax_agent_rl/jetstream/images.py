@@ -88,14 +88,17 @@ class ImageReader:
             raise BackendError(
                 f"{name} contains {sorted(request.multi_modal)}, but this engine takes {supported}"
             )
+
         try:
             images = self._vision_processor.read(request.multi_modal)
         except ValueError as error:
             raise BackendError(f"{name}: {error}") from None
+
         try:
             multimodal = self._vision_processor.make_context(request.prompt_ids, images)
         except ValueError as error:
             raise TokenDriftError(f"{name}: {error}") from None
+
         largest = max(len(image.patches) for image in multimodal.images)
         if largest > self._max_patches:
             raise BackendError(
@@ -103,10 +106,12 @@ class ImageReader:
                 f" {self._max_patches}; add {largest} to rollout.jetstream.patch_buckets, or lower"
                 " model.max_pixels"
             )
+
         if multimodal.spans[-1].stop == len(request.prompt_ids):
             raise BackendError(
                 f"{name} ends with an image; text must follow it, such as a generation prompt"
             )
+
         return multimodal
 
 

@@ -32,8 +32,8 @@ from jax_agent_rl.jetstream.forward import (
     prefill_chunks,
 )
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, from_cache
-from jax_agent_rl.jetstream.mixers import empty_cache
 from jax_agent_rl.jetstream.mixers.delta_net import ungroup
+from jax_agent_rl.jetstream.mixers.table import empty_cache
 from jax_agent_rl.jetstream.recurrent_states import states_after_chunks
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
@@ -55,7 +55,6 @@ def score(scheduler: Scheduler, token_ids: Sequence[int], *, start: int, top_k: 
 
     Args:
         scheduler: holds the weights.
-        token_ids: the context.
         start: index of the first id to score.
         top_k: how many of the likeliest ids to report at each.
 
@@ -157,10 +156,10 @@ def _score_chunk(
         return jax.lax.dynamic_update_slice_in_dim(cached, chunk, starts[0], axis)
 
     chunks = cache.with_entries([chunk for _, chunk, _ in layers], cache.routed)
-    written: list[Any] = []
+    layers_after: list[Any] = []
     for cached, chunk in zip(cache.layers, chunks.layers, strict=True):
-        written.append(None if cached is None else cached.by_position(write, chunk))
-    cache = replace(cache, layers=tuple(written), states=states_after_chunks(chunks.states))
+        layers_after.append(None if cached is None else cached.by_position(write, chunk))
+    cache = replace(cache, layers=tuple(layers_after), states=states_after_chunks(chunks.states))
     return cache, (log_probs, top_ids, top_log_probs)
 
 
@@ -193,11 +192,11 @@ def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, T
             samples[name] = TensorSample.of(array)
 
     for i, layer in enumerate(params.layers):
-        named = []
+        layer_arrays = []
         for key, array in _split(model, model.layer_kind(i), layer).items():
-            place = model.layers_with(key).index(i)
-            named.append((names["layers"][key][place], array))
-        for name, array in named_tensors(named):
+            index = model.layers_with(key).index(i)
+            layer_arrays.append((names["layers"][key][index], array))
+        for name, array in named_tensors(layer_arrays):
             samples[name] = TensorSample.of(array)
     return samples
 

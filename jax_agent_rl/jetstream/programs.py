@@ -311,7 +311,7 @@ class ProgramTable:
         function: Callable[..., Any],
         donate: tuple[int, ...],
         *args: Any,
-        place: NamedSharding,
+        default_sharding: NamedSharding,
         out: Any,
         next_call: Callable[[], NextCall] | None = None,
     ) -> Any:
@@ -321,15 +321,16 @@ class ProgramTable:
             key: name of the program.
             function: a function of arrays.
             donate: indices of donated arguments.
-            *args: its arguments.
-            place: sharding of arguments that are on no device yet.
+            default_sharding: sharding of arguments that are on no device yet.
             out: shardings of the result (a prefix of its tree).
             next_call: returns the program likely to be needed next, which is compiled alongside a
                 new one, as a compiler uses one core.
         """
         if key not in self._programs:
             begin = time.perf_counter()
-            compile_for = functools.partial(_compile, function, donate, place=place, out=out)
+            compile_for = functools.partial(
+                _compile, function, donate, default_sharding=default_sharding, out=out
+            )
             following = next_call() if next_call is not None else None
             if following is not None and following[0] not in self._programs:
                 following_key, following_args = following
@@ -361,14 +362,16 @@ def _compile(
     function: Callable[..., Any],
     donate: tuple[int, ...],
     *args: Any,
-    place: NamedSharding,
+    default_sharding: NamedSharding,
     out: Any,
 ) -> tuple[Callable[..., Any], bool]:
     """Return the program, and whether this process or JAX's compilation cache had it."""
     key: tuple | None = None
     identity = _identity(function)
     if identity is not None:
-        arguments = tuple((x.shape, x.dtype, _sharding_or(x, place)) for x in jax.tree.leaves(args))
+        arguments = tuple(
+            (x.shape, x.dtype, _sharding_or(x, default_sharding)) for x in jax.tree.leaves(args)
+        )
         shardings, tree = jax.tree.flatten(out)
         key = (identity, donate, arguments, jax.tree.structure(args), tuple(shardings), tree)
         program = _shared.get(key)
@@ -376,7 +379,10 @@ def _compile(
             return program, True
 
     with cache_hits() as hits:
-        program = traced(function, donate, *args, place=place, out=out).lower().compile()
+        lowered = traced(
+            function, donate, *args, default_sharding=default_sharding, out=out
+        ).lower()
+        program = lowered.compile()
     if key is not None:
         if len(_shared) >= MAX_SHARED_PROGRAMS:
             _shared.clear()
@@ -399,18 +405,18 @@ def _identity(function: Callable[..., Any]) -> tuple | None:
     return None
 
 
-def _sharding_or(x: Any, place: NamedSharding) -> NamedSharding:
-    """Return an argument's sharding, or ``place`` if it is on no device yet."""
+def _sharding_or(x: Any, default_sharding: NamedSharding) -> NamedSharding:
+    """Return an argument's sharding, or ``default_sharding`` if it is on no device yet."""
     if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False):
         return x.sharding
-    return place
+    return default_sharding
 
 
 def traced(
     function: Callable[..., Any],
     donate: tuple[int, ...],
     *args: Any,
-    place: NamedSharding,
+    default_sharding: NamedSharding,
     out: Any,
 ) -> jax.stages.Traced:
     """Trace ``function(*args)`` for compilation, see :meth:`ProgramTable.call`.
@@ -419,7 +425,7 @@ def traced(
     """
     jitted = jax.jit(
         function,
-        in_shardings=jax.tree.map(lambda x: _sharding_or(x, place), args),
+        in_shardings=jax.tree.map(lambda x: _sharding_or(x, default_sharding), args),
         out_shardings=out,
         donate_argnums=donate,
         keep_unused=True,  # unused arguments may be donated

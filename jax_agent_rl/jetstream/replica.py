@@ -50,7 +50,6 @@ class ReplicaGroup:
 
         Args:
             number: number of the calling engine.
-            value: what it brings.
             work: maps the values of all engines to a result for each; the same for all.
 
         Raises:

@@ -38,7 +38,7 @@ from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.host_cache import HostCache
 from jax_agent_rl.jetstream.kv_cache import KVCache
-from jax_agent_rl.jetstream.mixers import has_states
+from jax_agent_rl.jetstream.mixers.table import has_states
 from jax_agent_rl.jetstream.request import Counters, RunningRequest, check_request
 from jax_agent_rl.jetstream.speculation import Speculation
 from jax_agent_rl.jetstream.state_slots import StateSlots
@@ -488,7 +488,6 @@ class Scheduler:
         """Append one slot's output to its request, which a stop string may end earlier.
 
         Args:
-            run: the running request.
             ids: int32 [S], -1 where the slot did not run.
             log_probs: float32 [S].
             support_bits: see :meth:`Sampled.of_slot`.

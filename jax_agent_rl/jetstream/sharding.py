@@ -28,7 +28,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.attention import DEVICES
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
-from jax_agent_rl.jetstream.mixers import ENGINE_MIXERS, has_states
+from jax_agent_rl.jetstream.mixers.table import ENGINE_MIXERS, has_states
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import split_weight
 from jax_agent_rl.models.parameters import PARAMETERS

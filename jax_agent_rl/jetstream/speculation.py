@@ -188,22 +188,29 @@ class Speculation:
         """
         # Ids gained by verifying the first n drafted ids.
         gains = np.cumsum([0.0, *chances])
+
         plain_rate = self._running / plain_seconds
         best_rate = LEAST_GAIN * plain_rate
         best_columns = None
+
         if len(chances):
-            previous_columns, previous_seconds = self._slots, plain_seconds
+            previous_columns = self._slots
+            previous_seconds = plain_seconds
             for columns in self._engine.verified_columns(self._running):
                 seconds = self._pace(self._verified, columns)
-                if not seconds:
+                if not seconds:  # never measured: estimated from the next smaller number
                     growth = max(1.0, columns / previous_columns) ** GROWTH
                     seconds = previous_seconds * growth
+
                 drafted = min(columns - self._running, len(chances))
                 rate = (self._running + gains[drafted]) / seconds
                 if rate > best_rate:
                     best_rate = rate
                     best_columns = columns
-                previous_columns, previous_seconds = columns, seconds
+
+                previous_columns = columns
+                previous_seconds = seconds
+
         self._gain = best_rate / plain_rate
         return best_columns
 
@@ -246,14 +253,14 @@ class Speculation:
         plain_seconds = self._pace(self._plain, self._slots)
         if self._columns is None:
             self._learn(self._plain, self._slots, seconds / max(counts))
-            lost = self._drafting
+            lost_seconds = self._drafting
         else:
             self._learn(self._verified, self._columns, seconds)
             # Against the plain steps that would have sampled as many ids.
-            lost = 0.0
+            lost_seconds = 0.0
             if plain_seconds:
-                lost = seconds - sum(counts) * plain_seconds / self._running
-        self._balance = min(self._balance + LOSS_SHARE * seconds - lost, LOSS_SECONDS)
+                lost_seconds = seconds - sum(counts) * plain_seconds / self._running
+        self._balance = min(self._balance + LOSS_SHARE * seconds - lost_seconds, LOSS_SECONDS)
 
     def _learn(self, paces: dict[int, _Pace], key: int, seconds: float) -> None:
         previous = self._pace(paces, key)

@@ -78,8 +78,6 @@ class StateSlots:
         max_running: most contexts that run at once.
         max_checkpoints: slots besides.
         host_slots: slots on the host.
-        free_slots: unused slots.
-        free_host_slots: unused host slots.
         running: slots of running contexts.
         checkpoints: all checkpoints, the least recently used first.
         saved: slots to copy to host slots before anything is written.

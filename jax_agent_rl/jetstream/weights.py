@@ -108,11 +108,13 @@ class ServedWeights:
             if not isinstance(update.payload, str):
                 kind = type(update.payload).__name__
                 raise WeightUpdateError(f"payload must be the address of a folder, got {kind}")
+
             stored = StoredParams(update.payload, manifest_digest=update.digests.get(MANIFEST))
             params = stored.read(
                 self._config.parameter_shapes(), dtype=dtype, shardings=self._shardings
             )
             return replace(update, kind=ARRAYS, payload=params)
+
         check_files(update.payload, update.digests)
         try:
             params = load_params(
@@ -203,7 +205,7 @@ class WeightLoader:
             self._arrange,
             (),
             params,
-            place=replicated(stage),
+            default_sharding=replicated(stage),
             out=engine_shardings(shapes, stage),
         )
         # A failure on the learner's devices leaves the old weights intact.
@@ -221,7 +223,7 @@ class WeightLoader:
         shardings: EngineParams,
     ) -> EngineParams:
         """Arrange parameters that are on the engine's devices, in the memory of the old weights."""
-        to_engine: dict[str, Any] = {"place": replicated(self._mesh), "out": shardings}
+        to_engine: dict[str, Any] = {"default_sharding": replicated(self._mesh), "out": shardings}
 
         def zeros() -> EngineParams:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

@@ -40,8 +40,8 @@ from jax_agent_rl.models.layers import (
     softcapped,
 )
 from jax_agent_rl.models.lora import LoRA
-from jax_agent_rl.models.mixers import MIXERS
 from jax_agent_rl.models.mixers.mixer import TokenTrees
+from jax_agent_rl.models.mixers.table import MIXERS
 from jax_agent_rl.models.parameters import rounded_params
 from jax_agent_rl.models.per_layer_inputs import PER_LAYER_PARAMETERS, per_layer_inputs
 from jax_agent_rl.models.sharding import ROWS, constrain

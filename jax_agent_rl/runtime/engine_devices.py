@@ -115,7 +115,7 @@ def _no_position_bytes(model: DecoderConfig, devices: int, number_bytes: int) ->
 @functools.cache
 def _state_bytes(model: DecoderConfig, number_bytes: int) -> int:
     """Return the bytes of a context's recurrent state, on all devices together."""
-    from jax_agent_rl.jetstream.mixers import empty_cache
+    from jax_agent_rl.jetstream.mixers.table import empty_cache
 
     dtype = jnp.bfloat16 if number_bytes == 2 else jnp.float32
     make_cache = functools.partial(empty_cache, model, 1, 1, dtype, num_states=1, state_dtype=dtype)

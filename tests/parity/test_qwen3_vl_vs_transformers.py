@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.forward import Kernels, decode_step, engine_params, prefill_chunks
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV
-from jax_agent_rl.jetstream.mixers import empty_cache
+from jax_agent_rl.jetstream.mixers.table import empty_cache
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
 from jax_agent_rl.models.vision_context import (

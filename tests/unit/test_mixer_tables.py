@@ -7,10 +7,10 @@ import pytest
 
 from jax_agent_rl.deploy.plan.engine_programs import MIXING_FLOPS
 from jax_agent_rl.jetstream.feed_forward import ENGINE_FEED_FORWARDS
-from jax_agent_rl.jetstream.mixers import ENGINE_MIXERS
+from jax_agent_rl.jetstream.mixers.table import ENGINE_MIXERS
 from jax_agent_rl.models.feed_forward import FEED_FORWARDS
 from jax_agent_rl.models.layer_kinds import FeedForwardName, MixerName
-from jax_agent_rl.models.mixers import MIXERS
+from jax_agent_rl.models.mixers.table import MIXERS
 from jax_agent_rl.runtime.engine_devices import POSITION_BYTES
 
 

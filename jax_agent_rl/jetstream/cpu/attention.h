@@ -198,8 +198,8 @@ void Softmax(float* scores, int64_t first, int64_t end, const float* sink) {
 }
 
 // Attention of heads [from, to) of `count` consecutive tokens of a context, in columns from `slot`
-// on: writes their keys and values to its pages, unless they are there already, and mixes the values
-// that their queries see. Heads are neighbours in a page, so each page is read in one go.
+// on: writes their keys and values to its pages, unless they are there already, and mixes the
+// values that their queries see. Heads are neighbours in a page, so each page is read in one go.
 void Attend(const Attention& a, int64_t slot, int64_t count, int64_t from, int64_t to) {
   const int64_t size = a.size;
   const int64_t page = a.page;

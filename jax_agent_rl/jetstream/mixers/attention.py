@@ -109,6 +109,7 @@ def _chunk(
     sinks = layer.params.get("sinks")
     heads, gate = _project(settings, layer, x)
     q, kv = _split_and_rotate(settings, heads, *rope_table)
+
     q = q.reshape(*q.shape[:-1], rows, -1)
     if kv is None:
         chunk = inputs.source_chunk
@@ -116,6 +117,7 @@ def _chunk(
     else:
         k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in kv)
         chunk = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
+
     mixed = chunk_attention(
         q, cached, chunk, inputs.starts, sinks, window=_window(settings), mesh=settings.mesh
     )
@@ -193,9 +195,9 @@ def _split_and_rotate(
     config = settings.config
     if settings.kind.keys == "shared":
         return rotate(config.rope, heads, cos, sin, axis=2) * config.score_scale, None
-    q, k, v = heads[:, :-2], heads[:, -2], heads[:, -1]
-    q = rotate(config.rope, q, cos, sin, axis=2)
-    k = rotate(config.rope, k, cos, sin, axis=1)
+    q = rotate(config.rope, heads[:, :-2], cos, sin, axis=2)
+    k = rotate(config.rope, heads[:, -2], cos, sin, axis=1)
+    v = heads[:, -1]
     return q * config.score_scale, (k, v)
 
 

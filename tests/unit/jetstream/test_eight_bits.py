@@ -16,7 +16,7 @@ from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.forward import engine_params
 from jax_agent_rl.jetstream.kv_cache import LayerKV, from_cache, gather_pages, to_cache
-from jax_agent_rl.jetstream.mixers import empty_cache
+from jax_agent_rl.jetstream.mixers.table import empty_cache
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.layers import DTYPES
 from tests.tiny import LATENT, TINY, full_logits, tiny_params

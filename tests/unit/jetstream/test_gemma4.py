@@ -17,7 +17,7 @@ import pytest
 
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.kv_cache import LayerKV
-from jax_agent_rl.jetstream.mixers import empty_cache
+from jax_agent_rl.jetstream.mixers.table import empty_cache
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig, Params

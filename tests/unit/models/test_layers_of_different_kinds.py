@@ -22,8 +22,8 @@ from jax_agent_rl.models.decoder_layer import decoder_layer
 from jax_agent_rl.models.hf import load_hf, save_hf, tensor_names
 from jax_agent_rl.models.layer_weights import LayerWeights
 from jax_agent_rl.models.layers import rms_norm
-from jax_agent_rl.models.mixers import MIXERS
 from jax_agent_rl.models.mixers.mixer import TokenTrees
+from jax_agent_rl.models.mixers.table import MIXERS
 from tests.tiny import EXPERTS, TINY, tiny_params
 
 assert EXPERTS.experts is not None
