@@ -330,6 +330,7 @@ def _chunk(event: Event) -> ChatGenerationChunk:
         raise event
     if isinstance(event, str):
         return ChatGenerationChunk(message=AIMessageChunk(content=event))
+
     calls: list[ToolCallChunk] = []
     for index, call in enumerate(event.reply.calls):
         if isinstance(call, MalformedCall):
@@ -343,6 +344,7 @@ def _chunk(event: Event) -> ChatGenerationChunk:
                 name=name, args=arguments, id=call.id, index=index, type="tool_call_chunk"
             )
         )
+
     message = AIMessageChunk(
         content="", tool_call_chunks=calls, chunk_position="last", **_metadata(event)
     )

@@ -124,8 +124,8 @@ def _first_marker(text: str, markers: Sequence[str]) -> _Marker | None:
 def _between(opening: str, closing: _Marker, text: str) -> Action:
     """Return the action between the last opening marker and the closing one after it."""
     start_of_closing = closing.end - len(closing.text)
-    before, found, body = text[:start_of_closing].rpartition(opening)
-    if found:
+    _, opening_found, body = text[:start_of_closing].rpartition(opening)
+    if opening_found:
         return Action(text=body)
     return Action(
         text=body[-_REPORTED_LENGTH:] + closing.text,

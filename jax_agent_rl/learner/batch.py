@@ -46,8 +46,8 @@ UNKNOWN_EXPERT = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """The place of one sequence of a trajectory in the batch.
+class PackedSequence:
+    """Where one sequence of a trajectory is in the batch.
 
     Attributes:
         terms: its terms in the row, in the order in which they were sampled.
@@ -75,8 +75,8 @@ class Batch:
             are contiguous.
         terms: float32 [R, K] each, by name, 0 at padding. ``weight`` is the weight of a term in the
             loss; a term of weight 0 is not trained on.
-        places: for each trajectory given to :func:`~jax_agent_rl.learner.packing.pack` the places
-            of its sequences.
+        packed: for each trajectory given to :func:`~jax_agent_rl.learner.packing.pack`, its
+            sequences.
         images: None for a text model.
         routed_experts: int16 [R, T, N, k], the experts that the engine chose for each node in
             each of the N layers with experts, -1 where unknown. None if no choice is known.
@@ -99,7 +99,7 @@ class Batch:
     term_target: np.ndarray
     term_sequence: np.ndarray
     terms: Mapping[str, np.ndarray] = field(default_factory=dict)
-    places: tuple[tuple[Place, ...], ...]
+    packed: tuple[tuple[PackedSequence, ...], ...]
     images: RowImages | None = None
     routed_experts: np.ndarray | None = None
     supports: tuple[tuple[Support | None, ...], ...] | None = None
@@ -143,28 +143,28 @@ class Batch:
         shape = (*self.target_id.shape, ids[0].shape[1])
         target_ids = np.zeros(shape, np.int32)
         target_logprobs = np.zeros(shape, np.float32)
-        for number, place, span in self._spans():
-            targets = self.term_target[place.row, place.terms]
-            target_ids[place.row, targets] = ids[number][span]
-            target_logprobs[place.row, targets] = logprobs[number][span]
+        for number, sequence, span in self._spans():
+            targets = self.term_target[sequence.row, sequence.terms]
+            target_ids[sequence.row, targets] = ids[number][span]
+            target_logprobs[sequence.row, targets] = logprobs[number][span]
         return replace(self, candidates=(target_ids, target_logprobs))
 
     def gather_terms(self, values: np.ndarray) -> list[np.ndarray]:
         """Gather numbers of terms [R, K, ...] into one float64 array [S, ...] per trajectory."""
         gathered = []
-        for places in self.places:
-            parts = [values[place.row, place.terms] for place in places]
+        for sequences in self.packed:
+            parts = [values[sequence.row, sequence.terms] for sequence in sequences]
             gathered.append(np.concatenate(parts).astype(np.float64))
         return gathered
 
     def gather_targets(self, values: np.ndarray) -> list[np.ndarray]:
         """Gather numbers of targets [R, M, ...] into one array [S, ...] per trajectory."""
         gathered = []
-        for places in self.places:
+        for sequences in self.packed:
             parts = []
-            for place in places:
-                targets = self.term_target[place.row, place.terms]
-                parts.append(values[place.row, targets])
+            for sequence in sequences:
+                targets = self.term_target[sequence.row, sequence.terms]
+                parts.append(values[sequence.row, targets])
             gathered.append(np.concatenate(parts))
         return gathered
 
@@ -174,8 +174,8 @@ class Batch:
         They are those of the states before every response id, and of the one after the last.
         """
         gathered = []
-        for places in self.places:
-            states = [values[place.row, place.path] for place in places]
+        for sequences in self.packed:
+            states = [values[sequence.row, sequence.path] for sequence in sequences]
             before_ids = [state[:-1] for state in states]
             after_last = states[-1][-1:]
             gathered.append(np.concatenate([*before_ids, after_last]).astype(np.float64))
@@ -231,9 +231,9 @@ class Batch:
         nodes = np.count_nonzero(self.copies, axis=1)
         targets = np.count_nonzero(self.target_valid, axis=1)
         used = np.maximum(nodes, targets)
-        for place in itertools.chain.from_iterable(self.places):
-            needed_for_terms = math.ceil(place.terms.stop / TERMS_PER_TOKEN)
-            used[place.row] = max(used[place.row], needed_for_terms)
+        for sequence in itertools.chain.from_iterable(self.packed):
+            needed_for_terms = math.ceil(sequence.terms.stop / TERMS_PER_TOKEN)
+            used[sequence.row] = max(used[sequence.row], needed_for_terms)
         return used
 
     def _support_masks(self, begin: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -252,20 +252,20 @@ class Batch:
         """Return numbers per trajectory, [S, ...] each, as float32 [R, K, ...]."""
         shape = (*self.term_target.shape, *np.shape(per_trajectory[0])[1:])
         values = np.zeros(shape, np.float32)
-        for number, place, span in self._spans():
-            values[place.row, place.terms] = per_trajectory[number][span]
+        for number, sequence, span in self._spans():
+            values[sequence.row, sequence.terms] = per_trajectory[number][span]
         return values
 
-    def _spans(self) -> Iterator[tuple[int, Place, slice]]:
-        """Yield for each sequence its trajectory's number, its place, and its span.
+    def _spans(self) -> Iterator[tuple[int, PackedSequence, slice]]:
+        """Yield for each sequence its trajectory's number, itself, and its span.
 
         The span is the sequence's part of the arrays [S] of its trajectory.
         """
-        for number, places in enumerate(self.places):
+        for number, sequences in enumerate(self.packed):
             begin = 0
-            for place in places:
-                end = begin + place.terms.stop - place.terms.start
-                yield number, place, slice(begin, end)
+            for sequence in sequences:
+                end = begin + sequence.terms.stop - sequence.terms.start
+                yield number, sequence, slice(begin, end)
                 begin = end
 
 

@@ -116,13 +116,13 @@ class Checkpointer:
     def _holds(self, step: int, arrays: dict[str, dict[str, Any]]) -> bool:
         """Return whether the checkpoint of a step holds these arrays; a damaged one holds none."""
         try:
-            holds = _notes(self._folder, step).arrays == arrays
+            is_equal = _notes(self._folder, step).arrays == arrays
         except (OSError, ValueError, KeyError, TypeError):
-            holds = False
+            is_equal = False
         if self._shared is not None:
             # Also waits until all have read it: else a fast process would delete it too early.
-            holds = bool(multihost_utils.process_allgather(np.asarray(holds)).all())
-        return holds
+            is_equal = bool(multihost_utils.process_allgather(np.asarray(is_equal)).all())
+        return is_equal
 
     def check(self) -> None:
         """Raise CheckpointError if a save has failed in the background, on any process.

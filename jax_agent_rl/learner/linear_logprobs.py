@@ -242,16 +242,20 @@ def _backward(
             number, block, scores, d_block = part
             if scores is None:
                 scores = _scores(hidden, block, len(head), temperature, softcap, support)
+
             logprobs = scores - normalizer
             d_softmax = d_logprob + d_entropy * (logprobs + entropy)
             d_scores = jnp.exp(logprobs) * d_softmax / -temperature
+
             if candidates is not None:
                 candidate_ids, d_candidate_scores = candidates
                 in_block, column = _in_block(candidate_ids, number, blocks[1], vocab_shards)
                 d_in_block = jnp.where(in_block, d_candidate_scores, 0.0)
                 d_scores = jax.vmap(_add_at)(d_scores, column, d_in_block)
+
             if softcap is not None:
                 d_scores = d_scores * _softcap_slope(scores, temperature, softcap)
+
             d_scores = d_scores.astype(hidden.dtype)
             d_hidden = d_hidden + jnp.einsum(
                 "nb,bd->nd", d_scores, block[0], preferred_element_type=jnp.float32

@@ -59,7 +59,6 @@ def step_result(
 
     Args:
         updates: of the model that the trajectories were to train.
-        metrics: of the step.
         masked: ids of trajectories that count in baselines only.
     """
     trained: set[int] = set()  # numbers of trajectories in the step

@@ -249,11 +249,7 @@ def term_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> 
 
 
 def _at_terms(batch: Arrays, at_targets: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return log-prob and entropy at every term, [R, K], or of every candidate there, [R, K, k].
-
-    Args:
-        batch: a micro-batch.
-    """
+    """Return log-prob and entropy of every term, [R, K], or of its candidates, [R, K, k]."""
     logprob, entropy, *candidate_logprobs = at_targets
     target = batch["term_target"]
     term_entropy = jnp.take_along_axis(entropy, target, axis=1)
@@ -299,8 +295,6 @@ def scored_terms(
     """Score the active terms of a micro-batch.
 
     Args:
-        model: the policy.
-        batch: a micro-batch.
         active: bool [R, K]. Other terms get 0: then their loss is finite, and its weight is 0.
 
     Returns:

@@ -74,7 +74,6 @@ class UpdatePrograms:
         view: from trained and frozen parameters to the model that the loss takes.
         shardings: one per parameter.
         everywhere: sharding of scalars.
-        optimizer: its configuration.
         rate: the learning rate, a function of the number of finished training steps.
         loss: a micro-batch's share of the loss, and statistics: ``sum`` adds up over micro-batches,
             ``max`` takes the largest.

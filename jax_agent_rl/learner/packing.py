@@ -17,7 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from jax_agent_rl.config import LearnerConfig
-from jax_agent_rl.learner.batch import TERMS_PER_TOKEN, UNKNOWN_EXPERT, Batch, Place, empty_rows
+from jax_agent_rl.learner.batch import (
+    TERMS_PER_TOKEN,
+    UNKNOWN_EXPERT,
+    Batch,
+    PackedSequence,
+    empty_rows,
+)
 from jax_agent_rl.learner.image_packing import ImagePacker, ImagePacking
 from jax_agent_rl.types import Group, Support, Trajectory
 
@@ -39,7 +45,6 @@ class BatchPacker:
 
     Args:
         images: how rows hold images; None for a text model.
-        vocab_size: of the model.
     """
 
     def __init__(
@@ -172,7 +177,7 @@ def pack(
     if targets and targets[0].ndim > 1:
         shape = (len(rows), pack_length, *targets[0].shape[1:])
         candidate_ids = np.zeros(shape, np.int32)
-    places: dict[int, Place] = {}
+    packed: dict[int, PackedSequence] = {}
     paths: list[tuple[int, int, np.ndarray]] = []  # row, number and nodes of each sequence
     supports: list[tuple[Support | None, ...]] = []
     for index, row in enumerate(rows):
@@ -181,10 +186,10 @@ def pack(
             paths.append((index, member.number, path))
 
         row_candidates = None if candidate_ids is None else candidate_ids[index]
-        row_places, row_supports = _fill_terms(
+        packed_in_row, row_supports = _fill_terms(
             arrays, index, row, row_paths, sequences, targets, row_candidates
         )
-        places |= row_places
+        packed |= packed_in_row
         supports.append(row_supports)
 
     images = None
@@ -203,7 +208,7 @@ def pack(
     return Batch(
         **arrays,
         terms={},
-        places=_by_trajectory(places, trajectories),
+        packed=_by_trajectory(packed, trajectories),
         images=images,
         routed_experts=_pack_routed(sequences, paths, arrays["token_ids"].shape),
         supports=tuple(supports) if is_restricted else None,
@@ -213,15 +218,15 @@ def pack(
 
 
 def _by_trajectory(
-    places: Mapping[int, Place],
+    packed: Mapping[int, PackedSequence],
     trajectories: Sequence[Trajectory],
-) -> tuple[tuple[Place, ...], ...]:
-    """Return the places of each trajectory's sequences, which are numbered one after another."""
+) -> tuple[tuple[PackedSequence, ...], ...]:
+    """Return each trajectory's packed sequences, which are numbered one after another."""
     grouped = []
     begin = 0
     for trajectory in trajectories:
         end = begin + len(trajectory.sequences)
-        grouped.append(tuple(places[number] for number in range(begin, end)))
+        grouped.append(tuple(packed[number] for number in range(begin, end)))
         begin = end
     return tuple(grouped)
 
@@ -302,7 +307,7 @@ def _fill_terms(
     sequences: Sequence[Trajectory],
     targets: Sequence[np.ndarray] | None,
     candidate_ids: np.ndarray | None,
-) -> tuple[dict[int, Place], tuple[Support | None, ...]]:
+) -> tuple[dict[int, PackedSequence], tuple[Support | None, ...]]:
     """Write the terms of one row, member by member, and its targets in the order of first use.
 
     Terms of one node have a target each if they were drawn from different supports, or score
@@ -310,9 +315,9 @@ def _fill_terms(
     ``candidate_ids`` [M, k].
 
     Returns:
-        the place of each sequence, by its number, and the support of each target.
+        each packed sequence, by its number, and the support of each target.
     """
-    places: dict[int, Place] = {}
+    packed: dict[int, PackedSequence] = {}
     node_parts = []
     parent_parts = []
     id_parts = []
@@ -335,7 +340,7 @@ def _fill_terms(
         member_parts.append(np.full(len(nodes), m))
 
         end = num_terms + len(nodes)
-        places[member.number] = Place(
+        packed[member.number] = PackedSequence(
             row=index,
             terms=slice(num_terms, end),
             path=path[prompt_len - 1 :],
@@ -368,7 +373,7 @@ def _fill_terms(
     arrays["target_valid"][index, :num_targets] = True
     arrays["term_target"][index, :num_terms] = target
     arrays["term_sequence"][index, :num_terms] = np.concatenate(member_parts)
-    return places, tuple(term_supports[term] for term in first_term)
+    return packed, tuple(term_supports[term] for term in first_term)
 
 
 def _first_seen(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -542,10 +547,10 @@ class Prefixes:
         """Return the lengths for one sequence with all, int64 [N]; its own entry means nothing."""
         rank = self._rank[number]
         common = np.zeros(len(self._order), np.int64)
-        later = self._order[rank + 1 :]
-        earlier = self._order[:rank][::-1]
-        common[later] = np.minimum.accumulate(self._with_next[rank:])
-        common[earlier] = np.minimum.accumulate(self._with_next[:rank][::-1])
+        after_it = self._order[rank + 1 :]
+        before_it = self._order[:rank][::-1]
+        common[after_it] = np.minimum.accumulate(self._with_next[rank:])
+        common[before_it] = np.minimum.accumulate(self._with_next[:rank][::-1])
         return common
 
 

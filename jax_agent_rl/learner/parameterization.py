@@ -81,12 +81,12 @@ def _known_targets(model: DecoderConfig) -> list[LoraTarget]:
     """Return the targets that a model has, without those it stores in one matrix with others."""
     layers = model.parameter_shapes()["layers"].keys()
     packed = FAMILIES[model.family].packed.keys()
-    known = []
+    targets = []
     for target, names in TARGETS.items():
         present = layers & set(names)
         if present and not present & packed:
-            known.append(target)
-    return known
+            targets.append(target)
+    return targets
 
 
 def new_adapters(lora: LoraConfig, model: DecoderConfig) -> Params:

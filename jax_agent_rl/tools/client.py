@@ -205,7 +205,7 @@ class ToolServerClient:
 
 
 def observation_url(url: str) -> str:
-    """Complete a server's URL: ``http://host:5000`` stands for ``http://host:5000/get_observation``.
+    """Complete a server's URL: ``http://host:5000`` means ``http://host:5000/get_observation``.
 
     >>> observation_url("http://localhost:5000/")
     'http://localhost:5000/get_observation'

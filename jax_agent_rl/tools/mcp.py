@@ -45,7 +45,6 @@ class MCPServerConfig:
         url: a streamable HTTP endpoint.
         headers: HTTP headers to send, e.g. ``Authorization``.
         command: the program that speaks MCP on its standard input and output.
-        args: its arguments.
         env: added to its environment, which otherwise has only what locates programs and homes.
         cwd: its working directory; None: this process's.
     """
@@ -143,6 +142,7 @@ class MCPConnection:
         client = await self._connected()
         tools: list[MCPTool] = []
         cursor = None
+
         try:
             async with asyncio.timeout(self._connect_timeout):
                 while True:
@@ -151,6 +151,7 @@ class MCPConnection:
                         tools.append(
                             MCPTool(self, tool.name, tool.description or "", tool.input_schema)
                         )
+                    # A server may name another page for ever.
                     if len(tools) > MAX_TOOLS:
                         raise ConfigError(
                             f"the MCP server {self.name} lists more than {MAX_TOOLS} tools"
@@ -362,6 +363,7 @@ def result_text(result: CallToolResult, *, omitted_kinds: Collection[str]) -> st
                 texts.append(f"[{link}]")
             case kind if kind not in omitted_kinds:
                 texts.append(f"[{kind} content, which is not shown]")
+
     if not result.content and result.structured_content is not None:
         texts.append(json.dumps(result.structured_content, ensure_ascii=False))
     return "\n".join(texts)

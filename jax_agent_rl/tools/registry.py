@@ -58,7 +58,7 @@ class ToolRegistry:
         self._tools: dict[str, BaseTool] = {}
         self._origins: dict[str, str] = {}  # where each tool was defined, for messages
         for tool in tools:
-            self.add(tool, place="ToolRegistry(...)")
+            self.add(tool, origin="ToolRegistry(...)")
 
     @classmethod
     def from_path(cls, path: str | None) -> ToolRegistry:
@@ -68,8 +68,8 @@ class ToolRegistry:
             registry.load(path)
         return registry
 
-    def add(self, tool: BaseTool, *, place: str) -> None:
-        """Add a tool that comes from ``place``; adding the same object again changes nothing.
+    def add(self, tool: BaseTool, *, origin: str) -> None:
+        """Add a tool that comes from ``origin``; adding the same object again changes nothing.
 
         Raises:
             ToolDefinitionError: another tool has the name; the message names both places.
@@ -78,9 +78,9 @@ class ToolRegistry:
         if known is not tool:
             raise ToolDefinitionError(
                 f"two tools are called {tool.name!r}: one in {self._origins[tool.name]}, one in"
-                f" {place}; rename one"
+                f" {origin}; rename one"
             )
-        self._origins.setdefault(tool.name, place)
+        self._origins.setdefault(tool.name, origin)
 
     def load(self, path: str) -> None:
         """Add every tool object at the top level of a Python file or module.
@@ -102,7 +102,7 @@ class ToolRegistry:
                 " @function_tool above a function"
             )
         for tool in tools.values():
-            self.add(tool, place=path)
+            self.add(tool, origin=path)
 
     def select(self, names: Sequence[str] | None = None) -> Mapping[str, BaseTool]:
         """Return the tools of one sample.
@@ -149,53 +149,53 @@ async def open_tools(config: ToolsConfig) -> AsyncIterator[ToolRegistry]:
         if config.tool_config_path is not None:
             path = Path(config.tool_config_path).expanduser()
             for number, entry in enumerate(read_entries(path, key=_KEY, name="tools")):
-                place = f"{path} (tools[{number}])"
-                if _is_mcp(entry, place):
-                    await _add_servers(registry, entry, path, place, stack)
+                origin = f"{path} (tools[{number}])"
+                if _is_mcp(entry, origin):
+                    await _add_servers(registry, entry, path, origin, stack)
                 else:
-                    registry.add(_native_tool(entry, place), place=place)
+                    registry.add(_native_tool(entry, origin), origin=origin)
         for tool in registry.select().values():
             stack.push_async_callback(tool.close)
         yield registry
 
 
-def _is_mcp(entry: Any, place: str) -> bool:
+def _is_mcp(entry: Any, origin: str) -> bool:
     """Validate an entry's keys; return whether it names MCP servers."""
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{place} must be a mapping, got {entry!r:.100}")
+        raise ConfigError(f"{origin} must be a mapping, got {entry!r:.100}")
     unknown = sorted(entry.keys() - _ENTRY_KEYS)
     if unknown:
-        raise ConfigError(f"{place} has unknown keys {unknown}; there are {sorted(_ENTRY_KEYS)}")
+        raise ConfigError(f"{origin} has unknown keys {unknown}; there are {sorted(_ENTRY_KEYS)}")
     config = entry.get("config") or {}
     if not isinstance(config, Mapping):
-        raise ConfigError(f"{place}: config must be a mapping, got {config!r:.100}")
+        raise ConfigError(f"{origin}: config must be a mapping, got {config!r:.100}")
 
     default_kind = "mcp" if "mcp" in entry else "native"
     kind = config.get("type", default_kind)
     if kind not in ("native", "mcp"):
-        raise ConfigError(f"{place}: config.type={kind!r} must be native or mcp")
+        raise ConfigError(f"{origin}: config.type={kind!r} must be native or mcp")
     if (kind == "mcp") != isinstance(entry.get("mcp"), Mapping):
         raise ConfigError(
-            f"{place}: config.type={kind} and mcp={entry.get('mcp')!r} do not fit each other"
+            f"{origin}: config.type={kind} and mcp={entry.get('mcp')!r} do not fit each other"
         )
     return kind == "mcp"
 
 
-def _native_tool(entry: Mapping[str, Any], place: str) -> BaseTool:
+def _native_tool(entry: Mapping[str, Any], origin: str) -> BaseTool:
     """Build the tool of an entry that names a class, or a tool of an installed package."""
-    cls = _import_tool(entry.get("class_name"), place)
+    cls = _import_tool(entry.get("class_name"), origin)
     config = entry.get("config") or {}
     schema = entry.get("tool_schema")
     if isinstance(cls, BaseTool):
         if config.keys() - {"type"} or schema is not None:
             raise ToolDefinitionError(
-                f"{place}: {entry['class_name']} is complete; remove config and tool_schema"
+                f"{origin}: {entry['class_name']} is complete; remove config and tool_schema"
             )
         return cls
 
     function = None
     if schema is not None:
-        function = unwrap_function(schema, f"{place}: tool_schema")
+        function = unwrap_function(schema, f"{origin}: tool_schema")
     try:
         if issubclass(cls, BaseTool):
             arguments = dict(config)
@@ -204,112 +204,116 @@ def _native_tool(entry: Mapping[str, Any], place: str) -> BaseTool:
         else:
             tool = VerlTool.make(cls, config, schema)
     except ToolDefinitionError as error:
-        raise ToolDefinitionError(f"{place}: {error}") from None
+        raise ToolDefinitionError(f"{origin}: {error}") from None
     except Exception as error:
         source = f"config {config}"
         if schema is not None:
             source += " and its tool_schema"
         raise ToolDefinitionError(
-            f"{place}: {entry['class_name']} could not be built from {source}:"
+            f"{origin}: {entry['class_name']} could not be built from {source}:"
             f" {type(error).__name__}: {error}"
         ) from error
-    check_parameters(tool.parameters, f"{place}: the parameters of {tool.name!r}")
+    check_parameters(tool.parameters, f"{origin}: the parameters of {tool.name!r}")
     return tool
 
 
-def _import_tool(name: Any, place: str) -> type | BaseTool:
+def _import_tool(name: Any, origin: str) -> type | BaseTool:
     """Import ``package.module.Class``, ``file.py:Class`` or the tool of an installed package."""
     if not isinstance(name, str) or not name:
         raise ConfigError(
-            f"{place} needs a class_name (package.module.Class or file.py:Class), got {name!r}"
+            f"{origin} needs a class_name (package.module.Class or file.py:Class), got {name!r}"
         )
     with verl_modules():
-        cls = find_class(name, "tools", where=place)
+        cls = find_class(name, "tools", where=origin)
     if isinstance(cls, BaseTool):
         return cls
     is_tool_class = isinstance(cls, type) and (issubclass(cls, BaseTool) or is_verl_tool(cls))
     if not is_tool_class:
         raise ToolDefinitionError(
-            f"{place}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool or of verl's (found"
+            f"{origin}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool or of verl's (found"
             f" {cls!r:.80})"
         )
     return cls
 
 
 async def _add_servers(
-    registry: ToolRegistry, entry: Mapping[str, Any], path: Path, place: str, stack: AsyncExitStack
+    registry: ToolRegistry, entry: Mapping[str, Any], path: Path, origin: str, stack: AsyncExitStack
 ) -> None:
     """Connect to the servers of an entry and add their tools."""
     mcp = entry["mcp"]
     unknown = sorted(mcp.keys() - _MCP_KEYS)
     if unknown:
-        raise ConfigError(f"{place}: mcp has unknown keys {unknown}; there are {sorted(_MCP_KEYS)}")
+        raise ConfigError(
+            f"{origin}: mcp has unknown keys {unknown}; there are {sorted(_MCP_KEYS)}"
+        )
     config = entry.get("config") or {}
     unknown = sorted(config.keys() - _MCP_CONFIG_KEYS)
     if unknown:
         raise ConfigError(
-            f"{place}: an MCP entry's config has unknown keys {unknown}; there are"
+            f"{origin}: an MCP entry's config has unknown keys {unknown}; there are"
             f" {sorted(_MCP_CONFIG_KEYS)}"
         )
     if not str(entry.get("class_name") or _MCP_CLASSES).startswith(_MCP_CLASSES):
         raise ConfigError(
-            f"{place}: class_name={entry['class_name']!r} has no effect on an MCP entry, whose"
+            f"{origin}: class_name={entry['class_name']!r} has no effect on an MCP entry, whose"
             " servers are called directly; remove it, or write the tool as a class of its own"
             " (config.type: native)"
         )
-    timeout = _positive(config, "timeout", place) or _MCP_TIMEOUT
-    calls_per_second = _positive(config, "rate_limit", place)
+    timeout = _positive(config, "timeout", origin) or _MCP_TIMEOUT
+    calls_per_second = _positive(config, "rate_limit", origin)
     rate = None
     if calls_per_second is not None:
         rate = RateLimit(calls_per_second)  # one limit for all servers of the entry
 
     selected = mcp.get("tool_selected_list")
     missing = set(selected or ())
-    for name, settings in _read_servers(mcp, path, place).items():
-        server_place = f"{place}, server {name!r}"
-        server = MCPServerConfig.from_mapping(settings, where=server_place)
+    for name, settings in _read_servers(mcp, path, origin).items():
+        server_origin = f"{origin}, server {name!r}"
+        server = MCPServerConfig.from_mapping(settings, where=server_origin)
         connection = await stack.enter_async_context(
             MCPConnection(name, server, timeout=timeout, rate=rate)
         )
         for tool in await connection.tools():
             if selected is not None and tool.name not in selected:
                 continue
-            check_parameters(tool.parameters, f"{server_place}: the parameters of {tool.name!r}")
-            registry.add(tool, place=server_place)
+            check_parameters(tool.parameters, f"{server_origin}: the parameters of {tool.name!r}")
+            registry.add(tool, origin=server_origin)
             missing.discard(tool.name)
     if missing:
         raise ConfigError(
-            f"{place}: tool_selected_list names {sorted(missing)}, which no server has"
+            f"{origin}: tool_selected_list names {sorted(missing)}, which no server has"
         )
 
 
-def _positive(config: Mapping[str, Any], key: str, place: str) -> float | None:
+def _positive(config: Mapping[str, Any], key: str, origin: str) -> float | None:
     """Return a number of an entry's config; None without one."""
     value = config.get(key)
     if value is None:
         return None
     if not is_number(value) or value <= 0:
-        raise ConfigError(f"{place}: config.{key}={value!r} must be a positive number")
+        raise ConfigError(f"{origin}: config.{key}={value!r} must be a positive number")
     return float(value)
 
 
-def _read_servers(mcp: Mapping[str, Any], path: Path, place: str) -> Mapping[str, Any]:
+def _read_servers(mcp: Mapping[str, Any], path: Path, origin: str) -> Mapping[str, Any]:
     """Return the servers by name, from the entry itself or from a JSON file with ``mcpServers``."""
     servers = mcp.get("servers")
     file_name = mcp.get("mcp_servers_config_path")
     if file_name is not None:
         file = Path(file_name).expanduser()
+        # A relative path is also one from the folder of the YAML file.
         if not file.is_file():
             file = path.parent / file_name
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{place}: mcp_servers_config_path={file_name!r} cannot be read: {error}"
+                f"{origin}: mcp_servers_config_path={file_name!r} cannot be read: {error}"
             ) from None
         servers = content.get("mcpServers") if isinstance(content, Mapping) else None
+
     if not isinstance(servers, Mapping) or not servers:
         raise ConfigError(
-            f"{place}: no MCP servers are named; give servers or mcp_servers_config_path"
+            f"{origin}: no MCP servers are named; give servers or mcp_servers_config_path"
         )
     return servers

@@ -157,6 +157,7 @@ class ToolSession:
         for name in self._created:
             if name in self._broken:
                 continue
+
             tool = self._tools[name]
             kwargs = self._kwargs_for(name, "calc_reward_kwargs")
             try:

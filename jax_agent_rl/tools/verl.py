@@ -317,7 +317,9 @@ class VerlTool(BaseTool):
 
     async def create(self, instance_id: str, **create_kwargs: Any) -> None:
         parameters = inspect.signature(self.wrapped.create).parameters
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        takes_any = any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
         kwargs: dict[str, Any] = {}
         if takes_any or "create_kwargs" not in parameters:
             kwargs.update(create_kwargs)

@@ -357,7 +357,7 @@ class ContainerRuntime:
             trees=tree_folders,
             root="/",
             workdir=workdir,
-            place=workdir,
+            path_inside=workdir,
             remove=list(remove),
             socket="/mnt/endpoint.sock",
             cpu_seconds=settings.cpu_seconds,
@@ -408,7 +408,7 @@ class ContainerRuntime:
             stopped=f"exit status {answer.exit_code} of the container",
             stderr=answer.stderr,
             limits=_NO_WORKSPACE,
-            place=workdir,
+            path_inside=workdir,
         )
 
     async def call(self, *arguments: str, stdin: bytes = b"", seconds: float) -> _Finished:

@@ -231,7 +231,7 @@ async def pack_job(
     if not job.verifies:  # nothing runs on what the tests leave
         pack = {"max_bytes": limits.max_bytes, "max_entries": limits.max_entries}
     job_json = job.as_json(
-        trees=tree_folders, root=".", workdir="app", place=workdir, pack=pack, **machine
+        trees=tree_folders, root=".", workdir="app", path_inside=workdir, pack=pack, **machine
     )
     return PackedJob(stdin=json.dumps(job_json).encode() + b"\n", files=packed_files)
 
@@ -351,5 +351,5 @@ class SandboxedTask(TaskMachine):
             stopped=str(result.stopped or f"exit status {result.exit_code} of the sandbox"),
             stderr=result.stderr,
             limits=self._limits,
-            place=self._task.workdir,
+            path_inside=self._task.workdir,
         )

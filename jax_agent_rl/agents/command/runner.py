@@ -20,8 +20,8 @@ The job is a line of JSON on standard input:
                 find its modules in ``tests``; ``bytecode`` is the only folder of their compiled
                 modules, if set
 ``read_back``   a file below ``root`` to return, or None
-``pack``        how many bytes and entries ``workdir``, which the command knows as ``place``, may
-                have to be returned, or None
+``pack``        how many bytes and entries ``workdir`` may have to be returned, or None
+``path_inside`` the path by which the command knows ``workdir``
 ``cpu_seconds`` of each process, where nothing else limits it
 ``control``     a socket of the host; if set, there is no command yet: requests come from there, and
                 nothing is printed (:class:`Service`)
@@ -292,12 +292,12 @@ class Packer:
     """The working folder as a tree.
 
     Args:
-        place: absolute path by which the program knew the folder.
+        path_inside: absolute path by which the program knew the folder.
         max_bytes: maximum size of all files, names and entries together.
     """
 
-    def __init__(self, place, max_bytes, max_entries):
-        self._place = place
+    def __init__(self, path_inside, max_bytes, max_entries):
+        self._path_inside = path_inside
         self.entries = []
         self.contents = []
         self.left_out = []
@@ -349,7 +349,7 @@ class Packer:
 
         if stat.S_ISLNK(status.st_mode):
             target = os.readlink(entry.path)
-            if is_inner_link(name, target, self._place):
+            if is_inner_link(name, target, self._path_inside):
                 self._count(name, len(os.fsencode(target)))
                 self.entries.append(["link", name, target])
                 return False
@@ -364,9 +364,9 @@ class Packer:
             raise ValueError("the working folder is too large")
 
 
-def pack_folder(result, folder, place, limits):
+def pack_folder(result, folder, path_inside, limits):
     """Add a folder's entries to a result, or why there are none; return the contents."""
-    packer = Packer(place, **limits)
+    packer = Packer(path_inside, **limits)
     contents = b""
     try:
         packer.add_folder(folder)
@@ -402,18 +402,18 @@ def is_plain_name(name):
     return True
 
 
-def is_inner_link(name, target, place):
+def is_inner_link(name, target, path_inside):
     """Return whether a link leads to a path below the folder, whatever other such links it passes.
 
     Args:
         name: path of the link below the folder; all its parents are folders, not links.
         target: the path in the link.
-        place: absolute path of the folder.
+        path_inside: absolute path of the folder.
     """
     if target.startswith("/"):
-        if target != place and not target.startswith(place.rstrip("/") + "/"):
+        if target != path_inside and not target.startswith(path_inside.rstrip("/") + "/"):
             return False
-        parts = target[len(place) :].split("/")
+        parts = target[len(path_inside) :].split("/")
         levels = 0
     else:
         parts = target.split("/")
@@ -530,7 +530,8 @@ class Service:
                 try:
                     result, contents = actions[request["do"]](request, data)
                 except (OSError, ValueError) as error:
-                    result, contents = {"pack_problem": str(error)}, b""
+                    result = {"pack_problem": str(error)}
+                    contents = b""
                 await self._answer(number, result, contents)
 
     async def _answer(self, number, result, contents=b""):
@@ -588,7 +589,7 @@ class Service:
             result["pack_problem"] = _NOT_ENDED
         elif self._job["pack"]:
             job = self._job
-            contents = pack_folder(result, job["workdir"], job["place"], job["pack"])
+            contents = pack_folder(result, job["workdir"], job["path_inside"], job["pack"])
         await self._answer(number, result, contents)
 
 
@@ -634,7 +635,7 @@ def main():
         if job["read_back"]:
             result["file"], result["file_problem"] = read_back(job["root"], job["read_back"])
         if job["pack"]:
-            contents = pack_folder(result, job["workdir"], job["place"], job["pack"])
+            contents = pack_folder(result, job["workdir"], job["path_inside"], job["pack"])
 
     encoded = base64.b64encode(contents).decode()
     sys.stdout.write(f"{job['token']}{json.dumps(result)}\n{encoded}\n")

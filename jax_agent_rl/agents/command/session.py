@@ -90,7 +90,7 @@ class SandboxSession:
         self._sandbox_run: asyncio.Task[SandboxResult] | None = None
         self._receiving: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[JobResult]] = {}
-        self._places: dict[int, str] = {}
+        self._paths_inside: dict[int, str] = {}
         self._number = 0
         self.ended: str | None = None
         """Why the sandbox ended before the session was closed; None: it did not."""
@@ -217,7 +217,7 @@ class SandboxSession:
             ToolError: there is no such path, it is more than the limits, or the sandbox has ended.
         """
         limits = {"max_bytes": self._limits.max_bytes, "max_entries": self._limits.max_entries}
-        result = await self._request("read", place=path, path=path, limits=limits)
+        result = await self._request("read", path_inside=path, path=path, limits=limits)
         if result.workspace is None:
             raise ToolError(f"{path} in the sandbox: {result.pack_problem}")
         return result.workspace
@@ -239,14 +239,14 @@ class SandboxSession:
         do: Literal["run", "write", "read", "end"],
         *,
         data: bytes = b"",
-        place: str | None = None,
+        path_inside: str | None = None,
         timeout: float = _TRANSFER_SECONDS,
         **fields: Any,
     ) -> JobResult:
         """Send a request and return its result.
 
         Args:
-            place: absolute path of the entries that are read; None: the working folder's.
+            path_inside: absolute path of the entries that are read; None: the working folder's.
         """
         if self._receiving is None or self._receiving.done():
             raise ToolError(f"the sandbox has ended: {self.ended or 'it was closed'}")
@@ -254,7 +254,7 @@ class SandboxSession:
         number = self._number
         answer: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        self._places[number] = place or self._workdir
+        self._paths_inside[number] = path_inside or self._workdir
 
         try:
             async with asyncio.timeout(timeout):
@@ -269,7 +269,7 @@ class SandboxSession:
             raise
         finally:
             del self._answers[number]
-            del self._places[number]
+            del self._paths_inside[number]
 
     async def _send(self, request: Mapping[str, Any], data: bytes) -> None:
         writer = self._write_line(request)
@@ -299,9 +299,13 @@ class SandboxSession:
                 waiting = self._answers.get(answer.number)
                 if waiting is None or waiting.done():  # it was cancelled
                     continue
-                place = self._places[answer.number]
+                path_inside = self._paths_inside[answer.number]
                 result = await asyncio.to_thread(
-                    make_result, answer.result, contents, limits=self._limits, place=place
+                    make_result,
+                    answer.result,
+                    contents,
+                    limits=self._limits,
+                    path_inside=path_inside,
                 )
                 if not waiting.done():
                     waiting.set_result(result)

@@ -174,8 +174,8 @@ class ShellEnvironment(Environment):
 
     async def restore(self, snapshot: bytes) -> None:
         """Replace the working folder."""
-        place = self._task.workdir
-        self._workspace = await asyncio.to_thread(read_tree, snapshot, _LIMITS, place)
+        path_inside = self._task.workdir
+        self._workspace = await asyncio.to_thread(read_tree, snapshot, _LIMITS, path_inside)
 
     async def conclude(
         self, messages: Sequence[Mapping[str, Any]], reason: FinishReason

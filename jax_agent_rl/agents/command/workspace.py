@@ -141,11 +141,11 @@ def pack_tree(entries: Sequence[Entry]) -> bytes:
     return b"".join([json.dumps(listed).encode(), b"\n", *contents])
 
 
-def read_tree(packed: bytes, limits: WorkspaceLimits, place: str) -> tuple[Entry, ...]:
+def read_tree(packed: bytes, limits: WorkspaceLimits, path_inside: str) -> tuple[Entry, ...]:
     """Return the entries of a working folder that :func:`pack_tree` packed, perhaps into a file.
 
     Args:
-        place: absolute path by which programs know the folder.
+        path_inside: absolute path by which programs know the folder.
 
     Raises:
         ValueError: it is no such tree, or holds more than a working folder may.
@@ -156,7 +156,7 @@ def read_tree(packed: bytes, limits: WorkspaceLimits, place: str) -> tuple[Entry
     listed = decode_json(line, lone_surrogates=True)  # in names that are no UTF-8
     if not isinstance(listed, list):
         raise ValueError("its first line is no list of entries")
-    return _entries(listed, contents, limits, place)
+    return _entries(listed, contents, limits, path_inside)
 
 
 # --- what comes back ------------------------------------------------------------------------------
@@ -210,7 +210,13 @@ class ResultHeader(BaseModel):
 
 
 def read_result(
-    printed: str, token: str, *, stopped: str, stderr: str, limits: WorkspaceLimits, place: str
+    printed: str,
+    token: str,
+    *,
+    stopped: str,
+    stderr: str,
+    limits: WorkspaceLimits,
+    path_inside: str,
 ) -> JobResult:
     """Return the result that the runner printed, or one that says what ``stopped`` it.
 
@@ -218,7 +224,7 @@ def read_result(
         printed: standard output, in which others may have printed as well.
         token: begins the runner's line.
         stopped: how a runner ended that printed no result.
-        place: absolute path by which the program knew its working folder.
+        path_inside: absolute path by which the program knew its working folder.
     """
     _, separator, result = printed.rpartition(token)
     if not separator:
@@ -240,23 +246,23 @@ def read_result(
         problem = f"the working folder is refused: {error}"
         header = header.model_copy(update={"entries": None, "pack_problem": problem})
         decoded = b""
-    return make_result(header, decoded, limits=limits, place=place)
+    return make_result(header, decoded, limits=limits, path_inside=path_inside)
 
 
 def make_result(
-    header: ResultHeader, contents: bytes, *, limits: WorkspaceLimits, place: str
+    header: ResultHeader, contents: bytes, *, limits: WorkspaceLimits, path_inside: str
 ) -> JobResult:
     """Return a result of the runner; its entries are made anew.
 
     Args:
         contents: of the files among the entries, one after another.
-        place: absolute path of the folder that the entries are in, as the program knew it.
+        path_inside: absolute path of the folder that the entries are in, as the program knew it.
     """
     workspace = None
     pack_problem = header.pack_problem
     if header.entries is not None:
         try:
-            workspace = _entries(header.entries, contents, limits, place)
+            workspace = _entries(header.entries, contents, limits, path_inside)
         except ValueError as error:
             pack_problem = f"the working folder is refused: {error}"
     return JobResult(
@@ -273,7 +279,7 @@ def make_result(
 
 
 def _entries(
-    listed: Sequence[Any], contents: bytes, limits: WorkspaceLimits, place: str
+    listed: Sequence[Any], contents: bytes, limits: WorkspaceLimits, path_inside: str
 ) -> tuple[Entry, ...]:
     """Make the entries of a working folder anew.
 
@@ -302,7 +308,7 @@ def _entries(
                 )
                 offset += size
             case ["link", str(name), str(target)]:
-                if not is_inner_link(name, target, place):
+                if not is_inner_link(name, target, path_inside):
                     raise ValueError(f"the link {name[:200]!a} leads out of it")
                 entry = Entry(kind="link", name=name, target=target)
             case _:

@@ -271,10 +271,12 @@ class GeminiFunctionCallingConfig(_GoogleObject):
             return "none"
         if self.mode != "ANY":
             return "auto"
+
         allowed = set(self.allowed_function_names)
         if len(allowed) == 1:
             (name,) = allowed
             return {"type": "function", "function": {"name": name}}
+
         if allowed and allowed != set(names):
             raise ApiError(
                 400,
@@ -309,6 +311,7 @@ def json_schema(schema: Any) -> Any:
     """
     if not isinstance(schema, Mapping):
         return schema
+
     converted: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("nullable", "propertyOrdering"):
@@ -324,7 +327,9 @@ def json_schema(schema: Any) -> Any:
         elif key in _NUMBERS_OF and isinstance(value, str):
             if value.isdecimal() and len(value) <= _MAX_DIGITS:
                 value = int(value)
+
         converted[key] = value
+
     if schema.get("nullable") is True:
         _allow_null(converted)
     return converted
@@ -721,9 +726,12 @@ def _usage(codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, int]:
         assert piece.turn is not None
         sampled += len(piece.turn.output.token_ids)
         thoughts += reasoning_tokens(codec, piece.turn)
+
+    # All choices answer one prompt, which is counted once.
     first_turn = choices[0].turn
     assert first_turn is not None
     prompt = len(first_turn.prompt_ids)
+
     usage = {
         "promptTokenCount": prompt,
         "cachedContentTokenCount": first_turn.output.cached_tokens,

@@ -230,16 +230,19 @@ class MessagesAnswer(ApiAnswer):
             self._started = True
             nothing = {"stop_reason": None, "stop_sequence": None}
             yield {"type": "message_start", "message": self._message([], nothing, _NO_USAGE)}
+
         if piece.reasoning and self._shows_thinking:
             if self._open is not None:
                 yield self._end()
             yield from self._block(
                 {"type": "thinking", "thinking": piece.reasoning, "signature": ""}
             )
+
         if piece.text:
             if self._open is None:
                 yield self._start({"type": "text", "text": ""})
             yield self._delta({"type": "text_delta", "text": piece.text})
+
         if piece.call is not None:
             if self._open is not None:
                 yield self._end()

@@ -43,7 +43,6 @@ class ApiError(Exception):
     repeated request is only wanted where it could go better.
 
     Attributes:
-        status: HTTP status.
         code: what a program can tell the error by, in OpenAI's words.
         param: the parameter that is wrong.
         retry: whether the same request could succeed later.

@@ -145,8 +145,10 @@ def _reward_part(trajectory: Trajectory, key: str) -> float:
 def _gae(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     if samples.values is None:
         raise ValueError("gae needs the critic's values")
+
     advantages = []
     returns = []
+
     for i, trajectory in enumerate(samples.trajectories):
         is_bootstrapped = config.bootstrap == "truncated" and trajectory.finish_reason.truncated
         response_advantages, response_returns = estimators.gae(
@@ -157,8 +159,10 @@ def _gae(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
             lam=config.lam,
             value_after=float(samples.values[i][-1]) if is_bootstrapped else 0.0,
         )
+
         advantages.append(response_advantages)
         returns.append(response_returns)
+
     whitened = estimators.whiten(advantages, samples.masks)
     return Advantages(advantages=whitened, returns=returns)
 

@@ -44,6 +44,7 @@ def term_weights(
     lengths = np.array([mask.sum() for mask in active], np.float64)
     tokens = max(lengths.sum(), 1.0)
     sequences = max(np.count_nonzero(lengths), 1)
+
     match mode:
         case "token-mean":
             per_token = np.full(len(lengths), 1 / tokens)
@@ -59,6 +60,7 @@ def term_weights(
             per_token = np.full(len(lengths), 1 / (sequences * scale_factor))
         case _:
             raise ValueError(f"unknown loss_agg_mode {mode!r}")
+
     return [weight * mask for weight, mask in zip(per_token, active, strict=True)]
 
 

@@ -99,7 +99,7 @@ async def test_the_advantage_of_a_trajectory_is_that_of_all_its_samples():
     assert batch.num_tokens == sum(
         len(s.prompt_ids) + len(s.response_ids) for t in members for s in t.sequences
     )
-    assert [len(sequence_places) for sequence_places in batch.places] == [3, 3]
+    assert [len(packed_sequences) for packed_sequences in batch.packed] == [3, 3]
 
 
 async def test_gigpo_compares_observations_not_windows():

@@ -59,8 +59,8 @@ def assert_known(trajectories: Sequence[Trajectory], *, share_prefixes: bool = F
     batch = pack(trajectories, pack_length=250, share_prefixes=share_prefixes)
     assert batch.routed_experts is not None
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-    sequence_places = itertools.chain.from_iterable(batch.places)
-    for sequence, place in zip(sequences, sequence_places, strict=True):
+    packed_sequences = itertools.chain.from_iterable(batch.packed)
+    for sequence, place in zip(sequences, packed_sequences, strict=True):
         ids = [*sequence.prompt_ids, *sequence.response_ids]
         path = place.path[: len(ids)]
         first = len(ids) - len(path)

@@ -28,7 +28,9 @@ def read(header, contents=b"", *, noise="", encoded=None):
     encoded = base64.b64encode(contents).decode() if encoded is None else encoded
     line = header if isinstance(header, str) else json.dumps(header)
     printed = f"{noise}{TOKEN}{line}\n{encoded}\n"
-    return read_result(printed, TOKEN, stopped="stopped", stderr="", limits=LIMITS, place="/app")
+    return read_result(
+        printed, TOKEN, stopped="stopped", stderr="", limits=LIMITS, path_inside="/app"
+    )
 
 
 def test_a_working_folder_comes_back_as_it_was():
@@ -164,7 +166,9 @@ def test_contents_that_are_no_base64_are_refused():
 
 def test_without_the_token_nothing_printed_is_a_result():
     printed = json.dumps({"exit_code": 0, "entries": []}) + "\n\n"
-    result = read_result(printed, TOKEN, stopped="cut", stderr="why", limits=LIMITS, place="/app")
+    result = read_result(
+        printed, TOKEN, stopped="cut", stderr="why", limits=LIMITS, path_inside="/app"
+    )
     assert result == JobResult(stopped="cut", stderr="why")
 
 

@@ -79,7 +79,7 @@ def test_numbers_come_back_to_the_trajectories_they_belong_to(pairs, share: bool
         batch.gather_terms(batch.with_terms(x=numbers).terms["x"]), numbers, strict=True
     ):
         np.testing.assert_array_equal(got, expected)
-    for (place,) in batch.places:
+    for (place,) in batch.packed:
         sequences = batch.term_sequence[place.row, place.terms]
         assert len(set(sequences.tolist())) == 1
     for ids, t in zip(batch.gather_states(batch.token_ids), ts, strict=True):

@@ -87,7 +87,7 @@ def test_rotary_positions_of_shared_nodes_fit_all_their_trajectories():
         seeing_trajectory(PROMPT, ([7, 8], {}), index=2),
     ]
     batch = packed(*ts)
-    for t, (place,) in zip(ts, batch.places, strict=True):
+    for t, (place,) in zip(ts, batch.packed, strict=True):
         expected = (
             vision_processor()
             .make_context(t.prompt_ids + t.response_ids, vision_processor().read(t.multi_modal))
