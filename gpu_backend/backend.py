@@ -224,6 +224,7 @@ class VllmBackend:
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         self._check_serving()
         live = LiveRequest(self._admission.admit(request, self._live))
+
         self._live[request.request_id] = live
         self._usage.begin(live.run)
         try:
@@ -233,6 +234,7 @@ class VllmBackend:
                     output = await live.collector.get()
                 except Exception as error:
                     raise self._translate(error, request) from error
+
                 await self._delivery.wait()
                 self._check_serving()
                 check_conditioned(request, output.prompt_token_ids, self._admission.placeholders)

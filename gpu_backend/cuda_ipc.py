@@ -49,7 +49,6 @@ def receive(
 
     Args:
         handles: from :func:`export`, by name.
-        device_uuid: the GPU.
 
     Raises:
         ValueError: this process does not see that GPU.

@@ -59,8 +59,6 @@ class Trace:
     """The spans of one trajectory.
 
     Attributes:
-        trajectory_id: id of the trajectory.
-        group_id: id of its group.
         step: training step (of asynchronous trainers: the one its row was drawn for).
         sample: number of the row within the step.
         rollout: number of the trajectory within its group.

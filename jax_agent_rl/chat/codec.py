@@ -693,15 +693,18 @@ def _eos_ids(folder: Path, tokenizer: Any) -> list[int]:
         file = folder / name
         if not file.is_file():
             continue
+
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ModelError(
                 f"{file} is not valid JSON ({error}); download the model again"
             ) from None
+
         eos_ids = content.get("eos_token_id") if isinstance(content, dict) else None
         if eos_ids is not None:
             return list(eos_ids) if isinstance(eos_ids, list) else [eos_ids]
+
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"{folder} names no eos_token_id, so no turn would ever end; add it to"

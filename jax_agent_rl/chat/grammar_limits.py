@@ -310,6 +310,7 @@ def _weigh_schema(schema: Any) -> int:
             raise GrammarError(
                 f"a schema has more than {MAX_DEPTH} levels: a flatter one is needed"
             )
+
         weight += 1
         if isinstance(node, list):
             for item in node:
@@ -323,6 +324,8 @@ def _weigh_schema(schema: Any) -> int:
                     pending.append((value, depth + 1, _Kind.SCHEMA))
                 else:
                     pending.append((value, depth + 1, _Kind.VALUE))
+
+        # Before a large schema is walked to its end.
         if weight > MAX_WEIGHT:
             return weight
     return weight
@@ -340,6 +343,7 @@ def _weigh_keyword(key: str, value: Any) -> int:
         return _bounded_count(key, value, MAX_TEXT_LENGTH) // 1000
     if key == "multipleOf":
         return _bounded_count(key, _digits_as_number(value), MAX_WEIGHT // 2)
+
     if _KINDS.get(key) is _Kind.SCHEMAS_BY_NAME and isinstance(value, Mapping):
         if len(value) > MAX_PROPERTIES:
             raise GrammarError(
@@ -350,6 +354,7 @@ def _weigh_keyword(key: str, value: Any) -> int:
         if key == "patternProperties":
             weight += sum(map(_weigh_pattern, value))
         return weight
+
     if key == "pattern" and isinstance(value, str):
         return _weigh_pattern(value)
     return 0

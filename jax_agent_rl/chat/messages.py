@@ -137,12 +137,14 @@ def alternating(messages: Sequence[Mapping[str, Any]], *, opening: str) -> list[
         if role == "system":
             system.append(message["content"])
             continue
+
         if not turns and role == "assistant":
             turns.append({"role": "user", "content": opening})
         if turns and turns[-1]["role"] == role:
             turns[-1]["content"] += f"\n\n{message['content']}"
         else:
             turns.append({"role": role, "content": message["content"]})
+
     if system:
         turns.insert(0, {"role": "system", "content": "\n\n".join(system)})
     return turns

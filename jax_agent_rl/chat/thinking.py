@@ -111,6 +111,7 @@ def think_blocks(text: str, *, thinking: bool | None = None) -> list[ThinkBlock]
     blocks: list[ThinkBlock] = []
     start = 0
     text_start = 0
+
     for tag in _TAG.finditer(text):
         step = state.read(tag.group())
         if step == "opens":
@@ -120,6 +121,7 @@ def think_blocks(text: str, *, thinking: bool | None = None) -> list[ThinkBlock]
             blocks.append(ThinkBlock(start, tag.end(), text[text_start : tag.start()]))
         elif step == "began_inside":
             blocks.append(ThinkBlock(0, tag.end(), text[: tag.start()]))
+
     if state.inside:
         blocks.append(ThinkBlock(start, len(text), text[text_start:], is_closed=False))
     return blocks

@@ -62,7 +62,6 @@ class RolloutCollector:
 
     Args:
         context: shared by the agent loops.
-        score: scores one trajectory.
         max_in_flight: maximum concurrent trajectories.
         seed: the run's seed. With it, the label, the step and the indices, sampling is
             reproducible.

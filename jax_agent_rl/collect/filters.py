@@ -249,6 +249,7 @@ def shape(group: Group, config: ShapingConfig, *, max_response_length: int) -> G
     """
     if not config.overlong_buffer and not config.repetition_factor:
         return group
+
     shaped = []
     for trajectory in group.trajectories:
         penalties = {}
@@ -262,6 +263,7 @@ def shape(group: Group, config: ShapingConfig, *, max_response_length: int) -> G
         if config.repetition_factor:
             share = repetition(sampled_ids(trajectory), config.repetition_ngram)
             penalties["repetition_penalty"] = -config.repetition_factor * share
+
         score = trajectory.score
         shaped.append(
             replace(

@@ -118,7 +118,7 @@ class Section(BaseModel):
         takes_number = _mentions(annotation, (int, float))
         takes_bool = _mentions(annotation, (bool, Any))
         if takes_number and not takes_bool:
-            raise ValueError("true and false are no numbers; give a number")
+            raise ValueError("expected a number, got true or false")
         return value
 
     def changed(self, key: str) -> bool:

@@ -196,16 +196,19 @@ class OptimizerSection(Section):
                 f"{name}.min_lr_ratio is read only with {name}.lr_scheduler_type linear, cosine or"
                 f" wsd, which is {schedule!r}; remove it or change that"
             )
+
         if schedule != "wsd" and self.changed("lr_decay_ratio"):
             yield (
                 f"{name}.lr_decay_ratio is read only with {name}.lr_scheduler_type=wsd, which is"
                 f" {schedule!r}; remove it"
             )
+
         if not self.weight_decay and self.changed("no_weight_decay"):
             yield (
                 f"{name}.no_weight_decay is read only with {name}.weight_decay > 0; set that, or"
                 " remove it"
             )
+
         if self.optimizer == "adafactor":
             for key in ("adam_b1", "adam_b2", "adam_eps"):
                 if self.changed(key):

@@ -36,8 +36,9 @@ _EXPANSION = (
 )
 _TOKEN = re.compile(
     rf"(?P<skip>\\\n|(?<![^\s;])#[^\n]*)|(?P<space>[ \t\r]+)|(?P<end>[\n;&|])|'(?P<single>[^']*)'"
-    rf'|"(?P<double>(?:\\.|\$\({_NESTED}\)|[^"\\$]++|\$)*+)"|\\(?P<escaped>.)|(?P<expansion>{_EXPANSION})'
-    rf"|(?P<parenthesis>[()])|(?P<text>[^\s'\"\\$`;&|()]+|\$)",
+    rf'|"(?P<double>(?:\\.|\$\({_NESTED}\)|[^"\\$]++|\$)*+)"'
+    rf"|\\(?P<escaped>.)|(?P<expansion>{_EXPANSION})|(?P<parenthesis>[()])"
+    r"|(?P<text>[^\s'\"\\$`;&|()]+|\$)",
     re.S,
 )
 _IN_DOUBLE = re.compile(

@@ -201,7 +201,6 @@ class _EpochOrder:
     """The row of every draw from one source.
 
     Args:
-        rows: the source.
         key: distinguishes the source from others of a mixture.
     """
 

@@ -309,10 +309,12 @@ def open_dataset(
         source if isinstance(source, DataSource) else DataSource(path=str(source))
         for source in sources
     ]
+
     groups = RowGroups(row_groups)
     fingerprint = RowFingerprint()
     parts: list[Part] = []
     remaining = limit
+
     for file in _files_of(sources):
         if remaining == 0:
             break
@@ -322,6 +324,7 @@ def open_dataset(
         if remaining is not None:
             remaining -= len(part)
         parts.append(part)
+
     return Dataset(parts, row_groups, fingerprint.value())
 
 

@@ -80,13 +80,13 @@ class LocatedRow(NamedTuple):
     row: Row
 
 
-def read_row_file(file: Path, wanted: Collection[int] | None = None) -> Iterator[LocatedRow]:
+def read_row_file(file: Path, row_indices: Collection[int] | None = None) -> Iterator[LocatedRow]:
     """Yield every row of a file, in order.
 
     A few rows are in memory at a time, however many the file has.
 
     Args:
-        wanted: indices of the rows to yield, from 0; other rows are neither converted nor checked.
+        row_indices: the rows to yield, from 0; other rows are neither converted nor checked.
             None: all.
 
     Raises:
@@ -95,9 +95,9 @@ def read_row_file(file: Path, wanted: Collection[int] | None = None) -> Iterator
     """
     match file.suffix:
         case ".jsonl":
-            yield from read_json_lines(file, wanted)
+            yield from read_json_lines(file, row_indices)
         case ".parquet":
-            yield from ParquetFile(file).read_rows(wanted)
+            yield from ParquetFile(file).read_rows(row_indices)
         case suffix:
             raise DataError(
                 f"{file}: files ending in {suffix!r} are not read; use {' or '.join(SUFFIXES)}"
@@ -116,7 +116,7 @@ def located(location: str) -> Iterator[None]:
 # --- JSON Lines -----------------------------------------------------------------------------------
 
 
-def read_json_lines(file: Path, wanted: Collection[int] | None = None) -> Iterator[LocatedRow]:
+def read_json_lines(file: Path, row_indices: Collection[int] | None = None) -> Iterator[LocatedRow]:
     """Yield rows of a file of JSON Lines, whatever its name; see :func:`read_row_file`."""
     index = 0
     try:
@@ -126,9 +126,10 @@ def read_json_lines(file: Path, wanted: Collection[int] | None = None) -> Iterat
                 raise DataError(
                     f"{location}: has more than {MAX_LINE_BYTES} bytes; write one row per line"
                 )
+
             if not line.strip():
                 continue
-            if wanted is None or index in wanted:
+            if row_indices is None or index in row_indices:
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 yield LocatedRow(location, plain_row(_parse(line, location), location))
@@ -205,20 +206,20 @@ class ParquetFile:
         ):
             return file.read_row_group(group, columns=names)
 
-    def read_rows(self, wanted: Collection[int] | None = None) -> Iterator[LocatedRow]:
+    def read_rows(self, row_indices: Collection[int] | None = None) -> Iterator[LocatedRow]:
         """Yield rows of the file, see :func:`read_row_file`.
 
         Row groups may be as large as the file.
         """
-        for begin, table in self._batches(wanted):
-            if wanted is None:
+        for begin, table in self._batches(row_indices):
+            if row_indices is None:
                 yield from self.rows(table, begin)
                 continue
-            indices = [index for index in range(table.num_rows) if begin + index in wanted]
+            indices = [index for index in range(table.num_rows) if begin + index in row_indices]
             if indices:
                 yield from self.rows(table, begin, indices)
 
-    def _batches(self, wanted: Collection[int] | None) -> Iterator[tuple[int, pyarrow.Table]]:
+    def _batches(self, row_indices: Collection[int] | None) -> Iterator[tuple[int, pyarrow.Table]]:
         """Yield a few rows at a time, with the index of the first.
 
         Groups without a wanted row are left out.
@@ -235,7 +236,9 @@ class ParquetFile:
         ):
             for group, begin in enumerate(self.group_begins):
                 end = begin + self.group_sizes[group]
-                if wanted is not None and not any(begin <= index < end for index in wanted):
+                if row_indices is not None and not any(
+                    begin <= index < end for index in row_indices
+                ):
                     continue
                 for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group]):
                     yield begin, pyarrow.Table.from_batches([batch])

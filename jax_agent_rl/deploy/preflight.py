@@ -110,7 +110,6 @@ class Preflight:
         """Check that a server can listen, and has a token where other machines can reach it.
 
         Args:
-            host: the address.
             port: 0 takes a free one.
             token_env: environment variable with the token, if any.
             key: option or configuration key that names the variable.
@@ -221,11 +220,7 @@ def check_policy(
 
 
 def check_rescoring(out: Path) -> None:
-    """Check what ``rescore`` needs that writes a table.
-
-    Args:
-        out: the table.
-    """
+    """Check what ``rescore`` needs that writes a table."""
     checks = Preflight()
     checks.folder(out.parent, key="--out")
     checks.finish()

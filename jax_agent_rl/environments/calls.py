@@ -136,6 +136,7 @@ async def _run_call(
     except Exception as error:
         text = f"Error: {call.name} raised {type(error).__name__}: {error}"
         error_kind = "raised"
+
     return ToolCallRecord(
         name=call.name,
         arguments=call.arguments,

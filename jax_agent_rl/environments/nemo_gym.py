@@ -244,9 +244,11 @@ class NemoGymEnvironment(Environment):
         if reply.reasoning is not None:
             summary = [{"type": "summary_text", "text": reply.reasoning}]
             items.append({"type": "reasoning", "id": f"rs_{self._turn}", "summary": summary})
+
         text = reply.text_of("text", "malformed").strip()
         if text or not reply.tool_calls:
             items.append(_message(f"msg_{self._turn}", text))
+
         for number, part in enumerate(reply.calls):
             if part.call is not None:
                 items.append(
@@ -259,6 +261,7 @@ class NemoGymEnvironment(Environment):
                         "status": "completed",
                     }
                 )
+
         return items
 
     def _response(self, output: Sequence[Item], *, is_cut: bool = False) -> dict[str, Any]:

@@ -101,6 +101,7 @@ class OpenEnvEnvironment(Environment):
         self._score = 0.0
         self._done = False
         self._turn += 1
+
         if reply.calls:
             records = await run_calls(self._tools, reply, turn=self._turn)
             return Observation(
@@ -109,12 +110,14 @@ class OpenEnvEnvironment(Environment):
                 score=self._score,
                 done=self._done,
             )
+
         if self._text_field is not None:
             try:
                 text = await self._act({self._text_field: reply.content})
             except ToolError as error:
                 text = f"Error: {error}"
             return Observation.say(text, score=self._score, done=self._done)
+
         if ACT in self._tools:
             return Observation.say(f"Nothing was done: call the tool {ACT}.")
         return Observation(done=True)

@@ -261,6 +261,7 @@ def _message_calls(message: Mapping[str, Any]) -> dict[str, Any]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             continue
+
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -269,6 +270,7 @@ def _message_calls(message: Mapping[str, Any]) -> dict[str, Any]:
                 arguments = {"text": arguments}
         if not isinstance(arguments, dict):
             arguments = {"value": arguments}
+
         tool_calls.append(
             {
                 "tool_call_id": str(call.get("id") or f"call_{number}"),
@@ -552,12 +554,14 @@ def _foreign(document: atif.Trajectory, words: Words, name: str) -> Trajectory:
     sequences = _sequences(document, words)
     if not sequences:
         raise DataError(f"{name}: no step of an agent with a text or token ids")
+
     trajectory_id = document.trajectory_id or document.session_id or name
     common = {
         "group_id": document.session_id or trajectory_id,
         "agent_name": document.agent.name,
         "finish_reason": FinishReason.ANSWER,
     }
+
     trajectories = []
     for number, (prompt_ids, turns) in enumerate(sequences):
         trajectories.append(
@@ -569,10 +573,12 @@ def _foreign(document: atif.Trajectory, words: Words, name: str) -> Trajectory:
             )
         )
     *segments, last = trajectories
+
     messages = []
     for step in document.steps:
         role = {"agent": "assistant"}.get(step.source, step.source)
         messages.append({"role": role, "content": _text(step.message)})
+
     return replace(
         last,
         trajectory_id=trajectory_id,
@@ -636,10 +642,12 @@ def _sequences(document: atif.Trajectory, words: Words) -> list[tuple[list[int],
 def _turn(step: atif.Step, sampled_ids: Sequence[int], logprobs: Sequence[float]) -> Turn:
     if len(logprobs) != len(sampled_ids):
         logprobs = [0.0] * len(sampled_ids)
+
     observations: dict[str | None, str] = {}
     if step.observation is not None:
         for result in step.observation.results:
             observations[result.source_call_id] = _text(result.content)
+
     calls = []
     for call in step.tool_calls or ():
         calls.append(
@@ -650,6 +658,7 @@ def _turn(step: atif.Step, sampled_ids: Sequence[int], logprobs: Sequence[float]
                 call_id=call.tool_call_id,
             )
         )
+
     output = TokenOutput(
         token_ids=tuple(sampled_ids),
         log_probs=tuple(logprobs),

@@ -230,7 +230,7 @@ async def collect(
             "prompts": len(rollouts.rows),
             "prompts_lost": len(rollouts.rows) - len(journal.sizes),
             "started": journal.started,
-            "kept": journal.kept,
+            "kept": journal.num_trajectories,
             "dropped": dict(journal.dropped),
             "settings": settings,
         }
@@ -246,9 +246,8 @@ def _show_progress(progress: Progress, journal: Journal, row_count: int) -> None
 
     def describe() -> str:
         finished = len(journal.sizes)
-        description = (
-            f"{finished}/{counted(row_count, 'prompt')}, {counted(journal.kept, 'trajectory')}"
-        )
+        trajectories = counted(journal.num_trajectories, "trajectory")
+        description = f"{finished}/{counted(row_count, 'prompt')}, {trajectories}"
         if finished > start_count:
             seconds_per_row = (time.monotonic() - start) / (finished - start_count)
             remaining_seconds = seconds_per_row * (row_count - finished)
@@ -268,7 +267,6 @@ def collection_settings(
     """Return everything by which a later process recognizes the collection.
 
     Args:
-        subject: the policy.
         request: names the rows, with ``sources``.
     """
     config = subject.config

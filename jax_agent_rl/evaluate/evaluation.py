@@ -346,7 +346,6 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     (https://arxiv.org/abs/2107.03374), eq. 1. ``1 - (1 - passed/samples) ** k`` would be too low.
 
     Args:
-        samples: number of samples.
         passed: number of samples that passed.
         k: number of samples drawn.
 

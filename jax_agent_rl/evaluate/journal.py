@@ -36,7 +36,7 @@ class Journal:
         settings: everything on which the trajectories depend.
 
     Attributes:
-        kept: number of trajectories in it.
+        num_trajectories: number of trajectories in it.
         dropped: numbers of trajectories that were started and lost, by reason.
         sizes: bytes of each finished prompt's line, by the prompt's number.
 
@@ -46,11 +46,12 @@ class Journal:
 
     def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
         self.file = file
-        self.kept = 0
+        self.num_trajectories = 0
         self.dropped: Counter[str] = Counter()
         self.sizes: dict[int, int] = {}
         self._offsets: dict[int, int] = {}
         self._served: dict[str, Any] | None = None
+
         make_folder(file.parent)
         self._stream = file.open("a+b")
         try:
@@ -78,7 +79,7 @@ class Journal:
     @property
     def started(self) -> int:
         """Trajectories started, in all processes that ended by themselves."""
-        return self.kept + self.dropped.total()
+        return self.num_trajectories + self.dropped.total()
 
     def add(
         self, number: int, records: Sequence[Mapping[str, Any]], dropped: Mapping[DropReason, int]
@@ -159,7 +160,7 @@ class Journal:
 
     def _count(self, line: Mapping[str, Any], offset: int, size: int) -> None:
         self.dropped.update(line["dropped"])
-        self.kept += len({record["trajectory_id"] for record in line["records"]})
+        self.num_trajectories += len({record["trajectory_id"] for record in line["records"]})
         if line["records"]:
             number = line["row"]
             self._offsets[number] = offset

@@ -30,7 +30,6 @@ class EnvironmentReplay:
     """Plays trajectories of ``environment_agent`` again.
 
     Args:
-        pools: the environments.
         codec: the policy's, by which recorded token ids are replies.
         limits: how long an environment's answers may be.
     """

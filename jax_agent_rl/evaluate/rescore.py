@@ -473,7 +473,7 @@ def _table_summary(
         "prompts": rescoring.prompts,
         "prompts_lost": rescoring.prompts - len(journal.sizes),
         "started": journal.started,
-        "kept": journal.kept,
+        "kept": journal.num_trajectories,
         "dropped": dict(journal.dropped),
     }
 

@@ -145,7 +145,8 @@ def add_sinks(
 def _forward_by_blocks(
     q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask
 ) -> tuple[jax.Array, jax.Array]:
-    heads, kv_heads = q.shape[1], k.shape[1]
+    heads = q.shape[1]
+    kv_heads = k.shape[1]
     outputs = []
     normalizers = []
     for begin, end, key_count in _blocks(q, k, tree_mask):
@@ -209,7 +210,8 @@ def _backward_by_blocks(
     normalizer: jax.Array,
     d_output: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    heads, kv_heads = q.shape[1], k.shape[1]
+    heads = q.shape[1]
+    kv_heads = k.shape[1]
     dq_blocks = []
     dk = jnp.zeros_like(k)
     dv = jnp.zeros_like(v)

@@ -143,7 +143,6 @@ def tree_delta_rule(tokens: DeltaTokens, forest: TokenForest) -> jax.Array:
 
     Args:
         tokens: [B, T, H, ..].
-        forest: of the rows.
 
     Returns:
         Outputs float32 [B, T, H, v].
@@ -162,7 +161,6 @@ def _between_chunks(solved: SolvedChunks, forest: TokenForest) -> tuple[jax.Arra
 
     Args:
         solved: without ``mixing``.
-        forest: of the rows.
 
     Returns:
         Of every token what it reads of the state its run starts from, and its correction, both
@@ -375,7 +373,6 @@ def _state_after(
         solved: ``keys`` and ``faded`` are used.
         corrections: of the chunks up to the token's.
         starts: of the chunks up to the token's.
-        forest: of the rows.
     """
     rows = jnp.arange(entry.shape[0])
     state = jnp.zeros_like(starts[:, 0])

@@ -140,7 +140,6 @@ def _group_frames(patches: np.ndarray, frames: int, group: int, pixels: int) -> 
 
     Args:
         patches: [frames · M, C · group · pixels].
-        frames: number of frames.
         group: frames of one patch.
         pixels: pixels of one frame of a patch.
 

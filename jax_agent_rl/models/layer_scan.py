@@ -32,8 +32,6 @@ def scan_layers(
     """Compute all layers in order.
 
     Args:
-        config: of the decoder.
-        compute: computes one layer.
         carry: what the first layer is given.
         stacks: by parameter, a tree of arrays that are stacked over ``config.layers_with(name)``.
         values: a tree of arrays [L, ...], one element for each layer.

@@ -19,7 +19,6 @@ class LayerWeights:
     """The parameters of one layer, and what multiplies with them.
 
     Attributes:
-        config: of the decoder.
         kind: what the layer computes.
         params: ``config.kind_shapes(kind)``; matrices may be quantized.
         adapters: by name of the matrix.

@@ -106,11 +106,13 @@ def publish(folder: str, *, parts: int) -> str:
                 raise OSError(
                     f"process {part} has not written its part of {folder}; its log says why"
                 )
+            # A tensor may be in parts of several processes.
             for name, entry in json.loads(stored.value).items():
                 if name in entries:
                     entries[name]["digests"] |= entry["digests"]
                 else:
                     entries[name] = entry
+
         manifest = json.dumps(entries).encode()
         store.write(MANIFEST, manifest).result()
     except ValueError as error:

@@ -161,7 +161,9 @@ def backward(
 
     They follow from the results of :func:`forward` and the gradient of its output.
     """
-    query_count, key_count, size = q.shape[2], k.shape[2], q.shape[3]
+    query_count = q.shape[2]
+    key_count = k.shape[2]
+    size = q.shape[3]
     plan = plan_blocks(q, k, v, tree_mask, block)
     padding = plan.inputs.q.shape[2] - query_count
 
@@ -222,7 +224,9 @@ def _call(
         products: matrix products per pair of blocks, for the compiler's estimate of the cost.
     """
     batch, q_blocks, k_blocks = plan.live.shape
-    heads, kv_heads, size = inputs.q.shape[1], inputs.k.shape[1], inputs.q.shape[3]
+    heads = inputs.q.shape[1]
+    kv_heads = inputs.k.shape[1]
+    size = inputs.q.shape[3]
     value_size = inputs.v.shape[3]
     group = heads // kv_heads
 
@@ -335,7 +339,9 @@ def _forward_kernel(
     peak: Any,
     total: Any,
 ) -> None:
-    i, j, count = pl.program_id(2), pl.program_id(3), pl.num_programs(3)
+    i = pl.program_id(2)
+    j = pl.program_id(3)
+    count = pl.num_programs(3)
 
     @pl.when(j == 0)
     def begin() -> None:
@@ -377,7 +383,9 @@ def _weights_and_gradient(
 def _query_gradient_kernel(
     fetched: Any, offset_and_window: Any, blocks: KernelInputs, dq: Any, q_sum: Any
 ) -> None:
-    i, j, count = pl.program_id(2), pl.program_id(3), pl.num_programs(3)
+    i = pl.program_id(2)
+    j = pl.program_id(3)
+    count = pl.num_programs(3)
 
     @pl.when(j == 0)
     def begin() -> None:
@@ -402,8 +410,11 @@ def _key_gradient_kernel(
     k_sum: Any,
     v_sum: Any,
 ) -> None:
-    j, member, i = pl.program_id(2), pl.program_id(3), pl.program_id(4)
-    members, count = pl.num_programs(3), pl.num_programs(4)
+    j = pl.program_id(2)
+    member = pl.program_id(3)
+    i = pl.program_id(4)
+    members = pl.num_programs(3)
+    count = pl.num_programs(4)
 
     @pl.when((member == 0) & (i == 0))
     def begin() -> None:
@@ -430,7 +441,8 @@ def plan_blocks(
     Args:
         block: most queries, and keys, of a block; a multiple of 128.
     """
-    query_count, key_count = q.shape[2], k.shape[2]
+    query_count = q.shape[2]
+    key_count = k.shape[2]
     if q.shape[3] * q.dtype.itemsize > _WIDEST_HEAD:
         block = max(LANES, block // 2)
     q_block = min(block, query_count + -query_count % LANES)

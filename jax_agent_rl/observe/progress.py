@@ -211,6 +211,8 @@ def number_ranges(numbers: Collection[int], *, dash: str = "–") -> str:
 
     parts = []
     for run in runs:
-        first, last = run[0], run[-1]
-        parts.append(str(first) if len(run) == 1 else f"{first}{dash}{last}")
+        if len(run) == 1:
+            parts.append(str(run[0]))
+        else:
+            parts.append(f"{run[0]}{dash}{run[-1]}")
     return ", ".join(parts)

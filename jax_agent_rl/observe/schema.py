@@ -98,12 +98,14 @@ class _Trajectory(_Record):
         num_ids = sum(turn.sampled + turn.appended for turn in self.turns)
         if num_ids != len(self.response_mask):
             raise ValueError(f"turns of {num_ids} ids, and a response_mask of other length")
+
         mask: list[int] = []
         for turn in self.turns:
             mask += [1] * turn.sampled
             mask += [0] * turn.appended
         if self.response_mask != mask or not any(mask):
             raise ValueError("response_mask is not that of the turns")
+
         for name in (
             "response_ids",
             "rollout_logprobs",
@@ -114,6 +116,7 @@ class _Trajectory(_Record):
             values = getattr(self, name)
             if values is not None and len(values) != len(mask):
                 raise ValueError(f"{name} has {len(values)} values for {len(mask)} ids")
+
         if self.fork is not None and self.fork.turns > len(self.turns):
             raise ValueError("the fork has more turns than the trajectory")
         if any(segment.segments for segment in self.segments):

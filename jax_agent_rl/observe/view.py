@@ -200,6 +200,7 @@ def _session_tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
     """
     tree = Tree(Text(counted(len(segments), "segment")), highlight=False)
     branches: list[Tree] = []
+
     for number, row in enumerate(segments, 1):
         label = Text(f"segment {number}", "bold")
         if row["calls"]:
@@ -209,6 +210,7 @@ def _session_tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
         label.append(
             f"  {counted(row['trained'], 'trained token')} ({row['share']:.0%})", "not bold"
         )
+
         parent = tree
         if row["up"] >= 0:
             parent = branches[row["up"]]
@@ -217,6 +219,7 @@ def _session_tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
                 f"  leaves segment {row['up'] + 1} {position} (shared ids: {row['shared']})",
                 "not bold cyan",
             )
+
         if row["note"]:
             label.append(printable(f": {row['note']}"), "not bold dim")
         branches.append(parent.add(label))

@@ -88,6 +88,7 @@ class RewardFunction:
         optional = []
         takes_args = False
         takes_kwargs = False
+
         for parameter in inspect.signature(compute_score).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
                 takes_args = True
@@ -97,6 +98,7 @@ class RewardFunction:
                 required.append(parameter.name)
             else:
                 optional.append(parameter.name)
+
         return cls(
             compute_score=compute_score,
             solution=solution,

@@ -53,7 +53,7 @@ class FleetMetrics:
 def _sum(*metrics: BackendMetrics) -> BackendMetrics:
     sums: dict[str, Any] = {}
     for name in BackendMetrics.__dataclass_fields__:
-        sums[name] = sum(getattr(each, name) for each in metrics)
+        sums[name] = sum(getattr(server_metrics, name) for server_metrics in metrics)
     return BackendMetrics(**sums)
 
 

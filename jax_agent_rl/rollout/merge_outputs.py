@@ -137,6 +137,7 @@ def from_chunks(request: GenerateRequest, chunks: Sequence[TokenChunk]) -> Token
         policy_versions += chunk.policy_versions
         constrained += chunk.constrained
         supports += chunk.supports
+
     return TokenOutput(
         token_ids=tuple(token_ids),
         log_probs=tuple(log_probs),

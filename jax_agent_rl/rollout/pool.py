@@ -197,7 +197,7 @@ class ServerPool:
             watchdog = watch_servers(self._members.values, self.mark_lost, self._stall_seconds)
             self._watchdog = asyncio.create_task(watchdog, name="watchdog of the servers")
 
-    async def join(self, name: str, make: BackendFactory, *, within: float = 600.0) -> None:
+    async def join(self, name: str, make: BackendFactory, *, timeout: float = 600.0) -> None:
         """Start another server, bring it to the served weights, and take it into the rotation.
 
         If the payload of the last update is gone, wait for the next one. A join that fails or is
@@ -205,7 +205,7 @@ class ServerPool:
 
         Args:
             make: makes its backend, and the replacements of its backend.
-            within: seconds it may take to start and take weights.
+            timeout: seconds it may take to start and take weights.
 
         Raises:
             ValueError: the name is in use.
@@ -218,7 +218,7 @@ class ServerPool:
             raise ValueError(f"a server is called {name!r} already")
         self._factories[name] = make
         self.queue.expect(name)
-        deadline = asyncio.get_running_loop().time() + within
+        deadline = asyncio.get_running_loop().time() + timeout
         try:
             await self._bring_in(name, deadline)
         except BaseException:
@@ -494,14 +494,14 @@ class ServerPool:
         self._detach(server, why)
         logger.warning("server %s is lost (%s); %d left", name, why, len(self.servers))
 
-    async def _recover(self, lost: AsyncServer, why: str) -> None:
+    async def _recover(self, server: AsyncServer, why: str) -> None:
         """Try to bring in another server of the same name until time is up."""
-        name = lost.name
+        name = server.name
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._recovery_seconds
         try:
-            await lost.end(why)
-            for backoff in self._backoff(lost):
+            await server.end(why)
+            for backoff in self._backoff(server):
                 await asyncio.sleep(min(backoff, deadline - loop.time()))
                 if loop.time() >= deadline:
                     break
@@ -522,15 +522,15 @@ class ServerPool:
                 del self._recoveries[name]
                 self.queue.stop_expecting(name)
 
-    def _backoff(self, lost: AsyncServer) -> Iterator[float]:
+    def _backoff(self, server: AsyncServer) -> Iterator[float]:
         """Yield the seconds to wait before each attempt.
 
         They go on rising for a server that has answered nothing since it came back.
         """
-        rng = random.Random(f"{self._seed}/{lost.name}")
+        rng = random.Random(f"{self._seed}/{server.name}")
         previous = 0.0
-        if not lost.has_answered:
-            previous = self._backoffs.get(lost.name, 0.0)
+        if not server.has_answered:
+            previous = self._backoffs.get(server.name, 0.0)
         seconds = max(_MIN_BACKOFF, min(2 * previous, _MAX_BACKOFF))
         while True:
             yield seconds * rng.uniform(0.5, 1.0)

@@ -219,7 +219,6 @@ class TrainedRun:
         learner: what was trained of it.
         adapters: names of the adapters, if it trained several.
         checkpoints: their folder.
-        keep_checkpoints: as configured.
     """
 
     model_path: str
@@ -251,6 +250,7 @@ def _describe_run(run: Path, tree: Mapping[str, Any]) -> TrainedRun:
         config_class = DpoConfig if command == "dpo" else SftConfig
         config = build_tree(config_class, tree)
         learner = LearnerConfig(**dict(config.learner))
+
     return TrainedRun(
         model_path=config.model.path,
         learner=learner,

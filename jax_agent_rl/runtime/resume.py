@@ -88,11 +88,11 @@ def _choose_run_of_folder(
 
     if resume == "if_any":
         return _folder_to_begin_in(config), False
-    lost = ""
+    cut_off = ""
     for step in cut_off_steps(checkpoint_dir):
-        lost += f"; that of step {step} was cut off while it was written"
+        cut_off += f"; that of step {step} was cut off while it was written"
     raise CheckpointError(
-        f"--resume: no complete checkpoint in {checkpoint_dir}{lost}; start without --resume"
+        f"--resume: no complete checkpoint in {checkpoint_dir}{cut_off}; start without --resume"
     )
 
 

@@ -32,11 +32,13 @@ def check_teachers(config: Config) -> list[str]:
     """
     if config.distill is None:
         return []
+
     policy_ids = _vocabulary(config.model.path)
     has_vision = load_config(config.model.path).vision is not None
     lines = []
     for teacher in config.distill.teachers:
         model = check_files(teacher.path) if teacher.url is None else None
+        # Equal token by token: scores of other ids would train nonsense.
         teacher_ids = _vocabulary(teacher.path)
         differing = [token for token, id_ in policy_ids.items() if teacher_ids.get(token) != id_]
         if differing:
@@ -48,13 +50,16 @@ def check_teachers(config: Config) -> list[str]:
                 f" {teacher_ids.get(token, 'none')} there; choose a teacher of the policy's model"
                 " family"
             )
+
         if has_vision and model is not None and model.vision is None:
             raise ConfigError(
                 f"distill.teachers: {teacher.path} reads no images, and {config.model.path} does;"
                 " choose a teacher with vision"
             )
+
         what = f"served at {teacher.url}" if model is None else model.family
         lines.append(f"distill.teachers: {teacher.path}: {what}, reads the policy's ids")
+
     return lines
 
 

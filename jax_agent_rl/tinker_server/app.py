@@ -273,18 +273,22 @@ class TinkerServer:
             body = await read_body(http, schema, max_bytes=MAX_BODY_BYTES)
             if isinstance(body, CreateModelRequest):
                 return self._create_model(body)
+
             if isinstance(body, LoadRequest) and body.session_id is not None:
                 if body.model_seq_id is None:
                     raise Refused(422, "model_seq_id: a new model of a session needs one")
                 self._rest.checkpoint(body.path)
                 return self._add_model(body, body.session_id, body.model_seq_id, kind=kind)
+
             if body.model_id is None:
                 raise Refused(
                     422, "model_id: send the model's, or session_id and model_seq_id for a new one"
                 )
+
             model = self._rest.known(body.model_id)
             if isinstance(body, SaveRequest):
                 expiry(body.ttl_seconds)
+            # Clients that number their requests may send one again: it is done once.
             number = uuid.uuid4().hex if body.seq_id is None else body.seq_id
             return self._submit(f"{model}:{number}", model, kind, body.to_json())
 

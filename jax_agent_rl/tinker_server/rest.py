@@ -156,7 +156,8 @@ class RestRoutes:
         model = http.match_info.get("model")
         checkpoints = self._database.checkpoints(model)
         if model:
-            begin, count = 0, len(checkpoints)
+            begin = 0
+            count = len(checkpoints)
         else:
             begin, count = _page(http, 100)
         listed = [_checkpoint_fields(one) for one in checkpoints[begin : begin + count]]

@@ -398,7 +398,6 @@ def write_samples(
     """Return sampled sequences, and the log-probs that the request asks for.
 
     Args:
-        request: its fields.
         length: of the prompt, P.
         prompt_scores: None if not requested.
         sample_scores: of the prompt with each sample; empty if not requested.

@@ -365,16 +365,20 @@ async def serve(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None])
     tools = await make_tools(settings)
     service = ToolService(tools, settings, Telemetry(CollectorRegistry(), worker=hello["name"]))
     await service.start()
+
     runner = web.AppRunner(
         make_app(service, tools), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
     )
     await runner.setup()
     await web.UnixSite(runner, hello["socket"], backlog=1024).start()
     answer({"ready": True})
+
     try:
         stdin = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin.buffer)
+
+        # The server closes standard input when it ends, however it ends.
         with watch_loop(service.failures.report):
             await stdin.read()
     finally:

@@ -53,7 +53,6 @@ class Trainer:
     Attributes:
         folder: results are written here.
         record: progress that survives a restart.
-        progress: the display.
         clock: seconds, monotonic.
         agreement: compares engine and learner.
         continued: number of trajectories in flight whose ids the next checkpoint holds.

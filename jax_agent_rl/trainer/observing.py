@@ -234,7 +234,6 @@ class RunReporter:
     Args:
         folder: results are written here.
         record: progress that survives a restart.
-        progress: the display.
         phases: begin and end of what the trainer did; written with each line.
         clock: seconds, monotonic.
         observers: called with each line.
@@ -353,7 +352,6 @@ class Observers:
     """The observers of one run.
 
     Attributes:
-        watch: the warnings.
         sinks: metrics go there besides the run folder.
         each: all that take a line of metrics.
     """

@@ -51,7 +51,6 @@ class Turn:
     """One assistant turn and what was appended after it.
 
     Attributes:
-        output: the generation.
         appended_ids: ids inserted after it (boundary, tool results, next generation prompt); mask
             0.
         appended_media: images and videos ``appended_ids`` show, by kind, in order of their

@@ -120,7 +120,6 @@ def user_code_error(
     Args:
         error_type: class of the error to return.
         what: names the code that raised, e.g. ``environment 'shop': step``.
-        error: what it raised.
     """
     trajectory_error = error_type(f"{what} raised {describe_error(error)}")
     trajectory_error.failed_at = error_place(error)

@@ -254,7 +254,6 @@ def make_temp_folder(prefix: str, parent: Path | None = None, *, in_memory: bool
     """Make a folder, and remove those of the same prefix whose owners died.
 
     Args:
-        prefix: of its name.
         parent: None is the system's temporary folder.
         in_memory: prefer ``/dev/shm``, where there is one, if there is no ``parent``.
     """

@@ -207,7 +207,6 @@ def run_server(
     The second signal ends the process at once.
 
     Args:
-        main: the server.
         print_line: prints a line for the user; called from another thread.
     """
     interruption = Interruption(

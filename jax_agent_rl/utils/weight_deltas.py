@@ -46,7 +46,6 @@ def write_delta(base: Path, base_digest: str, new: Path) -> Path | None:
     Args:
         base: the old file.
         base_digest: its digest, by which a receiver finds its copy.
-        new: the new file.
 
     Returns:
         The delta, :func:`delta_path`; None where sending the new file is better.

@@ -165,7 +165,7 @@ def claim_version(python: Path, minor: int) -> None:
     python.chmod(0o755)
 
 
-def test_trials_of_harbor_run_in_an_environment_of_their_own_on_a_python_that_it_takes(
+def test_trials_of_harbor_run_in_their_own_environment_and_python(
     tmp_path: Path,
 ):
     pythons = tmp_path / "pythons"

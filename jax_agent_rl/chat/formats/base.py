@@ -253,6 +253,7 @@ class Scan:
         """
         was_inside = self._state.inside
         step = self._state.read(tag.group())
+
         if step == "opens":
             self._reply.add_text(preceding)
             self._reply.begin_reasoning()

@@ -209,6 +209,7 @@ def _read_mistral(text: str, opening: re.Match[str]) -> Read:
     at = skip_space(text, opening.end())
     is_list = text.startswith("[", at) and not text.startswith(_TOOL_CALLS, at)
     head = None if is_list else _MISTRAL_HEAD.match(text, at)
+
     if is_list:
         values, end, problem = json_at(text, at)
         if problem is None and values:

@@ -90,6 +90,7 @@ def check_collectives(machine: Machine, record: CheckResult) -> None:
     devices = jax.devices()
     if len(devices) == 1:
         raise NotRunError("there is one device, which exchanges nothing")
+
     size = 1024 if machine.platform == "cpu" else 1 << 22
     for name, mesh in _meshes(machine, devices):
         for axis in MESH_AXES:
@@ -103,6 +104,7 @@ def check_collectives(machine: Machine, record: CheckResult) -> None:
                 high=1e-6,
                 detail=f"worst of {len(errors)}: {kind}",
             )
+
             rate = mesh.shape[axis] * size * 4 / seconds
             record(
                 f"sums over {axis} of {name}",

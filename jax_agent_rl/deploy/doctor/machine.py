@@ -46,7 +46,6 @@ class Finding:
     """Result of a check.
 
     Attributes:
-        check: name of the check.
         text: what was found and, unless ok, what to do.
     """
 
@@ -419,6 +418,7 @@ async def find_jax_devices() -> Devices | str:
     process = await asyncio.create_subprocess_exec(
         *own_python("-c", _PROBE), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
+
     try:
         async with asyncio.timeout(_PROBE_SECONDS):
             out, err = await process.communicate()
@@ -431,9 +431,12 @@ async def find_jax_devices() -> Devices | str:
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
     if process.returncode:
         lines = err.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "jax.devices() failed"
+
+    # JAX may print warnings before the answer.
     answer = out.decode().splitlines()[-1]
     return Devices(**json.loads(answer))
 

@@ -169,20 +169,24 @@ class RunChecks:
         path = self.config.model.path
         model = check_files(path)
         self.decoder = model
+
         count, saved = self._sizes()
         gradients = count * MASTER
         engine_weights = count * (2 if rollout.jetstream.dtype == "bfloat16" else 4)
         need = saved + gradients + engine_weights
         memory = machine.usable_memory()
+
         size = f"{count / 1e6:.1f} M parameters"
         layers = counted(model.num_layers, "layer")
         report.ok(f"{path}: {model.family}, {size}, {layers}, files complete")
+
         if self.config.learner.lora is None and need > memory:
             report.warn(
                 f"{size} with gradients and optimizer are about {machine.format_gib(need)}; the"
                 f" {machine.format_gib(memory)} of this machine do not hold them if jax computes on"
                 " the CPU (jax-agent-rl plan looks at accelerators)"
             )
+
         if rollout.max_model_len > model.max_position_embeddings:
             report.warn(
                 f"rollout.max_model_len={rollout.max_model_len}, the model was made for"
@@ -423,9 +427,12 @@ class RunChecks:
             score=_refuse_to_score,
         )
         self.stack.push_async_callback(agents.close)
+
+        # One row of each agent: preflight looks at the agent, not at its rows.
         last_rows = {}
         for located in self._rows().located():
             last_rows[located.row.get("agent_name") or "(the default)"] = located
+
         for name, located in last_rows.items():
             try:
                 await agents.preflight([located])
@@ -458,12 +465,15 @@ class RunChecks:
         in_this_process = rollout.backend == "jetstream" and rollout.placement == "colocated"
         if rollout.weight_dir or in_this_process:
             return
+
         if not _SHARED_MEMORY.is_dir():
             raise UnmetError(f"there is no {_SHARED_MEMORY}")
+
         parameters, _ = self._sizes()
         need = 4 * parameters
         free = shutil.disk_usage(_SHARED_MEMORY).free
         text = f"{_SHARED_MEMORY}: {machine.format_gib(free)} free"
+
         if free >= need:
             report.ok(text)
         else:

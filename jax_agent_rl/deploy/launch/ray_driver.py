@@ -145,15 +145,19 @@ class Driver:
                 if group is not None:
                     with self._tools(group, attempt):
                         status = self._attempt(group, attempt, resume)
+
             if self.stop.is_set():
                 return 0 if status == 0 else EXIT_CODE
             if status is not None:
                 return status
+
+            # The next attempt goes on from the newest checkpoint, if there is any.
             resume = ["--auto-resume"]
             _print_line(
                 "a process of the learner was lost"
                 f" ({attempt + 1} of {counted(max_restarts, 'time')})"
             )
+
         raise LaunchError(
             f"gave up after {counted(max_restarts, 'restart')} (--max-restarts); --resume goes on"
             " from the last checkpoint"

@@ -58,12 +58,12 @@ class RecordingTable(ProgramTable):
         function: Callable[..., Any],
         donate: tuple[int, ...],
         *args: Any,
-        place: NamedSharding,
+        default_sharding: NamedSharding,
         out: Any,
         next_call: Callable[[], NextCall] | None = None,
     ) -> Any:
         """Record a program; see :meth:`ProgramTable.call`, but ``next_call`` is never called."""
-        program = traced(function, donate, *args, place=place, out=out)
+        program = traced(function, donate, *args, default_sharding=default_sharding, out=out)
         self.recorded[key] = program
 
         # ``out`` has one sharding for each part of the results, which may be a tree itself.

@@ -46,17 +46,17 @@ class Instruction(NamedTuple):
     Attributes:
         kind: its operation: ``fusion``, ``all-reduce-start``, …
         result: its type.
-        rest: operands and attributes.
+        remainder: operands and attributes.
     """
 
     name: str
     kind: str
     result: str
-    rest: str
+    remainder: str
 
     def called(self, key: str) -> list[str]:
         """Return the names of the computations that ``key`` refers to."""
-        match = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.rest)
+        match = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.remainder)
         if match is None:
             return []
         return re.findall(r"[\w.\-]+", match[1])
@@ -83,18 +83,18 @@ class Instruction(NamedTuple):
     def operands(self) -> list[str]:
         """Names of its operands."""
         depth = 1
-        for index, letter in enumerate(self.rest):
+        for index, letter in enumerate(self.remainder):
             if letter == "(":
                 depth += 1
             elif letter == ")":
                 depth -= 1
             if depth == 0:
-                return re.findall(r"%([\w.\-]+)", self.rest[:index])
+                return re.findall(r"%([\w.\-]+)", self.remainder[:index])
         return []
 
     def number(self, key: str) -> int | None:
         """Return a number of its configuration, as ``"estimated_cycles":"12"``, or None."""
-        match = re.search(rf'"{key}":"?(\d+)', self.rest)
+        match = re.search(rf'"{key}":"?(\d+)', self.remainder)
         if match is None:
             return None
         return int(match[1])
@@ -120,7 +120,7 @@ class Hlo:
 
         An instruction that the compiler added has none.
         """
-        match = re.search(r"\bstack_frame_id=(\d+)", instruction.rest)
+        match = re.search(r"\bstack_frame_id=(\d+)", instruction.remainder)
         if match is None:
             return ()
         return self.frames.get(int(match[1]), ())
@@ -137,9 +137,9 @@ class Hlo:
             if instruction.kind == "constant" and instruction.result.startswith("s32[]"):
                 constants.append(instruction)
         last = condition[-1]
-        is_less_than = last.kind == "compare" and "direction=LT" in last.rest
+        is_less_than = last.kind == "compare" and "direction=LT" in last.remainder
         if is_less_than and len(constants) == 1:
-            limit, _, _ = constants[0].rest.partition(")")
+            limit, _, _ = constants[0].remainder.partition(")")
             return int(limit)
         return loops
 
@@ -158,11 +158,13 @@ def parse(text: str) -> Hlo:
             if header[1]:
                 entry = name
             continue
+
         assignment = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
         if assignment is not None and computation is not None:
-            result, rest = _split_type(line[assignment.end() :])
-            kind, _, rest = rest.lstrip().partition("(")
-            computation.append(Instruction(assignment[1], kind, result, rest))
+            result, remainder = _split_type(line[assignment.end() :])
+            kind, _, remainder = remainder.lstrip().partition("(")
+            computation.append(Instruction(assignment[1], kind, result, remainder))
+
     return Hlo(computations, entry, _frames(text))
 
 
@@ -301,7 +303,7 @@ def is_exchange(instruction: Instruction) -> bool:
     """Return whether an instruction exchanges, or begins to."""
     kind = instruction.kind.removesuffix("-start")
     if kind == "send":
-        return _BETWEEN_SLICES in instruction.rest
+        return _BETWEEN_SLICES in instruction.remainder
     return kind in KINDS
 
 
@@ -313,7 +315,7 @@ def _walk(program: Hlo, loops: int) -> Iterator[tuple[str, Instruction, int]]:
         name, times, channels = waiting.pop()
         for instruction in program.computations[name]:
             if is_exchange(instruction):
-                channel = re.search(r"channel_id=\d+", instruction.rest)
+                channel = re.search(r"channel_id=\d+", instruction.remainder)
                 if channel is not None:
                     if channel[0] in channels:  # one exchange, spread over several fusions
                         continue
@@ -341,7 +343,7 @@ def read_collective(
         mesh: the program's devices.
         times: how often it runs.
     """
-    hosts_exchange = re.search(rf'{_BETWEEN_SLICES}="(\w+)"', instruction.rest)
+    hosts_exchange = re.search(rf'{_BETWEEN_SLICES}="(\w+)"', instruction.remainder)
     if hosts_exchange is not None:
         kind = hosts_exchange[1].lower().replace("_", "-")
         return _exchange_of_hosts(kind, instruction, mesh, times)
@@ -363,16 +365,16 @@ def _exchange_of_hosts(kind: str, instruction: Instruction, mesh: Mesh, times: i
             axes.append(name)
 
     if kind == "all-gather":
-        sent = operand * (members - 1)
+        sent_bytes = operand * (members - 1)
     else:
-        sent = _sent_bytes(kind, operand, members)
+        sent_bytes = _sent_bytes(kind, operand, members)
     return Collective(
         kind=kind,
         axes=tuple(axes),
         between_slices=True,
         members=members,
         times=times,
-        bytes=sent * times,
+        bytes=sent_bytes * times,
     )
 
 
@@ -381,7 +383,7 @@ def _exchange_of_devices(
 ) -> Collective:
     """Return what devices exchange over their links, or over the network between slices."""
     kind = instruction.kind.removesuffix("-start")
-    groups = _groups(instruction.rest, mesh.size)
+    groups = _groups(instruction.remainder, mesh.size)
     members = max(map(len, groups), default=mesh.size)
 
     # The start of an asynchronous exchange gives operand and result (and numbers of its own);
@@ -396,16 +398,16 @@ def _exchange_of_devices(
         result /= members  # the fusion keeps a part of the sum
 
     if kind == "reduce-scatter":
-        sent = result * (members - 1)
+        sent_bytes = result * (members - 1)
     else:
-        sent = _sent_bytes(kind, result, members)
+        sent_bytes = _sent_bytes(kind, result, members)
     return Collective(
         kind=kind,
         axes=_axes(groups, mesh),
         between_slices=_between_slices(groups, mesh),
         members=members,
         times=times,
-        bytes=sent * times,
+        bytes=sent_bytes * times,
     )
 
 
@@ -443,27 +445,27 @@ def _axes(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in varying)
 
 
-def _groups(rest: str, devices: int) -> Groups:
+def _groups(remainder: str, devices: int) -> Groups:
     """Parse who exchanges with whom; return nothing if the notation is unknown.
 
     Args:
-        rest: the instruction's attributes.
+        remainder: the instruction's attributes.
         devices: number of all devices.
     """
-    if "replica_groups={}" in rest:
+    if "replica_groups={}" in remainder:
         return [list(range(devices))]
 
-    listed = re.search(r"(?:source_target_pairs|replica_groups)=\{(\{[\d,{} ]*\})\}", rest)
+    listed = re.search(r"(?:source_target_pairs|replica_groups)=\{(\{[\d,{} ]*\})\}", remainder)
     if listed is not None:
         return [numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
 
-    counted = re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", rest)
-    if counted is not None:
-        return _iota(counted[2], counted[3]).reshape(numbers(counted[1])).tolist()
+    by_iota = re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", remainder)
+    if by_iota is not None:
+        return _iota(by_iota[2], by_iota[3]).reshape(numbers(by_iota[1])).tolist()
 
     mesh = re.search(
         rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? \{{((?:'[^':]+',?)*)\}}",
-        rest,
+        remainder,
     )
     if mesh is None:
         return []
@@ -474,10 +476,10 @@ def _groups(rest: str, devices: int) -> Groups:
         ids = np.arange(math.prod(sizes.values()))
 
     # Members of a group differ in the named axes only: these go last, and are flattened.
-    named = re.findall(r"'([^']+)'", mesh[4])
+    named_axes = re.findall(r"'([^']+)'", mesh[4])
     axes = list(sizes)
-    order = sorted(range(len(axes)), key=lambda index: axes[index] in named)
-    members = math.prod(size for name, size in sizes.items() if name in named)
+    order = sorted(range(len(axes)), key=lambda index: axes[index] in named_axes)
+    members = math.prod(size for name, size in sizes.items() if name in named_axes)
     return ids.reshape(list(sizes.values())).transpose(order).reshape(-1, members).tolist()
 
 

@@ -191,7 +191,7 @@ class _Timeline:
                 parts += branch.parts
 
             elif kind in _SLICES:
-                if "cross_program_prefetch_index" in instruction.rest:
+                if "cross_program_prefetch_index" in instruction.remainder:
                     continue  # it runs beside the end of the previous program
                 memory_free = max(memory_free, now) + self._copy_seconds(instruction)
                 copy_ends[instruction.name] = memory_free
@@ -252,7 +252,7 @@ class _Timeline:
         if is_exchange(instruction):
             return _Priced(self._exchange_seconds(instruction.name, instruction), 0.0, kind)
         if kind == "custom-call":
-            if 'custom_call_target="tpu_custom_call"' in instruction.rest:
+            if 'custom_call_target="tpu_custom_call"' in instruction.remainder:
                 return self._price_kernel(instruction, memory_seconds)
             if cycles is None:  # a name for memory, as ConcatBitcast, AllocateBuffer
                 return _Priced(0.0, 0.0, kind)
@@ -375,7 +375,7 @@ class _Timeline:
             for candidate in nearest:
                 sources = self.program.sources(candidate)
                 if sources:
-                    match = re.search(r'\bop_name="([^"]*)"', candidate.rest)
+                    match = re.search(r'\bop_name="([^"]*)"', candidate.remainder)
                     path = match[1] if match else ""
                     return sources, path.rpartition("/")[2]
             next_users = []
@@ -400,9 +400,9 @@ def _summed(parts: Iterable[Part]) -> list[Part]:
     for part in parts:
         key = (part.what, part.source, part.operation)
         if key in sums:
-            earlier = sums[key]
+            summed = sums[key]
             part = part._replace(
-                seconds=earlier.seconds + part.seconds, runs=earlier.runs + part.runs
+                seconds=summed.seconds + part.seconds, runs=summed.runs + part.runs
             )
         sums[key] = part
     return sorted(sums.values(), key=lambda part: -part.seconds)
@@ -512,17 +512,17 @@ def _count_product(equation: core.JaxprEqn) -> Flops:
     """Count a product: two operations per number of the result and number contracted for it."""
     variables = (*equation.invars, *equation.outvars)
     arrays = [cast(ShapedArray, variable.aval) for variable in variables]
-    left = arrays[0]
-    right = arrays[1]
+    lhs = arrays[0]
+    rhs = arrays[1]
     result = arrays[-1]
     match equation.primitive.name:
         case "dot_general":
             (axes, _), _ = equation.params["dimension_numbers"]
-            contracted = math.prod(left.shape[axis] for axis in axes)
+            contracted = math.prod(lhs.shape[axis] for axis in axes)
         case "conv_general_dilated":
             output_axis = equation.params["dimension_numbers"].rhs_spec[0]
-            contracted = right.size / right.shape[output_axis]
+            contracted = rhs.size / rhs.shape[output_axis]
         case _:  # ragged: each row meets one expert
-            contracted = left.shape[-1]
+            contracted = lhs.shape[-1]
     size = sum(array.size * array.dtype.itemsize for array in arrays)
     return Flops(flops=2.0 * result.size * contracted, bytes=float(size))

@@ -28,7 +28,6 @@ def read_grouped_experts(raw: Fields, num_layers: int, defaults: Experts) -> Exp
     """Read the mixture of a ``config.json``.
 
     Args:
-        num_layers: of the decoder.
         defaults: what transformers takes for fields that are absent.
 
     Raises:

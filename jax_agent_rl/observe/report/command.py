@@ -112,7 +112,6 @@ def config_value(config: Mapping[str, Any], section: str, key: str) -> Any:
 
     Args:
         config: the configuration as recorded, of any shape.
-        section: name of the section.
         key: name of the key in the section.
     """
     values = config.get(section)

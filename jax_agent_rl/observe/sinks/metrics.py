@@ -341,9 +341,11 @@ def serve_trainer(port: int, *, print_line: Callable[[str], None]) -> Iterator[T
         server.listen()
     except ConfigError as error:
         raise ConfigError(f"trainer.prometheus_port={port} cannot be used: {error}") from error
+
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="prometheus", daemon=True)
     thread.start()
+
     try:
         asyncio.run_coroutine_threadsafe(server.start(), loop).result()
         print_line(f"metrics for Prometheus: {server.url}/metrics")

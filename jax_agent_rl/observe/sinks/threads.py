@@ -56,7 +56,7 @@ class SinkThread(Generic[Item]):
         context: Context | None = None,
     ) -> None:
         self.name = name
-        self.lost = 0
+        self.num_lost = 0
         self._sink = sink
         self._print_line = print_line
         self._start = start
@@ -76,7 +76,7 @@ class SinkThread(Generic[Item]):
         try:
             self._items.put_nowait(item)
         except queue.Full:
-            self.lost += 1
+            self.num_lost += 1
 
     def end(self) -> None:
         """Accept no more items; the thread writes the queued ones and closes the sink."""
@@ -88,7 +88,7 @@ class SinkThread(Generic[Item]):
         """Wait up to ``seconds`` for the thread to end; report it if it does not."""
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self.lost += self._items.qsize()
+            self.num_lost += self._items.qsize()
             self._print_line(f"{self.name} did not finish in time")
 
     def _run(self) -> None:
@@ -103,7 +103,7 @@ class SinkThread(Generic[Item]):
                 failures = 0
                 continue
 
-            self.lost += 1
+            self.num_lost += 1
             failures += 1
             if is_enabled and failures == self._max_failures:
                 is_enabled = False
@@ -138,7 +138,7 @@ class SinkThreads(Generic[Item]):
 
     def lost(self) -> dict[str, int]:
         """Return the number of items lost by each sink that lost any."""
-        return {thread.name: thread.lost for thread in self._threads if thread.lost}
+        return {thread.name: thread.num_lost for thread in self._threads if thread.num_lost}
 
     def close(self, seconds: float) -> None:
         """Let all sinks finish, for up to ``seconds`` together."""

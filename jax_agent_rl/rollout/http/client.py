@@ -323,9 +323,11 @@ class RemoteBackend(ProxyBackend):
                 headers=_JSON,
                 allow_redirects=False,
             )
+
             async with await self._until_closed(post) as response:
                 await self._check(response)
                 require_identity(response.headers)
+
                 num_lines = 0
                 lines = LineBuffer(MAX_LINE_BYTES)
                 try:
@@ -334,8 +336,10 @@ class RemoteBackend(ProxyBackend):
                             num_lines += 1
                             yield _message(line)
                 finally:
+                    # Left early: the connection cannot be used again.
                     if not response.content.at_eof():
                         response.close()
+
                 if num_lines == 0 or lines.unfinished:
                     raise aiohttp.ClientPayloadError("the answer ended early")
 
@@ -353,6 +357,7 @@ class RemoteBackend(ProxyBackend):
         """Raise the error of a refusal."""
         if response.status == 200:
             return
+
         content = await read_beginning(response.headers, response.content.iter_any())
         try:
             error = wire.decode_error(decode_json(content)["error"])
@@ -362,6 +367,7 @@ class RemoteBackend(ProxyBackend):
                     f"the rollout server at {self.url} is gone: HTTP {response.status}"
                 ) from None
             error = BackendError(f"HTTP {response.status}: is this a rollout server?")
+
         if response.status == 409:
             raise EngineDiedError(
                 f"the rollout server at {self.url} was restarted and has lost its weights"

@@ -126,6 +126,7 @@ class MembershipServer:
 
     async def _add(self, request: web.Request) -> web.Response:
         body = await read_body(request, AddRequest)
+        # What is reserved for the engine is given back, whatever keeps it from joining.
         reservation = AsyncExitStack()
         try:
             name, make = await reservation.enter_async_context(self._open_engine(body.url))
@@ -136,6 +137,7 @@ class MembershipServer:
         except BaseException:
             await reservation.aclose()
             raise
+
         self._engine_reservations[name] = reservation
         self._run_reservations.push_async_callback(reservation.aclose)
         logger.warning(

@@ -268,7 +268,8 @@ class Uploads:
         """
         deltas = [Path(file) for file in self.files(upload)]
         state = self._uploads[upload]
-        state.num_busy += 1
+        state.num_busy += 1  # so that no sweep deletes it meanwhile
+
         try:
             for delta in deltas:
                 await asyncio.to_thread(apply_delta, delta, self._bases)
@@ -355,7 +356,7 @@ class Uploads:
 
                 size += len(block)
                 state.size += len(block)
-                total = sum(each.size for each in self._uploads.values())
+                total = sum(upload.size for upload in self._uploads.values())
                 if total > self._max_bytes:
                     raise WeightUpdateError(
                         f"{name}: the uploads have {total} bytes, more than the server's limit of"

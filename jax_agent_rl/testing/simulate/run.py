@@ -537,6 +537,7 @@ def _tabulate(compared: str, columns: Sequence[str], outcomes: Sequence[Simulati
     for heading in columns:
         justify = "left" if heading == compared else "right"
         table.add_column(heading, justify=justify, no_wrap=True)
+
     first_rate = outcomes[0].samples_per_second
     for outcome in outcomes:
         ideal_or_found = outcome.cached
@@ -544,6 +545,7 @@ def _tabulate(compared: str, columns: Sequence[str], outcomes: Sequence[Simulati
             ideal_or_found = outcome.share_of_ideal
         elif compared == _ENVIRONMENTS:
             ideal_or_found = outcome.environment_hit_rate
+
         table.add_row(
             outcome.policy,
             f"{outcome.samples_per_second:.2f}",

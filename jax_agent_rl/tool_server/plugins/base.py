@@ -142,7 +142,6 @@ class ToolAction(Generic[Parsed, Environment]):
         parsed: the result of ``parse_action``.
         environment: the result of ``open``; None for a stateless tool.
         extra: the request's ``extra_fields``: the dataset's fields, ``turns_left`` and the like.
-        trajectory_id: id of the trajectory.
     """
 
     parsed: Parsed

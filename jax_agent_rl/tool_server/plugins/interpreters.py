@@ -44,7 +44,6 @@ class Code:
     """Code of an action.
 
     Attributes:
-        source: the program.
         stdin: from an ```` ```input ```` block; None if there is none.
         action: the whole action, which decides how the result is formatted.
     """
@@ -455,6 +454,7 @@ def read_cases(extra: Mapping[str, Any]) -> list[Case]:
             tests = json.loads(tests)
         except ValueError as error:
             raise ToolError(f"extra_fields.public_tests is not JSON: {error}") from error
+
     match tests:
         case [_, *_] if all(isinstance(test, str) for test in tests):
             return [Case(statement=test) for test in tests]

@@ -558,7 +558,6 @@ class Nonsense:
     Anything can be done with it, and it is no right answer.
 
     Args:
-        truth: its truth value.
         equality: the result of every comparison.
     """
 

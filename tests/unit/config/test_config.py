@@ -87,7 +87,7 @@ NUMERIC_KEYS = tuple(numeric_keys(Config.model_json_schema(), Config.model_json_
 def test_true_is_refused_wherever_a_number_is_due():
     """All at once: one tree of nothing but true."""
     messages = problems(MINIMAL, *(f"{key}=true" for key in NUMERIC_KEYS))
-    refusals = [line for line in messages if "true and false are no numbers" in line]
+    refusals = [line for line in messages if "expected a number" in line]
     refused = {line.partition("=")[0] for line in refusals}
     assert len(NUMERIC_KEYS) > 150
     assert refused == set(NUMERIC_KEYS)
@@ -96,7 +96,7 @@ def test_true_is_refused_wherever_a_number_is_due():
 def test_true_within_a_list_of_numbers_is_refused_and_a_switch_is_not():
     messages = problems(MINIMAL, "algorithm.rollout_correction.rollout_rs_threshold=[[true, 2.0]]")
     assert len(messages) == 1
-    assert "no numbers" in messages[0]
+    assert "expected a number" in messages[0]
     assert (
         build(MINIMAL, ["algorithm.filter_zero_variance=true"]).algorithm.filter_zero_variance
         is True

@@ -89,7 +89,7 @@ async def test_every_row_is_collected_once(tmp_path):
     async with stage.open() as (journal, collection):
         await collection.run()
         assert sorted(journal.sizes) == list(range(6))
-        assert journal.kept == journal.started == 12
+        assert journal.num_trajectories == journal.started == 12
         assert balanced(stage, journal)
 
 
@@ -124,7 +124,7 @@ async def test_interrupted_it_counts_what_ran_and_the_next_call_does_the_rest_al
     async with second.open() as (journal, collection):
         assert sorted(journal.sizes) == collected_rows
         await collection.run()
-        assert journal.kept == 12
+        assert journal.num_trajectories == 12
         assert second.collector.accounting.started == 2 * (6 - len(collected_rows))
         assert [_ids(line) for line in journal.lines(range(6))] == [_ids(line) for line in expected]
 

@@ -449,7 +449,7 @@ async def test_an_engine_that_lost_its_weights_serves_nothing_until_others_come(
         ) == (True, 0, 0)
 
 
-def test_a_model_with_more_eos_ids_than_an_engine_looks_for_is_refused_before_it_serves():
+def test_a_model_with_too_many_eos_ids_is_refused_before_it_serves():
     engine = CountingEngine(SHAPES)
     engine.config = replace(TINY, eos_token_ids=tuple(range(2, 11)))
     with raises(ModelError, key="eos_token_id", value="9 ids", fix="leave out"):

@@ -107,7 +107,13 @@ def test_a_program_that_will_follow_is_compiled_once_and_gives_its_own_result(
     small = np.ones(2, np.float32)
     large = np.ones(3, np.float32)
     first = program_table.call(
-        ("a",), doubled, (), small, place=place, out=place, next_call=lambda: (("b",), (large,))
+        ("a",),
+        doubled,
+        (),
+        small,
+        default_sharding=place,
+        out=place,
+        next_call=lambda: (("b",), (large,)),
     )
     assert len(program_table) == 2
     assert first.tolist() == [2, 2]
@@ -116,7 +122,7 @@ def test_a_program_that_will_follow_is_compiled_once_and_gives_its_own_result(
         doubled,
         (),
         large,
-        place=place,
+        default_sharding=place,
         out=place,
         next_call=lambda: pytest.fail("it is there"),
     )

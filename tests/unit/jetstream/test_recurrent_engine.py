@@ -281,7 +281,7 @@ def test_a_slot_that_has_finished_keeps_its_state_while_others_go_on():
     assert_exact(context, following)
 
 
-def test_a_stop_string_in_the_middle_of_a_dispatch_discards_the_state_that_is_beyond_it():
+def test_a_stop_string_within_a_dispatch_discards_the_state_beyond_it():
     wanted = run(scheduler(), "0", PROMPTS[0])
     on = scheduler()
     output = run(on, "0", PROMPTS[0], session="s", stop=(text(wanted.token_ids[4:6]),))

@@ -210,7 +210,7 @@ def test_samples_of_a_prompt_copy_the_state_after_it_in_the_round_that_computes_
     contexts.check()
 
 
-def test_without_a_checkpoint_at_the_fork_ids_are_computed_again_and_the_next_fork_finds_one():
+def test_ids_behind_a_fork_without_a_checkpoint_are_computed_once():
     contexts = Contexts()
     first = contexts.start([1] * 10 + [2, 2, 2])
     contexts.end(first.context)
@@ -287,7 +287,7 @@ def test_checkpoints_of_ended_sessions_give_way_before_those_of_waiting_ones():
     assert contexts.start([1, 1, 1, 1], "waits").reused == 2
 
 
-def test_a_long_prompt_leaves_checkpoints_at_multiples_of_the_interval_while_slots_are_free():
+def test_a_long_prompt_leaves_checkpoints_at_intervals_while_slots_are_free():
     contexts = Contexts(running=1, checkpoints=3, interval=8)
     first = contexts.start([1] * 30)
     assert [position for position, _ in first.state.checkpoints] == [8, 16, 29]

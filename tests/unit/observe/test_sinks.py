@@ -162,7 +162,7 @@ def test_a_sink_that_hangs_is_left_behind_and_that_is_said():
     release.set()
     assert len(said) == 1
     assert "wandb did not finish in time" in said[0]
-    assert thread.lost >= 1
+    assert thread.num_lost >= 1
 
 
 def test_a_sink_runs_in_a_context_of_its_own_unless_it_is_given_one():

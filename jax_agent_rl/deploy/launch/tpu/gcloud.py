@@ -122,11 +122,13 @@ def parse_topology(name: str) -> Topology:
     known = ", ".join(GENERATIONS)
     if name.startswith("tpu7x"):
         raise LaunchError(f"--topology {name}: TPU7x is available on GKE only; choose {known}")
+
     match = _NAME.fullmatch(name.strip().lower())
     if match is None:
         raise LaunchError(
             f"--topology {name!r} is not of the form GENERATION:SHAPE, as in v5e:4x4 or v5p:2x2x2"
         )
+
     topology = Topology(match["generation"], match["shape"])
     slices = match["slices"]
     if slices:
@@ -134,11 +136,13 @@ def parse_topology(name: str) -> Topology:
             f"--topology {name} is more than one slice: give --topology {topology} --slices"
             f" {slices}"
         )
+
     if topology.generation not in GENERATIONS:
         hint = did_you_mean(topology.generation, GENERATIONS)
         raise LaunchError(
             f"--topology {name}: no generation {topology.generation!r}; {hint}there are {known}"
         )
+
     shapes = SHAPES[topology.generation]
     if topology.shape not in shapes:
         raise LaunchError(f"--topology {name}: {topology.generation} comes as {', '.join(shapes)}")
