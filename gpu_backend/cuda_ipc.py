@@ -59,7 +59,7 @@ def receive(
     if device_uuid not in uuids:
         raise ValueError(
             f"this worker does not see the learner's GPU {device_uuid}, but {uuids}; let"
-            " CUDA_VISIBLE_DEVICES name it, too"
+            " CUDA_VISIBLE_DEVICES also name it"
         )
     device = uuids.index(device_uuid)
     for name, (size, stride, offset, dtype_name, *storage) in handles.items():

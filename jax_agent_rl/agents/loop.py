@@ -70,7 +70,7 @@ class AgentLoop(ABC):
         """Start the trajectory of a request.
 
         With a role (:meth:`EpisodeRequest.as_role`), the model or adapter that plays it samples the
-        turns. The other arguments are those of :class:`~jax_agent_rl.agents.episode.Episode`.
+        turns. The others go to :class:`~jax_agent_rl.agents.episode.Episode`.
 
         Raises:
             DataError, PromptTooLongError, TemplateError: see

@@ -162,7 +162,7 @@ class ToolResponder(Responder):
     async def _run_calls(self, reply: Reply, text: str) -> list[ToolCallRecord]:
         """Run the calls of one turn concurrently.
 
-        Calls over the limit and malformed ones get an error. ``text`` is that of the whole turn.
+        Calls over the limit and malformed ones get an error. ``text`` is the whole turn's.
 
         Returns:
             A record of each call, in the order in which the model wrote them.

@@ -109,7 +109,7 @@ def _common_faults(
     """Return what is wrong with tensors that both have.
 
     Args:
-        wrong: the names of those that differ.
+        wrong: the names of the tensors that differ.
         common: the names of all that both have.
         engine, learner, precision, transposed, older: as in :func:`tensor_faults`.
     """

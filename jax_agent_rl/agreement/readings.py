@@ -200,7 +200,7 @@ def _changed_logits(subject: DiagnosisSubject, sample: Tokens) -> Iterator[Readi
         changes[f"applies a frequency penalty of {penalty:g}"] = LogitChange(frequency=penalty)
     size = subject.model.vocab_size
     for rows in sorted({-size % multiple for multiple in MULTIPLES} - {0}):
-        label = f"samples from {rows} rows of zeros, too, which pad the vocabulary of {size} ids"
+        label = f"also samples from {rows} rows of zeros, which pad the vocabulary of {size} ids"
         changes[label] = LogitChange(zero_rows=float(rows))
 
     by_change = sample.changed(list(changes.values()), eos)

@@ -92,7 +92,7 @@ def doctor(
     elif command_line.overrides:
         keys = " ".join(command_line.overrides)
         raise ConfigError(
-            f"{keys}: without a configuration there are no keys to change; give its file, too"
+            f"{keys}: without a configuration there are no keys to change; also give its file"
         )
     findings = run_to_end(_print_findings(settings, console_of(json)))
     failed = [finding for finding in findings if finding.status == "fail"]
@@ -199,7 +199,7 @@ def conformance(
         typer.Option(help="For jetstream: its rollout.jetstream.engine_factory."),
     ] = None,
     adapters: Annotated[
-        bool, typer.Option("--adapters", help="Serve a LoRA adapter, too, and test it.")
+        bool, typer.Option("--adapters", help="Also serve a LoRA adapter, and test it.")
     ] = False,
     data_parallel: Annotated[
         int, typer.Option(min=1, help="For jetstream: engines, each on a device of its own.")

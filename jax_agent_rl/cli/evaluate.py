@@ -139,7 +139,7 @@ def evaluate(
 ) -> None:
     """Evaluate a policy on held-out rows: pass@k and mean reward by data source.
 
-    Agents, tools and rewards are those of its configuration. The policy is a configuration's model,
+    Its configuration names the agents, tools and rewards. The policy is a configuration's model,
     any Hugging Face folder of a known family (--model), or a checkpoint (--run). Lost trajectories
     count as failures. Intervals have 95 % confidence: a bootstrap over prompts; if all prompts
     agree, Wilson's interval for pass@k and none for the reward. The same seed gives the same
@@ -224,7 +224,7 @@ def rollout(
 ) -> None:
     """Collect trajectories without training: exact token ids, masks, log-probs, rewards, messages.
 
-    Agents, tools, rewards and sampling are those of training; filters are not applied. After an
+    Agents, tools, rewards and sampling are as in training; filters are not applied. After an
     interruption, the same command continues. Every started trajectory is in the file or, if lost,
     counted by reason in the summary next to it.
     """
@@ -305,7 +305,7 @@ def rescore(
 ) -> None:
     """Score recorded trajectories again, with other reward functions, and tell what changed.
 
-    Scoring is that of training: the run's reward section with the keys given here, its workers and
+    Scoring is as in training: the run's reward section with the keys given here, its workers and
     time limits. The policy is not needed. What environments gave for turns stays as recorded,
     unless --replay plays them again, which needs the policy's tokenizer. A trajectory that cannot
     be scored is counted by reason, and left out of the new table.

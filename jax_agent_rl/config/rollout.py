@@ -478,7 +478,7 @@ def _transport_problems(rollout: RolloutConfig) -> Iterator[str]:
             f" rollout.placement={rollout.placement}: it is for vllm engines in Ray actors; set"
             " rollout.placement=separate, or rollout.weight_transport=files"
         )
-    # With backend jetstream the configuration is that of a rollout server, which reads buckets.
+    # With backend jetstream a rollout server has this configuration, and reads buckets.
     writes_files = rollout.weight_transport == "files" and rollout.backend != "jetstream"
     if writes_files and weight_dir is not None and "://" in weight_dir:
         yield (

@@ -169,7 +169,7 @@ class DataConfig(Section):
         if unweighted and len(unweighted) < len(self.train):
             raise ValueError(
                 f"data.train gives a weight to some sources, but not to {unweighted}; set it"
-                " there, too"
+                " there as well"
             )
         if any(source.weight is not None for source in self.eval or ()):
             raise ValueError(

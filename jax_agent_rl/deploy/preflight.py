@@ -268,7 +268,7 @@ def check_conformance(
     adapters: bool,
     data_parallel: int,
 ) -> None:
-    """Check what ``conformance`` needs; its options are those of the command.
+    """Check what ``conformance`` needs, with the options of that command.
 
     Raises:
         ConfigError: options do not go together, or there is no model.

@@ -615,7 +615,7 @@ class EnvironmentPools:
         failures: log of what goes wrong outside of a trajectory; None: a new one for each pool.
 
     Attributes:
-        snapshots: of running trajectories, and of those that others may branch off.
+        snapshots: of running trajectories, and of trajectories that others may branch off.
     """
 
     def __init__(

@@ -365,7 +365,7 @@ class Words:
         return ids
 
     def is_word(self, token_id: int) -> bool:
-        """Return whether an id is that of a word."""
+        """Return whether an id stands for a word."""
         return _FIRST_WORD <= token_id < _FIRST_WORD + len(self._texts)
 
     def word(self, token_id: int) -> str:

@@ -181,7 +181,7 @@ async def _sample(
 ) -> Sequence[Group]:
     """Sample for every row.
 
-    Seeds are those of the held-out evaluation after this step, so that its samples come first.
+    Seeds are as in the held-out evaluation after this step, so that its samples come first.
     """
     evaluator = rollouts.agents.evaluator
     sampled = 0
@@ -266,7 +266,7 @@ def scores(
 
 
 def _roles(groups: Sequence[Group]) -> list[str]:
-    """Return the roles of all trajectories; "" is that of an agent without roles."""
+    """Return the roles of all trajectories; an agent without roles has ""."""
     roles = {trajectory.role or "" for trajectory in all_trajectories(groups)}
     if not roles:  # every trajectory was lost
         return [""]

@@ -284,7 +284,7 @@ def schema() -> pyarrow.Schema:
 
 
 def records(group: Group, number: int) -> list[dict[str, Any]]:
-    """Return the rows of a group; ``number`` is that of the prompt in its file."""
+    """Return the rows of a group, whose prompt has this ``number`` in its file."""
     rows = []
     for trajectory in group.trajectories:
         for position, sequence in enumerate(trajectory.sequences):

@@ -6,7 +6,7 @@
                                  ├─► prompt by ────┤
     a table of rollout ──────────┘   prompt, score └─► a table with the new rewards
 
-Scoring is that of training (:func:`~jax_agent_rl.runtime.scoring.open_scorer`): the same functions,
+Scoring is as in training (:func:`~jax_agent_rl.runtime.scoring.open_scorer`): the same functions,
 workers, time limits and services. What an environment gave for its turns is read as it was
 recorded, or played again (:mod:`~jax_agent_rl.evaluate.replay`). A trajectory that cannot be scored
 is counted, and left out of the new table.
@@ -216,10 +216,10 @@ class StepChange:
     """What changed in one step.
 
     Attributes:
-        trajectories: number of those that were scored again.
+        trajectories: number of trajectories that were scored again.
         old_sum, new_sum: sums of their scores.
         raised, lowered: numbers of those whose score changed.
-        failed: numbers of those that could not be scored, by reason.
+        failed: numbers of trajectories that could not be scored, by reason.
     """
 
     trajectories: int = 0

@@ -106,7 +106,7 @@ def write_each(page: jax.Array, within: jax.Array, cached: Pages, new: Pages) ->
 def write_together(page: jax.Array, within: jax.Array, cached: Pages, new: Pages) -> Pages:
     """Write many slots per grid step: a step's overhead is longer than the copies of a slot.
 
-    Arguments are those of :func:`write_each`.
+    It takes the arguments of :func:`write_each`.
     """
     slots = len(page)
     arrays = len(jax.tree.leaves(cached))

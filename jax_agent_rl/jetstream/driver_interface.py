@@ -103,7 +103,7 @@ class JetStreamEngine(engine_api.Engine):
     """An engine as JetStream's Driver calls it.
 
     Args:
-        engine: computes; its programs are those of rollouts.
+        engine: computes, by the programs of rollouts.
         tokenizer: Hugging Face tokenizer; None takes and gives ids only.
     """
 

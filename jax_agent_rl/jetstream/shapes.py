@@ -25,7 +25,7 @@ class EngineShapes:
         state_checkpoints: recurrent states kept besides those of the slots, for models that have
             them; None keeps as many.
         num_speculative_tokens: most drafted ids of a context that are verified together.
-        shortest_span: compile for shorter contexts than a quarter of the longest, too, from this
+        shortest_span: also compile for contexts shorter than a quarter of the longest, from this
             one on and doubling.
     """
 

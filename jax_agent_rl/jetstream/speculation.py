@@ -8,7 +8,7 @@ follows them::
     context … the     draft   answer  is   4
     draws             answer  is      7    (any)      taken: answer, is, 7
 
-So ids are those of plain decoding with the same seed, but for rounding, and log-probs are the
+So ids are as in plain decoding with the same seed, but for rounding, and log-probs are the
 model's, whatever was drafted. A draft that knows nothing of the random numbers is rejection
 sampling of a proposal that is certain of its ids: one of probability p is accepted with probability
 p, and what replaces it is distributed as the rest. (Leviathan et al. 2023, "Fast Inference from

@@ -18,7 +18,7 @@ the same context, each with its own advantage.
 The layout is made once. Numbers about terms (advantages, weights, old log-probs) are plain arrays
 per trajectory; :meth:`Batch.with_terms` writes them into the layout, and
 :meth:`Batch.gather_terms` and :meth:`Batch.gather_states` read them back. A trajectory with
-segments is packed as several sequences; its arrays are those of its sequences, one after another.
+segments is packed as several sequences; its arrays are its sequences' one after another.
 
 For models with vision, placeholders of different images count as different ids until rows are made.
 """
@@ -171,7 +171,7 @@ class Batch:
     def gather_states(self, values: np.ndarray) -> list[np.ndarray]:
         """Gather numbers of nodes [R, T] into one float64 array [L + 1] per trajectory.
 
-        They are those of the states before every response id, and of the one after the last.
+        They belong to the states before every response id, and to the one after the last.
         """
         gathered = []
         for sequences in self.packed:

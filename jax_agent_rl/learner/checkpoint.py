@@ -255,7 +255,7 @@ class Checkpointer:
                 )
         except CheckpointError:
             raise
-        except Exception as error:  # Orbax raises bare Exception, too
+        except Exception as error:  # Orbax also raises bare Exception
             raise self._damaged(step, error) from error
         return restored, notes.progress
 

@@ -2,7 +2,7 @@
 
 Logits exist for one chunk of tokens and one block of the vocabulary at a time. The backward pass
 computes them once more and takes the softmax's normalizer from the forward pass, so a block goes
-from product to gradient while it is in the cache. The idea is that of Wijmans et al. 2024, "Cut
+from product to gradient while it is in the cache. The idea is from Wijmans et al. 2024, "Cut
 Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009.
 
 On a CPU, memory is cheaper than a product: there the logits of the first chunks may be kept for the

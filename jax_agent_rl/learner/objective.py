@@ -41,7 +41,7 @@ class ObjectiveConfig:
         temperature: the rollout's sampling temperature; log-probs are of logits / temperature.
         remat: what the backward pass recomputes, see ``models.decoder.Decoder``.
         mesh: the devices of parameters and batch; None for a single device.
-        on_policy: the old log-probs are those of this pass (one update per rollout batch).
+        on_policy: the old log-probs are from this pass (one update per rollout batch).
         bypass: the old log-probs are the rollout's.
         kept_logits: bytes of logits that a micro-batch keeps for its backward pass. The others are
             recomputed.
@@ -77,7 +77,7 @@ def objective_config(
 ) -> ObjectiveConfig:
     """Return the constants of the compiled objective.
 
-    The old log-probs of a single update are those of its own forward pass, unless something needs
+    The old log-probs of a single update come from its own forward pass, unless something needs
     them before it.
 
     Args:

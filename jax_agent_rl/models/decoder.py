@@ -326,7 +326,7 @@ def verify_probe(config: DecoderConfig, params: Params, probe: LogprobProbe) -> 
     """
     received = score_probe(config, params, probe.ids)
     largest, mean = probe.differences(received.log_probs)
-    # Not `largest > …`: a comparison with NaN must fail, too.
+    # Not `largest > …`: a comparison with NaN must also fail.
     is_equal = largest <= _MAX_DIFFERENCE and mean <= _MAX_MEAN_DIFFERENCE
     if not is_equal:
         raise WeightUpdateError(

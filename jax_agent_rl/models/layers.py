@@ -289,7 +289,7 @@ class Buffer(nnx.Variable):
 
 
 class Module(nnx.Module):
-    """A module whose parameters are those of a table of shapes, under its names.
+    """A module with the parameters of a table of shapes, under its names.
 
     Args:
         shapes: by name; the tables of submodules among them are skipped.

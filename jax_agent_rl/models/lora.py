@@ -125,7 +125,7 @@ TARGETS: Mapping[LoraTarget, tuple[str, ...]] = {
 
 
 def target_parameters(lora: LoraConfig, model: DecoderConfig) -> dict[str, list[str]]:
-    """Return the parameters that each of the targets names, of those that the model has."""
+    """Return the model's parameters that each of the targets names."""
     layers = model.parameter_shapes()["layers"]
     return {target: [name for name in TARGETS[target] if name in layers] for target in lora.targets}
 

@@ -66,7 +66,7 @@ def _scores(layer: Params, x: jax.Array) -> jax.Array:
 def _float32_product(x: jax.Array, router: jax.Array) -> jax.Array:
     """Multiply x [.., D] with a router [E, D] -> float32 [.., E], whatever dtype they have.
 
-    Rounded scores would exchange the experts of those that lie close together.
+    Rounded scores would exchange experts whose scores lie close together.
     """
     return jnp.einsum(
         "...d,ed->...e",

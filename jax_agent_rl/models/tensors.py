@@ -62,7 +62,7 @@ class Packed:
     def tensor_index(self, index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
         """Return where the tensor holds a slice of the parameter.
 
-        If parameters are interleaved, numbers of the others are there, too; see :meth:`unpack`.
+        If parameters are interleaved, numbers of the others are also there; see :meth:`unpack`.
         """
         bounds = []
         for part, size in zip(index, shape, strict=True):
@@ -275,7 +275,7 @@ def open_tensors(files: Sequence[str | Path]) -> Tensors:
         for name in names:
             if name in tensors:
                 raise ModelError(
-                    f"{file} holds tensor {name!r}, which another file of the model holds, too;"
+                    f"{file} holds tensor {name!r}, which another file of the model also holds;"
                     " remove one"
                 )
             tensors[name] = partial(handle.get_slice, name)

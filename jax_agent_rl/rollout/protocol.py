@@ -43,7 +43,7 @@ class Capabilities:
     Attributes:
         max_model_len: maximum ids of prompt + output in one context.
         max_concurrent: requests decoded at the same time (more may be queued).
-        logprobs: log-probs are those of the distribution sampled from (after temperature, min-p,
+        logprobs: log-probs are of the distribution sampled from (after temperature, min-p,
             top-k, top-p).
         any_sampling: any temperature, top_p, top_k and min_p. False: only temperature 1 of the
             whole vocabulary, and 0; other requests are a BackendError.
@@ -54,7 +54,7 @@ class Capabilities:
         stop_strings: ``SamplingParams.stop`` is honoured.
         grammars: ``SamplingParams.grammar`` is honoured; a grammar that cannot be compiled is a
             BackendError. Without ``sampling_replay`` all ids under a grammar are marked in
-            ``TokenOutput.constrained``. Log-probs are those of the distribution without what was
+            ``TokenOutput.constrained``. Log-probs are of the distribution without what was
             excluded.
         streaming: ``stream`` yields chunks as they are sampled.
         abort: ``abort`` returns partial outputs.

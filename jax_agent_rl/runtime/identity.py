@@ -156,7 +156,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     _TOOLS: functools.partial(_read_entries, key=_TOOLS, name="tools"),
     _USERS: functools.partial(_read_entries, key=_USERS, name="interaction"),
 }
-"""How the fingerprint of a key is read, unless it is that of a file or of Python code."""
+"""How the fingerprint of a key is read, unless the key names a file or Python code."""
 
 
 def content_differences(old: RunIdentity, new: RunIdentity) -> list[Difference]:

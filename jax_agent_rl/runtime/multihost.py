@@ -396,7 +396,7 @@ def follow(learner: Learner, put_weights: PutWeights | None) -> None:
                     for param in jax.tree.leaves(source.params):
                         gathered(param)
                 case "weights":
-                    assert put_weights is not None  # process 0 has an engine, too
+                    assert put_weights is not None  # process 0 also has an engine
                     with channel.together("weights"):
                         put_weights(payload["version"], source.params)
                 case "store":

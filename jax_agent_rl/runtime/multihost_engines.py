@@ -7,7 +7,7 @@
                                                                                            │
     all          learner's parameters ── gathered one by one, by all processes together ───┘
 
-Requests and answers are those of any rollout server. Weights are not: all processes together keep a
+Requests and answers are as with any rollout server. Weights are not: all processes together keep a
 copy of an offered version in each (:class:`~jax_agent_rl.jetstream.weights.GatherParams`), before
 process 0 tells the engines to fetch it. Only its number is sent.
 
@@ -250,7 +250,7 @@ def publish_own_models(
         number: None: the number of this process.
 
     Raises:
-        ModelError: a model cannot be read. Process 0 is told, too.
+        ModelError: a model cannot be read. Process 0 is told as well.
     """
     registry = registry or HostRegistry()
     if number is None:

@@ -61,9 +61,9 @@ def choose(choice: PolicyChoice) -> Config:
             f"--model {choice.model} and --run {choice.run} both name a policy; give one"
         )
     if choice.step is not None and choice.run is None:
-        raise ConfigError(f"--step {choice.step} is of a run's checkpoint; give --run, too")
+        raise ConfigError(f"--step {choice.step} is of a run's checkpoint; also give --run")
     if choice.ema and choice.run is None:
-        raise ConfigError("--ema is of a run's checkpoint; give --run, too")
+        raise ConfigError("--ema is of a run's checkpoint; also give --run")
 
     config = build_tree(Config, _tree(choice), choice.overrides, file=choice.config)
     if choice.model is not None:
@@ -118,7 +118,7 @@ def run_config(run: Path) -> Config:
     command = recorded_tree(run).get("command")
     if command:
         raise ConfigError(
-            f"{run} is a run of {command}, which has no agents; give a YAML configuration, too"
+            f"{run} is a run of {command}, which has no agents; also give a YAML configuration"
         )
     file = run / "config.json"
     try:

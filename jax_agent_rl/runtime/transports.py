@@ -150,7 +150,7 @@ class FileTransport(WeightTransport):
     ) -> None:
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError(
-                f"rollout.weight_dir={str(folder)!r} does not exist; every engine must see it, too"
+                f"rollout.weight_dir={str(folder)!r} does not exist; every engine must see it"
             )
         self._config = config
         self._engines = engines

@@ -70,8 +70,8 @@ class Sft:
 class Dpo:
     """Direct preference optimization: the mean loss of a batch's pairs.
 
-    A pair's loss depends on its sequences' log-probs only. So its gradient is that of the
-    log-probs, weighted by the loss's derivatives, which a forward pass gives.
+    A pair's loss depends on its sequences' log-probs only. So its gradient is the gradient of
+    the log-probs, weighted by the loss's derivatives, which a forward pass gives.
 
     References: Rafailov et al. 2023, arXiv 2305.18290; label smoothing: Mitchell 2023, cDPO.
     """

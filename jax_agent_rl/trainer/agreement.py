@@ -193,7 +193,7 @@ class AgreementWatch:
         self._print_line(f"  step {step}: {breach}")
 
         stops = self._runtime.config.trainer.on_disagreement == "stop"
-        conclusion = "the diagnosis is that of the step before"
+        conclusion = "the diagnosis is from the step before"
         # With "warn", breaches in a row have the same cause: only the first of them is diagnosed.
         if agreed_last_step or stops:
             diagnosis = self._diagnose(groups, versions, step, tolerance, loop)

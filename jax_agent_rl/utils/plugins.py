@@ -253,8 +253,7 @@ def _refuse_standard_module(where: str, setting: str) -> None:
     for user_path in (Path(f"{name}.py"), Path(name)):
         if user_path.exists():
             raise ConfigError(
-                f"{setting}: this name is that of a module of Python's own; name the file,"
-                f" {user_path}"
+                f"{setting}: a module of Python's own has this name; name the file, {user_path}"
             )
 
 

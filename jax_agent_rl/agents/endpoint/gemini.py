@@ -262,7 +262,7 @@ class GeminiFunctionCallingConfig(_GoogleObject):
     allowed_function_names: Texts = Field(default_factory=list)
 
     def tool_choice(self, names: Sequence[str]) -> Any:
-        """Return a chat request's ``tool_choice``; ``names`` are those of all functions.
+        """Return a chat request's ``tool_choice``; ``names`` are the names of all functions.
 
         Raises:
             ApiError: it allows several functions, but not all.

@@ -333,7 +333,7 @@ def _explain(status: int, progress: str, stderr: str) -> str:
             remedies.append(f"set {setting}, here and on the slice")
     return (
         f"libtpu ended itself ({name}) when it was {progress}: {message}. That is a fault of this"
-        f" compiler, and would end the run on the slice, too; {'; or '.join(remedies)}"
+        f" compiler, and would also end the run on the slice; {'; or '.join(remedies)}"
     )
 
 

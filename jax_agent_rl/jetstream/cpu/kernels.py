@@ -160,7 +160,7 @@ def gated_product(
 ) -> jax.Array:
     """Apply the activation to the two products of [2, out, in] x [in, B] -> [out, B].
 
-    Arguments are those of :func:`product`.
+    It takes the arguments of :func:`product`.
     """
     out = jax.ShapeDtypeStruct((weight.shape[1], x.shape[1]), x.dtype)
     activation = np.int64(list(ACTIVATIONS).index(config.activation))
@@ -235,7 +235,7 @@ def read_attention(
 ) -> jax.Array:
     """Rotate one token's queries per slot and attend to the slot's pages, which have its key.
 
-    The other arguments are those of :func:`decode_attention`.
+    The other arguments are as for :func:`decode_attention`.
 
     Args:
         queries: [K, G, h, B], not rotated.
