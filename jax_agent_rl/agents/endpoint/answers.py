@@ -67,13 +67,13 @@ class ApiAnswer(ABC):
     """One request of an API and its answer.
 
     Attributes:
-        asked: the request, as this endpoint serves it.
+        model_request: the request, as this endpoint serves it.
         end_of_stream: what is sent after the last event.
         ping: what is sent in a pause, so that no proxy takes the connection for dead; empty where
             clients cannot read such a thing.
     """
 
-    asked: ChatRequest | CompletionRequest
+    model_request: ChatRequest | CompletionRequest
     end_of_stream = ""
     ping = ": ping\n\n"
 
@@ -113,10 +113,10 @@ class ApiCount(ABC):
     """One request of an API for the number of ids of a prompt, and its answer.
 
     Attributes:
-        asked: the equivalent chat request.
+        model_request: the equivalent chat request.
     """
 
-    asked: ChatRequest
+    model_request: ChatRequest
 
     @abstractmethod
     def answer(self, count: int) -> dict[str, Any]:
@@ -145,12 +145,12 @@ class _CompletionsAnswer(ApiAnswer):
     end_of_stream = "data: [DONE]\n\n"
 
     def __init__(self, call: ApiCall) -> None:
-        self.asked: Any = self.request.model_validate(call.body)
+        self.model_request: Any = self.request.model_validate(call.body)
         self._head = {
             "id": f"{self.objects[0]}-{uuid.uuid4().hex}",
             "object": "",
             "created": int(time.time()),
-            "model": self.asked.model,
+            "model": self.model_request.model,
         }
         self._started: set[int] = set()  # choices of which something was sent
 
@@ -167,7 +167,7 @@ class _CompletionsAnswer(ApiAnswer):
         }
 
     def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
-        if self.asked.wants_usage:
+        if self.model_request.wants_usage:
             yield self._chunk() | {"usage": self._usage(choices)}
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
@@ -176,13 +176,13 @@ class _CompletionsAnswer(ApiAnswer):
     def _end(self, turn: RecordedTurn, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """Return the fields that end a choice."""
         end = {"logprobs": logprobs, "finish_reason": turn.reply.finish_reason}
-        if self.asked.return_token_ids:
+        if self.model_request.return_token_ids:
             end["token_ids"] = turn.output.token_ids
         return end
 
     def _prompt_ids(self, piece: Piece) -> dict[str, Any]:
         """Return the field with the ids of a prompt, where the request asks for them."""
-        if not self.asked.return_token_ids:
+        if not self.model_request.return_token_ids:
             return {}
         return {"prompt_token_ids": piece.prompt_ids}
 
@@ -195,8 +195,8 @@ class _CompletionsAnswer(ApiAnswer):
         completion_tokens = sum(len(turn.output.token_ids) for turn in turns)
 
         prompt_count = 1
-        if isinstance(self.asked, CompletionRequest):
-            prompt_count = len(self.asked.prompts)
+        if isinstance(self.model_request, CompletionRequest):
+            prompt_count = len(self.model_request.prompts)
         choices_per_prompt = len(turns) // prompt_count
         first_choices = turns[::choices_per_prompt]
         prompt_tokens = sum(len(turn.prompt_ids) for turn in first_choices)
@@ -260,7 +260,7 @@ class ChatAnswer(_CompletionsAnswer):
 
     def _chat_end(self, codec: ChatCodec, turn: RecordedTurn) -> dict[str, Any]:
         """Return the fields that end a choice, with the log-probs of all its tokens."""
-        if not self.asked.logprobs:
+        if not self.model_request.logprobs:
             return self._end(turn, None)
         content = []
         for token, logprob in zip(token_texts(codec, turn), turn.output.log_probs, strict=True):
@@ -287,7 +287,7 @@ class CompletionAnswer(_CompletionsAnswer):
         if turn is None:
             return choice
         # 0 asks for the log-probs of the sampled tokens, without alternatives.
-        if self.asked.logprobs is None or self.asked.logprobs is False:
+        if self.model_request.logprobs is None or self.model_request.logprobs is False:
             return choice | self._end(turn, None)
 
         tokens = token_texts(codec, turn)

@@ -206,7 +206,7 @@ class Endpoint:
 
         async def generate(request: web.Request) -> web.StreamResponse:
             session, answer, sampling = await self._read(request, read)
-            if answer.asked.stream:
+            if answer.model_request.stream:
                 return await self._stream(request, session, answer, sampling)
             choices = await self._whole(session, answer, sampling)
             return web.json_response(answer.whole(session.recorder.context.codec, choices))
@@ -219,18 +219,18 @@ class Endpoint:
         async def count_tokens(request: web.Request) -> web.Response:
             session = self._known(request)
             counted_request = read(await _read_call(request))
-            asked = counted_request.asked
-            self._check_counts(asked, recorded=_is_recorded(request, session))
+            model_request = counted_request.model_request
+            self._check_counts(model_request, recorded=_is_recorded(request, session))
 
             if session is None:
                 session = self._unrecorded()
             recorder = session.recorder
-            check_prompt(asked, recorder.context)
+            check_prompt(model_request, recorder.context)
             count = recorder.count_prompt(
-                asked.messages,
-                tools=asked.prompt_tools,
-                template_kwargs=asked.chat_template_kwargs,
-                continue_last=asked.continue_final_message,
+                model_request.messages,
+                tools=model_request.prompt_tools,
+                template_kwargs=model_request.chat_template_kwargs,
+                continue_last=model_request.continue_final_message,
             )
             return web.json_response(counted_request.answer(count))
 
@@ -304,18 +304,18 @@ class Endpoint:
         elif recorded:
             responses = {}
         answer = read(replace(call, stored=responses))
-        asked = answer.asked
-        self._check_counts(asked, recorded=recorded)
+        model_request = answer.model_request
+        self._check_counts(model_request, recorded=recorded)
 
         opened = session or self._open(request)
         if responses is not None:
             opened.responses = responses
         try:
-            check_prompt(asked, opened.recorder.context)
-            if check_structure(asked, self._able()):
-                sampling = await in_grammar_thread(lambda: opened.sampling_for(asked))
+            check_prompt(model_request, opened.recorder.context)
+            if check_structure(model_request, self._able()):
+                sampling = await in_grammar_thread(lambda: opened.sampling_for(model_request))
             else:
-                sampling = opened.sampling_for(asked)
+                sampling = opened.sampling_for(model_request)
             check_sampling(sampling, self._able())
             if self._store.full(opened, self._limits.max_session_tokens):
                 limit = f"agent.endpoint.max_session_tokens={self._limits.max_session_tokens}"
@@ -339,9 +339,11 @@ class Endpoint:
             raise _no_session()
         return self._stateless()
 
-    def _check_counts(self, asked: ChatRequest | CompletionRequest, *, recorded: bool) -> None:
+    def _check_counts(
+        self, model_request: ChatRequest | CompletionRequest, *, recorded: bool
+    ) -> None:
         """Refuse too many choices, and outside sessions, a model that is not served."""
-        choices = choice_count(asked)
+        choices = choice_count(model_request)
         limit = self._limits.max_choices
         if choices > limit:
             raise ApiError(
@@ -349,14 +351,14 @@ class Endpoint:
             )
 
         models = (self._model, *self._adapters)
-        if not recorded and asked.model not in models:
+        if not recorded and model_request.model not in models:
             listed = ", ".join(map(repr, models))
-            message = f"the model {asked.model!r} does not exist; this server has {listed}"
+            message = f"the model {model_request.model!r} does not exist; this server has {listed}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    def _adapter(self, asked: ChatRequest | CompletionRequest) -> str | None:
+    def _adapter(self, model_request: ChatRequest | CompletionRequest) -> str | None:
         """Return the LoRA adapter that a request names as its model."""
-        return asked.model if asked.model in self._adapters else None
+        return model_request.model if model_request.model in self._adapters else None
 
     @contextmanager
     def _slot(self, session: Session) -> Iterator[None]:
@@ -386,7 +388,10 @@ class Endpoint:
             try:
                 async with asyncio.timeout(self._limits.request_timeout):
                     return await turns(
-                        session, answer.asked, sampling, adapter=self._adapter(answer.asked)
+                        session,
+                        answer.model_request,
+                        sampling,
+                        adapter=self._adapter(answer.model_request),
                     )
             except TimeoutError:
                 raise self._too_slow() from None
@@ -413,7 +418,7 @@ class Endpoint:
         self, session: Session, answer: ApiAnswer, sampling: SamplingParams
     ) -> AsyncGenerator[str, None]:
         """Yield the events of an answer, with pings in its pauses."""
-        asked = answer.asked
+        model_request = answer.model_request
         codec = session.recorder.context.codec
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
         choices: list[Piece] = []
@@ -422,7 +427,7 @@ class Endpoint:
         with self._slot(session):
             try:
                 async with aclosing(
-                    pieces(session, asked, sampling, adapter=self._adapter(asked))
+                    pieces(session, model_request, sampling, adapter=self._adapter(model_request))
                 ) as stream:
                     async for piece in _with_pings(stream, deadline):
                         if piece is None:

@@ -573,7 +573,7 @@ class GeminiCount(ApiCount):
 
     def __init__(self, call: ApiCall) -> None:
         request = GeminiCountRequest.model_validate(call.body).generate_content_request
-        self.asked = request.chat_request(call.model)
+        self.model_request = request.chat_request(call.model)
 
     def answer(self, count: int) -> dict[str, Any]:
         return {"totalTokens": count}
@@ -583,7 +583,7 @@ class GeminiAnswer(ApiAnswer):
     """The answer to one request.
 
     Attributes:
-        asked: the equivalent chat request.
+        model_request: the equivalent chat request.
 
     Raises:
         ApiError, ValidationError: a field is missing, wrong or not supported.
@@ -594,7 +594,7 @@ class GeminiAnswer(ApiAnswer):
 
     def __init__(self, call: ApiCall) -> None:
         request = GeminiRequest.model_validate(call.body)
-        self.asked: ChatRequest | CompletionRequest = request.chat_request(
+        self.model_request: ChatRequest | CompletionRequest = request.chat_request(
             call.model, stream=self.is_stream
         )
         self._config = request.generation_config

@@ -197,7 +197,7 @@ class MessagesCount(ApiCount):
     """``POST /v1/messages/count_tokens`` and its answer."""
 
     def __init__(self, call: ApiCall) -> None:
-        self.asked = read_chat(CountTokensRequest.model_validate(call.body).chat_fields())
+        self.model_request = read_chat(CountTokensRequest.model_validate(call.body).chat_fields())
 
     def answer(self, count: int) -> dict[str, Any]:
         return {"input_tokens": count}
@@ -207,7 +207,7 @@ class MessagesAnswer(ApiAnswer):
     """The answer to one request.
 
     Attributes:
-        asked: the equivalent chat request.
+        model_request: the equivalent chat request.
 
     Raises:
         ValidationError: a field is missing, wrong or not supported.
@@ -215,7 +215,7 @@ class MessagesAnswer(ApiAnswer):
 
     def __init__(self, call: ApiCall) -> None:
         self._request = MessagesRequest.model_validate(call.body)
-        self.asked: ChatRequest | CompletionRequest = read_chat(self._request.chat_fields())
+        self.model_request: ChatRequest | CompletionRequest = read_chat(self._request.chat_fields())
         self._id = f"msg_{uuid.uuid4().hex}"
         self._blocks = 0  # content blocks that were opened in the stream
         self._open: str | None = None
@@ -290,7 +290,7 @@ class MessagesAnswer(ApiAnswer):
         return content
 
     def _stop(self, turn: RecordedTurn) -> dict[str, Any]:
-        if turn.output.stop_match in self.asked.stops:
+        if turn.output.stop_match in self.model_request.stops:
             return {"stop_reason": "stop_sequence", "stop_sequence": turn.output.stop_match}
         reason = _STOP_REASONS.get(turn.reply.finish_reason, "end_turn")
         return {"stop_reason": reason, "stop_sequence": None}

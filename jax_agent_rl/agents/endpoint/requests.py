@@ -378,7 +378,7 @@ def nested_schema(answer_format: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def check_prompt(asked: ChatRequest | CompletionRequest, context: AgentContext) -> None:
+def check_prompt(model_request: ChatRequest | CompletionRequest, context: AgentContext) -> None:
     """Refuse a prompt that cannot fit, before it is tokenized.
 
     This is possible because an id stands for a bounded number of characters.
@@ -388,15 +388,15 @@ def check_prompt(asked: ChatRequest | CompletionRequest, context: AgentContext) 
     """
     max_ids = context.longest
     max_characters = max_ids * context.codec.longest_token
-    if isinstance(asked, ChatRequest):
-        characters = sum(_characters(message) for message in asked.messages)
-        images = sum(_images(message) for message in asked.messages)
-        min_ids = len(asked.messages) + images  # each takes at least one
+    if isinstance(model_request, ChatRequest):
+        characters = sum(_characters(message) for message in model_request.messages)
+        images = sum(_images(message) for message in model_request.messages)
+        min_ids = len(model_request.messages) + images  # each takes at least one
         if min_ids > max_ids or characters > max_characters:
             raise _too_long("messages", context)
         return
 
-    for prompt in asked.prompts:
+    for prompt in model_request.prompts:
         if not prompt:
             raise ApiError(400, "prompt is empty", param="prompt")
         if isinstance(prompt, str):
@@ -439,14 +439,14 @@ def check_sampling(sampling: SamplingParams, engines: Iterable[Capabilities]) ->
 
 
 def check_structure(
-    asked: ChatRequest | CompletionRequest, engines: Iterable[Capabilities]
+    model_request: ChatRequest | CompletionRequest, engines: Iterable[Capabilities]
 ) -> bool:
     """Return whether a request demands structured output.
 
     Raises:
         ApiError: it does, and one of the engines cannot follow a grammar.
     """
-    param = _structure_param(asked)
+    param = _structure_param(model_request)
     if param is not None and not all(able.grammars for able in engines):
         raise ApiError(
             400, f"{param}: this engine cannot follow a grammar; ask for it in words", param=param
@@ -454,43 +454,47 @@ def check_structure(
     return param is not None
 
 
-def _structure_param(asked: ChatRequest | CompletionRequest) -> str | None:
+def _structure_param(model_request: ChatRequest | CompletionRequest) -> str | None:
     """Return the parameter that demands a structure, if any."""
-    if not isinstance(asked, ChatRequest):
+    if not isinstance(model_request, ChatRequest):
         return None
-    if asked.forces_call:
+    if model_request.forces_call:
         return "tool_choice"
-    if asked.answer_schema is not None:
+    if model_request.answer_schema is not None:
         return "response_format"
     return None
 
 
-def grammar_of(asked: ChatRequest | CompletionRequest, codec: ChatCodec) -> str | None:
+def grammar_of(model_request: ChatRequest | CompletionRequest, codec: ChatCodec) -> str | None:
     """Return the grammar that a request demands of its turn, if any.
 
     Raises:
         ApiError: there is none for the format, a schema cannot be followed, parameters contradict
             each other, or too many grammars are being compiled.
     """
-    if not isinstance(asked, ChatRequest):
+    if not isinstance(model_request, ChatRequest):
         return None
-    if asked.parallel_tool_calls is False and asked.prompt_tools and not asked.forces_call:
+    if (
+        model_request.parallel_tool_calls is False
+        and model_request.prompt_tools
+        and not model_request.forces_call
+    ):
         message = (
             "one call at a time is supported with a tool_choice that forces a call only;"
             " leave it out"
         )
         raise ApiError(400, message, param="parallel_tool_calls")
-    param = _structure_param(asked)
+    param = _structure_param(model_request)
     if param is None:
         return None
 
-    tools = asked.prompt_tools
-    several_calls = asked.parallel_tool_calls is not False
-    if isinstance(asked.tool_choice, NamedTool):
-        name = asked.tool_choice.function.name
+    tools = model_request.prompt_tools
+    several_calls = model_request.parallel_tool_calls is not False
+    if isinstance(model_request.tool_choice, NamedTool):
+        name = model_request.tool_choice.function.name
         tools = [tool for tool in tools if tool["function"]["name"] == name][:1]
         several_calls = False
-    answer_schema = None if asked.forces_call else asked.answer_schema
+    answer_schema = None if model_request.forces_call else model_request.answer_schema
     try:
         return codec.turn_grammar(tools=tools, several=several_calls, answer=answer_schema)
     except GrammarBusyError as error:

@@ -174,7 +174,7 @@ class ResponsesAnswer(ApiAnswer):
     It is added to the session's responses, unless ``store`` is false.
 
     Attributes:
-        asked: the equivalent chat request.
+        model_request: the equivalent chat request.
 
     Raises:
         ApiError: ``previous_response_id`` is not among them.
@@ -204,7 +204,9 @@ class ResponsesAnswer(ApiAnswer):
                 )
             history = stored[previous]
 
-        self.asked: ChatRequest | CompletionRequest = read_chat(request.chat_fields(history))
+        self.model_request: ChatRequest | CompletionRequest = read_chat(
+            request.chat_fields(history)
+        )
         self._history = [*history, *_chat_messages(request.input)]
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
