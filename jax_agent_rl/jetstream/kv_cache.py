@@ -191,7 +191,7 @@ def empty_routed(config: DecoderConfig, count: int, length: int) -> jax.Array | 
     experts = config.experts
     if experts is None:
         return None
-    numbers = jnp.uint8 if experts.count <= 256 else jnp.uint16
+    numbers = jnp.uint8 if experts.count <= 256 else jnp.uint16  # to hold an expert's index
     choices = len(config.expert_layers) * experts.per_token
     return jnp.zeros((count, 1, length, choices), numbers)
 
@@ -246,6 +246,7 @@ def _other_axes(axis: int, count: int) -> list[int]:
 
 def write_pages(cache: KVCache, rows: KVCache, pages: jax.Array) -> KVCache:
     """Write rows of n S positions to pages int32 [R, n], which are distinct except for page 0."""
+    # What goes to the null page is written past the end, which drops it.
     pages = jnp.where(pages == NULL_PAGE, cache.count, pages).reshape(-1)
 
     def array(axis: int, x: jax.Array, row: jax.Array) -> jax.Array:

@@ -76,6 +76,7 @@ def to_latents(latents: jax.Array, rank: int, dtype: jnp.dtype) -> LayerLatents:
     """
     if not is_quantized(dtype):
         return LayerLatents(latents.astype(dtype), value_size=rank)
+    # Separately: the rotary key's numbers may be much larger than the latent's.
     latent = quantized(latents[:, :, :rank], dtype, axis=2)
     rotary_key = quantized(latents[:, :, rank:], dtype, axis=2)
     return LayerLatents(

@@ -69,6 +69,7 @@ def write_states(states: States, rows: States, slots: jax.Array | None) -> State
         return states
 
     def write(x: jax.Array, row: jax.Array) -> jax.Array:
+        # What goes to the null slot is written past the end, which drops it.
         targets = jnp.where(slots == NULL_STATE, len(x), slots)
         return x.at[targets].set(row.astype(x.dtype), mode="drop")
 

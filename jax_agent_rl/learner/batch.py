@@ -193,6 +193,7 @@ class Batch:
         """
         arrays = self._arrays()
         length = self.token_ids.shape[1]
+        # Features of images are laid out for whole rows.
         is_cut = lengths > 1 and self.images is None
         used_lengths = self._used_lengths() if is_cut else None
         for begin in range(0, self.num_rows, rows):
@@ -204,6 +205,7 @@ class Batch:
             if used_lengths is not None:
                 used = int(used_lengths[begin : begin + rows].max())
                 needed_parts = max(1, math.ceil(used * lengths / length))  # of `lengths` equal ones
+                # Every axis 1 is cut by the same share: of tokens, targets and terms.
                 for name, value in part.items():
                     part[name] = value[:, : value.shape[1] // lengths * needed_parts]
 

@@ -59,6 +59,8 @@ def _decode(
     rope_table = inputs.shared[settings.windowed]
     sinks = layer.params.get("sinks")
     heads, gate = _project(settings, layer, x)
+
+    # CPU kernels rotate, write to the pages and attend in one call.
     if layer.native:
         assert pages is not None  # these kernels read no rows
         if settings.kind.keys == "shared":
@@ -81,7 +83,7 @@ def _decode(
 
     q, kv = _split_and_rotate(settings, heads, *rope_table)
     new = None
-    if kv is not None:
+    if kv is not None:  # else the tokens are in the cache already, of the layer that it shares
         k, v = kv
         new = (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
     mixed, cached = decode_attention(

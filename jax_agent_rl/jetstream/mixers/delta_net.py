@@ -149,6 +149,7 @@ def _decode(
     projected = _project(settings, layer, x, (x.shape[1],))
     channels, conv = causal_conv_step(projected.channels, _conv_weight(layer), cached.conv)
     outputs, memory = delta_step(_tokens(settings, layer, channels, projected), cached.memory)
+    # A slot that has finished, or waits, keeps its state while others go on.
     state = where_rows(inputs.running, DeltaState(conv, memory), cached)
     return _project_back(settings, layer, outputs, projected), state
 
@@ -240,12 +241,14 @@ def _apply(
     """
     length = tokens.beta.shape[1]
     is_applied = (jnp.arange(length) < counts[:, None])[..., None]
+    # A token that neither fades the state nor corrects it leaves it as it is.
     tokens = tokens._replace(
         log_decay=jnp.where(is_applied, tokens.log_decay, 0.0),
         beta=jnp.where(is_applied, tokens.beta, 0.0),
     )
     outputs, states = chunked_delta_rule(tokens, before.memory, chunk=min(CHUNK, length))
 
+    # The convolution goes on from the inputs before each row's next token.
     def last_inputs(row: jax.Array, count: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(row, count, before.conv.shape[1], 0)
 

@@ -190,6 +190,7 @@ def decode_latents(
     rotary_scores = jnp.einsum(
         "bhc,bcs->bhs", q[..., rank:], numbers[:, rank:], preferred_element_type=jnp.float32
     )
+    # Scores and weights are scaled in place of the cache: it is read in its own precision.
     if cached.scales is not None:
         scores = scores * cached.scales[:, :, 0]
         rotary_scores = rotary_scores * cached.scales[:, :, 1]
