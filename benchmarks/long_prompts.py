@@ -182,7 +182,8 @@ async def measure(codec: ChatCodec, prompt_ids: int, turns: int) -> dict[str, An
     finally:
         await sessions.server.close()
 
-    first, last = recorder.turns[0], recorder.turns[turns - 1]
+    first = recorder.turns[0]
+    last = recorder.turns[turns - 1]
     assert last.path() == recorder.turns[:turns], "a turn was not found on record"
     return {
         "prompt_ids": len(first.prompt_ids),

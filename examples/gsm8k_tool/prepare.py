@@ -49,14 +49,13 @@ def main() -> None:
     arguments = parser.parse_args()
     parts = None if arguments.source else downloaded(arguments.heldout or 200)
     if parts is None:
-        source, heldout = (
-            arguments.source or SAMPLE,
-            8 if arguments.heldout is None else arguments.heldout,
-        )
+        source = arguments.source or SAMPLE
+        heldout = 8 if arguments.heldout is None else arguments.heldout
         rows = rows_of(problem for _, problem in read_row_file(source))
         if not 0 < heldout < len(rows):
             parser.error(f"--heldout {heldout}: {source} has {len(rows)} problems")
         parts = {"train": rows[:-heldout], "heldout": rows[-heldout:]}
+
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, part in parts.items():
         file = arguments.out / f"{name}.jsonl"

@@ -27,7 +27,8 @@ class KuhnPoker(AgentLoop):
     roles = ("first", "second")
 
     async def play(self, request):
-        cards, history = request.row["extra_info"]["cards"], ()
+        cards = request.row["extra_info"]["cards"]
+        history: tuple[str, ...] = ()
         players: dict[str, Episode] = {}
         while history in MOVES:
             situation, legal = MOVES[history]
@@ -38,15 +39,17 @@ class KuhnPoker(AgentLoop):
                 players[role] = self.start(request.as_role(role), opening=[message])
             elif not players[role].append([{"role": "user", "content": question}]):
                 raise TrajectoryError("no room for another move; raise agent.max_response_length")
+
             await players[role].generate(max_tokens=8)
-            move = "".join(re.findall(r"[a-z]+", players[role].read_turn().content.lower())[:1])
-            if move not in legal:
+            words = re.findall(r"[a-z]+", players[role].read_turn().content.lower())
+            if not words or words[0] not in legal:
                 scores = {role: ILLEGAL}
                 break
-            history = (*history, move)
+            history = (*history, words[0])
         else:
             won = payoff(cards["first"], cards["second"], history)
             scores = {"first": won, "second": -won}
+
         for role, player in players.items():
             player.add_score(scores.get(role, 0.0))
         return [player.finish(FinishReason.ENVIRONMENT_DONE) for player in players.values()]

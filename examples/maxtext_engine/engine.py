@@ -103,7 +103,9 @@ def to_maxtext(model: DecoderConfig, params: Params, query_scale: float) -> dict
     Args:
         query_scale: multiplies the query matrices.
     """
-    layers, k, h = params["layers"], model.num_kv_heads, model.head_dim
+    layers = params["layers"]
+    k = model.num_kv_heads
+    h = model.head_dim
     heads = {
         "query": ("q", model.num_heads, query_scale),
         "key": ("k", k, 1.0),

@@ -59,7 +59,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     places = invent(2 + arguments.train + arguments.heldout, random.Random(arguments.seed))
-    worked, asked = places[:2], places[2:]
+    worked_examples = places[:2]
+    train = places[2 : 2 + arguments.train]
+    heldout = places[2 + arguments.train :]
+
     arguments.out.mkdir(parents=True, exist_ok=True)
     passages = [
         {"id": str(i), "contents": f"{place['name']}\n{place['fact']}"}
@@ -67,8 +70,8 @@ def main() -> None:
     ]
     parts = {
         "corpus": passages,
-        "train": [row_of(place, worked) for place in asked[: arguments.train]],
-        "heldout": [row_of(place, worked) for place in asked[arguments.train :]],
+        "train": [row_of(place, worked_examples) for place in train],
+        "heldout": [row_of(place, worked_examples) for place in heldout],
     }
     for name, rows in parts.items():
         file = arguments.out / f"{name}.jsonl"

@@ -25,19 +25,27 @@ class SolverChecker(AgentLoop):
 
     async def play(self, request):
         row = request.row
-        extra, truth = row["extra_info"], row["reward_model"]["ground_truth"]
+        extra = row["extra_info"]
+        truth = row["reward_model"]["ground_truth"]
         solver = self.start(request.as_role("solver"))
         await solver.generate(session_ends=True, max_tokens=12)
         answer = solver.read_turn().content
+
+        # The solver's answer is replaced where it is not what the draw asks for.
         draw = random.Random(request.trajectory_id)
-        if (last_number(answer) == last_number(truth)) != (right := draw.random() < 0.5):
-            answer = truth if right else str(int(truth) + draw.choice((-10, -2, -1, 1, 2, 10)))
+        is_right = last_number(answer) == last_number(truth)
+        shall_be_right = draw.random() < 0.5
+        if shall_be_right and not is_right:
+            answer = truth
+        elif is_right and not shall_be_right:
+            answer = str(int(truth) + draw.choice((-10, -2, -1, 1, 2, 10)))
+
         claim = {"role": "user", "content": f"{extra['question']} {answer}"}
-        seen = {
+        checker_row = {
             **row,
             "prompt": [*extra["checker_prompt"], claim],
             "extra_info": {"answer": answer},
         }
-        checker = self.start(replace(request, row=seen).as_role("checker"))
+        checker = self.start(replace(request, row=checker_row).as_role("checker"))
         await checker.generate(session_ends=True, max_tokens=4)
         return [solver.finish(FinishReason.ANSWER), checker.finish(FinishReason.ANSWER)]

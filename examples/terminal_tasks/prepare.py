@@ -36,8 +36,9 @@ def tasks(rng: random.Random) -> Iterator[Task]:
     seen = set()
     while True:
         for kind in range(6):
-            a, b, word = rng.sample(NOUNS, 3)
-            a, b = f"{a}.txt", f"{b}.txt"
+            first_noun, second_noun, word = rng.sample(NOUNS, 3)
+            a = f"{first_noun}.txt"
+            b = f"{second_noun}.txt"
             lines = rng.sample(NOUNS, rng.randint(3, 8))
             text = "".join(f"{line}\n" for line in lines)
             task: Task = [

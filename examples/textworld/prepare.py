@@ -78,7 +78,8 @@ def make_game(arguments: argparse.Namespace, seed: int) -> Path:
         return path
     options = textworld.GameOptions()
     options.seeds = seed
-    options.nb_rooms, options.nb_objects = arguments.rooms, arguments.objects
+    options.nb_rooms = arguments.rooms
+    options.nb_objects = arguments.objects
     options.quest_length = arguments.quest_length
     options.path = str(path)
     return Path(textworld.generator.compile_game(textworld.generator.make_game(options), options))

@@ -458,7 +458,8 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(
         control, "encode_text", lambda text: encoded.append(text) or encode_text(text)
     )
-    first, second = "a" * 60, "b" * 60
+    first = "a" * 60
+    second = "b" * 60
     for passage in (first, first, second, second, first):
         control.encode_rendered(f"<s>{passage}</s>", "mark0x")
     assert encoded == [first, second, first]
