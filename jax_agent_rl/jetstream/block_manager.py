@@ -613,11 +613,10 @@ class BlockManager:
     def _make_host_room(self, rank: tuple[bool, float, int]) -> bool:
         """Free a host page of no higher rank; False if there is none."""
         if not self.free_host_pages:
-            leaves = [
-                page
-                for page in self.pages_on_host.values()
-                if not (page.children or page.ref_count)
-            ]
+            leaves = []
+            for page in self.pages_on_host.values():
+                if not page.children and not page.ref_count:
+                    leaves.append(page)
             lowest = min(leaves, key=self._rank, default=None)
             if lowest is not None and self._rank(lowest) <= rank:
                 self._drop(lowest)

@@ -329,14 +329,14 @@ def hf_tensors(
     Args:
         dtype: what the parameters are rounded to, on their devices.
     """
+    names_of_parameters = _leaves(tensor_names(config))
+
     # A generator: the host need not hold more than one parameter at a time.
-    named_arrays = (
-        (names, np.asarray(rounded(value, dtype, key)))
-        for names, (key, value) in zip(
-            _leaves(tensor_names(config)), leaves_by_key(params), strict=True
-        )
-    )
-    yield from named_tensors(named_arrays)
+    def named_arrays() -> Iterator[tuple[Any, np.ndarray]]:
+        for names, (key, value) in zip(names_of_parameters, leaves_by_key(params), strict=True):
+            yield names, np.asarray(rounded(value, dtype, key))
+
+    yield from named_tensors(named_arrays())
 
 
 def device_tensors(
