@@ -199,9 +199,9 @@ def _turn_step(record: Record, index: int) -> dict[str, Any]:
     end = begin + turn["sampled"]
     response_ids = record["response_ids"]
     prompt_ids = [*record["prompt_ids"], *response_ids[starts[first_turn] : begin]]
-    own = {**turn, "policy_versions": record["policy_versions"][begin:end]}
+    turn_record = {**turn, "policy_versions": record["policy_versions"][begin:end]}
     if index + 1 == len(record["turns"]):  # otherwise the next prompt ends with them
-        own["appended_ids"] = response_ids[end : starts[index + 1]]
+        turn_record["appended_ids"] = response_ids[end : starts[index + 1]]
 
     step: dict[str, Any] = {
         "source": "agent",
@@ -214,7 +214,7 @@ def _turn_step(record: Record, index: int) -> dict[str, Any]:
             "completion_token_ids": response_ids[begin:end],
             "logprobs": record["rollout_logprobs"][begin:end],
         },
-        "extra": {_KEY: own},
+        "extra": {_KEY: turn_record},
     }
     if turn["tool_calls"]:
         step |= _recorded_calls(turn["tool_calls"])
@@ -462,8 +462,8 @@ def as_record(document: atif.Trajectory, *, words: Words, name: str) -> Record:
         DataError: it holds no step of an agent or a reward that cannot be, or what was written here
             was changed since.
     """
-    own = (document.extra or {}).get(_KEY)
-    if isinstance(own, dict):
+    recorded = (document.extra or {}).get(_KEY)
+    if isinstance(recorded, dict):
         record = _recorded(document)
         if not is_trajectory_record(record):
             raise DataError(f"{name}: what jax-agent-rl wrote of it does not fit its steps")
@@ -487,27 +487,31 @@ def _recorded(document: atif.Trajectory) -> Record:
     appended = 0
     longest = max((len(_context_ids(step)) for step in document.steps), default=0)
     for step in document.steps:
-        own = (step.extra or {}).get(_KEY)
-        if step.metrics is None or not isinstance(own, dict):
+        turn_record = (step.extra or {}).get(_KEY)
+        if step.metrics is None or not isinstance(turn_record, dict):
             continue
-        own = dict(own)
+        turn_record = dict(turn_record)
         context_ids = _context_ids(step)
         sampled_ids = step.metrics.completion_token_ids or []
         if not turns:
             prompt_ids = context_ids
         elif appended:
             response_ids += context_ids[-appended:]
-        last_ids = _list(own.pop("appended_ids", None))
+
+        last_ids = _list(turn_record.pop("appended_ids", None))
         # A number that does not fit is noticed when the record is checked.
         appended = 0
-        if isinstance(own.get("appended"), int):
-            appended = min(own["appended"], max(longest, len(last_ids)))
+        if isinstance(turn_record.get("appended"), int):
+            appended = min(turn_record["appended"], max(longest, len(last_ids)))
 
         response_ids += [*sampled_ids, *last_ids]
         logprobs += [*(step.metrics.logprobs or []), *itertools.repeat(0.0, appended)]
-        versions += [*_list(own.pop("policy_versions", None)), *itertools.repeat(-1, appended)]
+        versions += [
+            *_list(turn_record.pop("policy_versions", None)),
+            *itertools.repeat(-1, appended),
+        ]
         mask += [1] * len(sampled_ids) + [0] * appended
-        turns.append(own)
+        turns.append(turn_record)
 
     segments = [_recorded(segment) for segment in document.subagent_trajectories or ()]
     return {
@@ -606,7 +610,7 @@ def _sequences(document: atif.Trajectory, words: Words) -> list[tuple[list[int],
     has_ids = _has_ids(document)
     context_ids: list[int] = []  # of all steps so far, where there are no ids
     previous: list[int] = []  # prompt and sampled ids of the last turn
-    own: list[tuple[list[int], list[Turn]]] = []
+    document_sequences: list[tuple[list[int], list[Turn]]] = []
     for step in document.steps:
         is_sampled = step.source == "agent" and not step.is_copied_context
         prompt_ids = context_ids
@@ -626,17 +630,17 @@ def _sequences(document: atif.Trajectory, words: Words) -> list[tuple[list[int],
             turn = _turn(step, sampled_ids, logprobs)
             continues = bool(previous) and prompt_ids[: len(previous)] == previous
             if continues:
-                turns = own[-1][1]
+                turns = document_sequences[-1][1]
                 appended_ids = tuple(prompt_ids[len(previous) :])
                 turns[-1] = replace(turns[-1], appended_ids=appended_ids)
                 turns.append(turn)
             else:
-                own.append((list(prompt_ids), [turn]))
+                document_sequences.append((list(prompt_ids), [turn]))
             previous = [*prompt_ids, *sampled_ids]
             context_ids = [*previous]
         if not has_ids and step.observation is not None:
             context_ids = [*context_ids, *words.encode(f"\n{_observation(step)}\n")]
-    return sequences + own
+    return sequences + document_sequences
 
 
 def _turn(step: atif.Step, sampled_ids: Sequence[int], logprobs: Sequence[float]) -> Turn:
