@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Tests what is needed to trust a change: environment, model, lint, types, import rules, and the quick tests.
-#   ./launch/test.sh [--dry-run] [--all | --nightly | --only-vllm | --only-harbor | --only-harnesses] [pytest arguments]
+#   ./launch/test.sh [--dry-run] [--all | --nightly | --only-structure | --only-vllm | --only-harbor | --only-harnesses]
+#     [pytest arguments]
+# It begins with lint, import rules and the tests that look at all sources, pages and tables, which end it where they fail;
+# --only-structure runs these alone, in half a minute.
 # --all adds the slow tests, SkyPilot's parser, tests on a real vLLM (CPU build) and trials of Harbor, as CI does; --nightly
 # adds the slowest and tests of agent harnesses (Claude Code, Codex, …), and has twenty times the examples of hypothesis;
 # --only-vllm and --only-harbor run a part of --all, --only-harnesses one of --nightly. With pytest arguments it is these
@@ -19,28 +22,29 @@ cd "$ROOT"
 LINTED=(jax_agent_rl gpu_backend tests benchmarks examples)
 TEST_EXTRAS=clients,dev,docs,environments,math,plan,tensorboard,tinker,trace,trackio,wandb
 
-PARTS=main
+PARTS="structure main"
 SELECTED="not vllm and not harnesses and not slow"
 VLLM_SELECTED="vllm and not nightly"
 HARBOR_SELECTED="harbor and not nightly"
 TYPED=(jax_agent_rl gpu_backend) # empty: what pyproject.toml includes, benchmarks and tests too
-TIMED=0                          # 1: list the files that took longest
+ALL=0                            # 1: slow tests too; the files that took longest are listed
 while true; do
   case "${1:-}" in
     --dry-run) DRY_RUN=1 ;;
     --all | --nightly)
-      PARTS="main vllm harbor"
+      PARTS="structure main vllm harbor"
       SELECTED="not vllm and not harnesses and not nightly"
       if [ "$1" = --nightly ]; then
-        PARTS="main vllm harbor harnesses"
+        PARTS="structure main vllm harbor harnesses"
         SELECTED="not vllm and not harnesses"
         VLLM_SELECTED=vllm
         HARBOR_SELECTED=harbor
       fi
       export TEST_EXAMPLES="${1#--}" # read by tests/examples.py
       TYPED=()
-      TIMED=1
+      ALL=1
       ;;
+    --only-structure) PARTS=structure ;;
     --only-vllm) PARTS=vllm ;;
     --only-harbor) PARTS=harbor ;;
     --only-harnesses) PARTS=harnesses ;;
@@ -51,7 +55,7 @@ done
 # Side by side, see tests/conftest.py: compiling takes one core at a time, and many tests wait. Slow
 # tests start runs, and engines of vLLM several processes each: fewer files at a time.
 WORKERS=5
-if [ "$PARTS" != main ]; then WORKERS=3; fi
+if [ "$ALL" = 1 ]; then WORKERS=3; fi
 SIDE_BY_SIDE=(-n "$WORKERS" --no-loadscope-reorder)
 VLLM_SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
 if [ $# -gt 0 ]; then
@@ -87,34 +91,42 @@ make_sky_environment() {
   run "$venv/bin/python" -m pip install --quiet --progress-bar off --disable-pip-version-check "skypilot==0.14.1"
 }
 
-test_main() {
+# What a change anywhere may break, before what takes longer. With pytest arguments it is these tests that count.
+test_structure() {
   make_environment "$TEST_EXTRAS"
-  # Where both parts run, vLLM's environment is installed meanwhile. What goes wrong in that is shown when the second part
-  # asks for it again.
-  if [[ "$PARTS" = "main vllm"* ]] && [ "$DRY_RUN" = 0 ]; then
-    (make_vllm_environment dev) >/dev/null 2>&1 &
-  fi
-  if [ "$PARTS" != main ]; then make_sky_environment || say "SkyPilot could not be installed: its parser is not asked"; fi
-  install_browser || say "the browser could not be installed: tests of the report's page are skipped"
-  say "model: SmolLM2-135M-Instruct"
-  run "$VENV/bin/jax-agent-rl" fetch-model
   say "lint"
   run "$VENV/bin/ruff" check "${LINTED[@]}"
   run "$VENV/bin/ruff" format --check "${LINTED[@]}"
   say "import rules"
   run "$VENV/bin/lint-imports"
+  if [ $# -gt 0 ]; then return; fi
+  say "tests of all sources, pages and tables"
+  run "$VENV/bin/python" -m pytest -q -m "structural and $SELECTED"
+  SELECTED="$SELECTED and not structural"
+}
+
+test_main() {
+  # Where both parts run, vLLM's environment is installed meanwhile. What goes wrong in that is shown when the second part
+  # asks for it again.
+  if [ "$ALL" = 1 ] && [ "$DRY_RUN" = 0 ]; then
+    (make_vllm_environment dev) >/dev/null 2>&1 &
+  fi
+  if [ "$ALL" = 1 ]; then make_sky_environment || say "SkyPilot could not be installed: its parser is not asked"; fi
+  install_browser || say "the browser could not be installed: tests of the report's page are skipped"
+  say "model: SmolLM2-135M-Instruct"
+  run "$VENV/bin/jax-agent-rl" fetch-model
   say "tests, and types beside them"
   local types times timing=() failed=0
   types="$(mktemp)"
   times="$(mktemp)"
   # With "=": pytest looks for its configuration before it knows the option, and would take a value behind a space for the
   # path of tests and search beside that.
-  if [ "$TIMED" = 1 ]; then timing=(-p tests.times "--times=$times"); fi
+  if [ "$ALL" = 1 ]; then timing=(-p tests.times "--times=$times"); fi
   run "$VENV/bin/pyright" --pythonpath "$VENV/bin/python" "${TYPED[@]}" >"$types" 2>&1 &
   local checking=$!
   run "$VENV/bin/python" -m pytest -m "$SELECTED" --durations=10 "${timing[@]}" "${SIDE_BY_SIDE[@]}" "$@" || failed=1
   wait "$checking" || failed=1
-  if [ "$TIMED" = 1 ]; then run "$VENV/bin/python" -m tests.times "$times" 40; fi
+  if [ "$ALL" = 1 ]; then run "$VENV/bin/python" -m tests.times "$times" 40; fi
   say "types"
   cat "$types"
   rm "$types" "$times"

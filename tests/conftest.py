@@ -22,7 +22,7 @@ from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
 from jax_agent_rl.utils.files import cache_root
 from tests.examples import load_profile
 from tests.simulated import COMPILE_QUICKLY
-from tests.slow import SLOW, is_nightly, is_slow
+from tests.slow import SLOW, has_structural, is_nightly, is_slow, is_structural
 
 if importlib.util.find_spec(
     "libtpu"
@@ -130,15 +130,21 @@ def _end_without_other_threads() -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files of which nothing would run: importing them takes seconds in each worker."""
-    if "not slow" not in config.option.markexpr or not collection_path.is_relative_to(TESTS):
+    if collection_path.suffix != ".py" or not collection_path.is_relative_to(TESTS):
         return None
-    if collection_path.relative_to(TESTS).as_posix() in SLOW:
+    name = collection_path.relative_to(TESTS).as_posix()
+    selected = config.option.markexpr
+    if "not slow" in selected and name in SLOW:
+        return True
+    if selected.startswith("structural and") and not has_structural(name):
         return True
     return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if is_structural(item.nodeid):
+            item.add_marker(pytest.mark.structural)
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
         if is_nightly(item.nodeid):

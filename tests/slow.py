@@ -1,4 +1,5 @@
-"""The tests that ``./launch/test.sh`` leaves to ``--all``, or even to ``--nightly``, and why.
+"""The tests that ``./launch/test.sh`` runs first, and those that it leaves to ``--all``, or even to
+``--nightly``, and why.
 
 A name is a file below ``tests/``, or a test in one.
 """
@@ -7,6 +8,35 @@ A name is a file below ``tests/``, or a test in one.
 # Names of tests are long.
 
 from collections.abc import Mapping
+
+STRUCTURAL = (
+    "unit/config/test_config_help.py",
+    "unit/docs/test_commands.py",
+    "unit/docs/test_moving_page.py",
+    "unit/docs/test_named_pages.py",
+    "unit/docs/test_prose.py",
+    "unit/docs/test_readme.py",
+    "unit/docs/test_site.py::test_every_page_is_in_the_navigation_once_and_home_comes_first",
+    "unit/docs/test_site.py::test_the_reference_describes_every_name_of_a_public_package",
+    "unit/docs/test_site.py::test_what_the_reference_describes_is_no_module_by_mistake",
+    "unit/docs/test_testing_page.py",
+    "unit/docs/test_training_page.py",
+    "unit/docs/test_troubleshooting_page.py",
+    "unit/packaging/test_dockerfiles.py",
+    "unit/packaging/test_third_party.py",
+    "unit/packaging/test_wheel.py::test_every_extra_that_a_message_page_or_script_names_exists",
+    "unit/test_boundaries.py",
+    "unit/test_errors.py",
+    "unit/test_import.py",
+    "unit/test_mixer_tables.py",
+    "unit/test_recorded_files.py",
+    "unit/test_structure.py",
+    "unit/utils/test_names_in_the_working_directory.py::test_every_python_that_this_package_starts_is_started_so",
+    "unit/utils/test_names_in_the_working_directory.py::test_no_code_asks_for_a_package_in_a_way_that_a_folder_answers",
+    "unit/utils/test_near_names.py::test_nothing_else_compares_names",
+)
+"""Files and tests that look at all sources, pages or tables: any change may break one. They take
+seconds, and run before the others."""
 
 SLOW = {
     "conformance/test_conformance.py::test_engines_report_experts": "engines with experts",
@@ -433,6 +463,17 @@ PARTS_OF_ALL = {
 """Files and tests that run in part without ``--nightly``: parts of these tests' names, and why."""
 
 Parts = Mapping[str, tuple[tuple[str, ...], str]]
+
+
+def is_structural(nodeid: str) -> bool:
+    """Return whether a test looks at all sources, pages or tables."""
+    name = nodeid.removeprefix("tests/")
+    return _file(name) in STRUCTURAL or _function(name) in STRUCTURAL
+
+
+def has_structural(file: str) -> bool:
+    """Return whether one of a file's tests looks at all sources, pages or tables."""
+    return any(_file(name) == file for name in STRUCTURAL)
 
 
 def is_nightly(nodeid: str) -> bool:

@@ -38,7 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.checkpoint_steps import brief, complete_steps, located
 from jax_agent_rl.utils.fingerprints import fingerprint
-from jax_agent_rl.utils.startup import ignore_late_writes
+from jax_agent_rl.utils.startup import ignore_abandoned_transfers
 from jax_agent_rl.utils.text import counted
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -53,7 +53,7 @@ class Checkpointer:
     """
 
     def __init__(self, folder: Path | str, *, keep: int) -> None:
-        ignore_late_writes()
+        ignore_abandoned_transfers()
         self._folder = located(folder)
         self._keep = keep
         self._shared = SharedWrites() if jax.process_count() > 1 else None

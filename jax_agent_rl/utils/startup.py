@@ -98,18 +98,22 @@ def quiet_logging() -> None:
 
 
 @functools.cache
-def ignore_late_writes() -> None:
-    """Silence writes of tensorstore that fail after Orbax has given up a checkpoint.
+def ignore_abandoned_transfers() -> None:
+    """Silence reads and writes of tensorstore that end after Orbax has given up a checkpoint.
 
-    On a full disk there is one per array. The first one's error is the checkpoint's own. The others
-    print tracebacks: threads that are not Python's find their event loop closed, or asyncio finds,
-    whenever garbage is collected, that nothing awaited them.
+    On a full disk there is one per array, and where an array is damaged there may be. The first
+    one's error is the checkpoint's own. The others print tracebacks: threads that are not Python's
+    find their event loop closed, or asyncio finds, whenever garbage is collected, that nothing
+    awaited them. A read that Orbax has left unfinished in a loop that it has closed prints a page
+    when it is collected.
     """
     previous_hook = sys.unraisablehook
 
     def report_others(unraisable: sys.UnraisableHookArgs) -> None:
-        is_runtime_error = unraisable.exc_type is RuntimeError
-        if is_runtime_error and str(unraisable.exc_value) == "Event loop is closed":
+        text = str(unraisable.exc_value)
+        if unraisable.exc_type is RuntimeError and text == "Event loop is closed":
+            return
+        if text.startswith("Encountered error while reading array index"):
             return
         previous_hook(unraisable)
 

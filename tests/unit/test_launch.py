@@ -119,12 +119,24 @@ def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Pat
     commands = dry_run("test.sh", tmp_path, "-k", "config")
     extras = "[clients,dev,docs,environments,math,plan,tensorboard,tinker,trace,trackio,wandb]"
     assert any(extras in command for command in commands)
-    imports, tests, types = (
-        command.removeprefix(f"{tmp_path}/venv/bin/") for command in commands[-3:]
+    imports, model, tests, types = (
+        command.removeprefix(f"{tmp_path}/venv/bin/") for command in commands[-4:]
     )
     assert imports == "lint-imports"
+    assert model == "jax-agent-rl fetch-model"
     assert types.startswith("pyright --pythonpath")
     assert tests == "python -m pytest -m not vllm and not harnesses --durations=10 -k config"
+
+
+def test_what_any_change_may_break_is_tested_first_or_alone(tmp_path: Path):
+    selected = "not vllm and not harnesses and not slow"
+    structure = f"{tmp_path}/venv/bin/python -m pytest -q -m structural and {selected}"
+    alone = dry_run("test.sh", tmp_path, "--only-structure")
+    assert alone[-2:] == [f"{tmp_path}/venv/bin/lint-imports", structure]
+    commands = dry_run("test.sh", tmp_path)
+    assert commands[: len(alone)] == alone
+    (tests,) = [command for command in commands[len(alone) :] if "-m pytest" in command]
+    assert f"-m {selected} and not structural " in tests
 
 
 def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path: Path):
@@ -141,15 +153,16 @@ def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path
         " tests/conformance tests/gpu_backend",
     ]
     assert any(command.endswith("torchvision/_meta_registrations.py") for command in commands)
-    selected = "pytest -m not vllm and not harnesses and not nightly --durations"
+    selected = "pytest -m not vllm and not harnesses and not nightly and not structural --durations"
     assert any(selected in command for command in commands)
     nightly = dry_run("test.sh", tmp_path, "--nightly")
-    selected = "pytest -m not vllm and not harnesses --durations"
+    selected = "pytest -m not vllm and not harnesses and not structural --durations"
     assert any(selected in command for command in nightly)
     assert any("pytest -m vllm --durations" in command for command in nightly)
     quick = dry_run("test.sh", tmp_path)
     assert not any("venv-vllm" in command for command in quick)
-    assert "pytest -m not vllm and not harnesses and not slow --durations" in quick[-2]
+    selected = "pytest -m not vllm and not harnesses and not slow and not structural --durations"
+    assert selected in quick[-2]
     assert not any(
         f"{tmp_path}/venv/" in command
         for command in dry_run("test.sh", tmp_path, "--only-vllm", "-x")

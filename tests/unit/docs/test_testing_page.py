@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow import NIGHTLY, PARTS_OF_ALL, REPRESENTATIVES, SLOW, Parts
+from tests.slow import NIGHTLY, PARTS_OF_ALL, REPRESENTATIVES, SLOW, STRUCTURAL, Parts
 
 TESTS = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ def test_the_page_lists_what_only_the_nightly_tests_run():
     assert rows_of("What only `--nightly` runs") == expected
 
 
-@pytest.mark.parametrize("name", [*SLOW, *REPRESENTATIVES, *NIGHTLY, *PARTS_OF_ALL])
+@pytest.mark.parametrize("name", [*STRUCTURAL, *SLOW, *REPRESENTATIVES, *NIGHTLY, *PARTS_OF_ALL])
 def test_what_is_listed_is_there(name: str):
     file, _, test = name.partition("[")[0].partition("::")
     assert f"def {test or 'test_'}" in (TESTS / file).read_text()
