@@ -65,6 +65,7 @@ SLOW = {
     "e2e/test_resume.py": "runs that are killed and resumed; tests/e2e/test_run.py stops and resumes one",
     "e2e/test_roles_run.py": "whole runs of each trainer, with two adapters or two engines",
     "e2e/test_sigterm.py": "a run for every phase",
+    "e2e/test_step_replay.py": "whole runs of every kind, each repeated",
     "e2e/test_task_examples.py": "a run for every example, some on the real model",
     "e2e/test_tool_server_run.py::test_a_run_over_a_tool_server_trains_and_closes_every_environment": "a whole run with a server; tests/e2e/test_run.py has one without",
     "e2e/test_tpu_pod_run.py": "whole runs of two and three hosts",

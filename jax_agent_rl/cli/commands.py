@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from jax_agent_rl.cli import check, config, evaluate, models, serve, train
+from jax_agent_rl.cli import check, compare, config, evaluate, models, serve, train
 from jax_agent_rl.cli.options import HELP_OPTIONS, PlainGroup
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ def main_options(version: Version = False) -> None:
 train.register(app)
 evaluate.register(app)
 serve.register(app)
+compare.register(app)
 check.register(app)
 config.register(app)
 models.register(app)

@@ -273,7 +273,9 @@ class Checkpointer:
     ) -> None:
         """Raise CheckpointError if arrays differ in dtype or shape from those of ``like``."""
         saved = {name: f"{entry['dtype']}{entry['shape']}" for name, entry in manifest.items()}
-        wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in _leaves(like).items()}
+        wanted = {
+            name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_arrays(like).items()
+        }
         names = set(wanted)
         if is_complete:
             names |= set(saved)
@@ -362,6 +364,11 @@ def read_notes(folder: Path | str, step: int | None = None) -> Notes:
         raise _damaged(path, steps, step, error) from error
 
 
+def differing_arrays(state: Any, notes: Notes) -> list[str]:
+    """Return the names of a state's arrays that are not, to the bit, those of a checkpoint."""
+    return [name for name, entry in _manifest(state).items() if notes.arrays.get(name) != entry]
+
+
 def _notes(folder: Path | epath.Path, step: int) -> Notes:
     notes = json.loads((folder / str(step) / "notes" / "metadata").read_text())
     if notes != _sealed(notes["progress"], notes["arrays"]):
@@ -422,7 +429,7 @@ def _size(file: Path) -> int:
         return 0
 
 
-def _leaves(state: Any) -> dict[str, Any]:
+def named_arrays(state: Any) -> dict[str, Any]:
     """Return the arrays of a pytree by their paths, joined by dots."""
     leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -438,7 +445,7 @@ def _sealed(progress: dict[str, Any], arrays: dict[str, Any]) -> dict[str, Any]:
 
 def _manifest(state: Any) -> dict[str, dict[str, Any]]:
     """Return shape, dtype and checksum of each array by its path."""
-    leaves = _leaves(state)
+    leaves = named_arrays(state)
     compute_checksums = _checksums(_everywhere(leaves.values()))
     checksums = jax.device_get(compute_checksums(leaves))
     manifest = {}

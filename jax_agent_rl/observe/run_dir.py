@@ -279,24 +279,45 @@ def trajectory_record(
     record["fork"] = asdict(trajectory.fork) if trajectory.fork else None
     record["prompt_media"] = _count_media(trajectory.prompt_media)
 
-    # The values of the segments' tokens come first, then those of the trajectory's own.
-    start = 0
+    *of_segments, own_values = split_token_values(trajectory, token_values)
     record["segments"] = []
-    for segment in trajectory.segments:
-        end = start + sum(segment.loss_mask)
-        values = {name: numbers[start:end] for name, numbers in token_values.items()}
+    for segment, values in zip(trajectory.segments, of_segments, strict=True):
         record["segments"].append(
             trajectory_record(segment, step=step, split=split, token_values=values)
         )
-        start = end
-    for name, numbers in token_values.items():
-        record[name] = _expand(numbers[start:], trajectory)
+    for name, numbers in own_values.items():
+        record[name] = expand(numbers, trajectory, exact=name == "old_logprobs")
 
     record["turns"] = [_turn_record(turn) for turn in trajectory.turns]
     # The prompt is in ``messages``.
     record["row"] = {key: value for key, value in trajectory.row.items() if key != "prompt"}
-    record["rollout_logprobs"] = [round(value, 6) for value in trajectory.rollout_logprobs]
+    record["rollout_logprobs"] = [short_float32(value) for value in trajectory.rollout_logprobs]
     return record
+
+
+def short_float32(value: float) -> float:
+    """Return the number with the fewest digits that is the same as ``value`` in float32.
+
+    Engines compute log-probs in float32. A record has all their bits, in about half the digits.
+
+    >>> short_float32(-0.6931471824645996)
+    -0.6931472
+    """
+    return float(str(np.float32(value)))
+
+
+def split_token_values(
+    trajectory: Trajectory, token_values: Mapping[str, Numbers]
+) -> list[dict[str, Numbers]]:
+    """Return the numbers of each segment's tokens with loss, then those of the trajectory's own."""
+    parts = []
+    start = 0
+    for segment in trajectory.segments:
+        end = start + sum(segment.loss_mask)
+        parts.append({name: numbers[start:end] for name, numbers in token_values.items()})
+        start = end
+    parts.append({name: numbers[start:] for name, numbers in token_values.items()})
+    return parts
 
 
 def _turn_record(turn: Turn) -> dict[str, Any]:
@@ -306,12 +327,14 @@ def _turn_record(turn: Turn) -> dict[str, Any]:
         call_record["media"] = _count_media(call.media)
         tool_calls.append(call_record)
 
+    routed_experts = turn.output.routed_experts
     return {
         "sampled": len(turn.output.token_ids),
         "appended": len(turn.appended_ids),
         "learn_appended": turn.learn_appended,
         "constrained": [int(is_constrained) for is_constrained in turn.output.constrained],
         "supports": list(turn.output.supports),
+        "routed_positions": routed_experts.shape[0] if routed_experts else 0,
         "stop_reason": turn.output.stop_reason,
         "cached_tokens": turn.output.cached_tokens,
         "score": turn.score,
@@ -358,13 +381,15 @@ def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
 
 def _turns(record: Mapping[str, Any]) -> Iterator[Turn]:
     """Yield the turns of a record; records of earlier versions lack some fields."""
+    # As the engine gave them: float32, see short_float32.
+    logprobs = np.asarray(record["rollout_logprobs"], np.float32).astype(float).tolist()
     start = 0
     for turn in record["turns"]:
         sampled_end = start + turn["sampled"]
         end = sampled_end + turn["appended"]
         output = TokenOutput(
             token_ids=tuple(record["response_ids"][start:sampled_end]),
-            log_probs=tuple(record["rollout_logprobs"][start:sampled_end]),
+            log_probs=tuple(logprobs[start:sampled_end]),
             policy_versions=tuple(record["policy_versions"][start:sampled_end]),
             stop_reason=StopReason(turn["stop_reason"]),
             context_digest="",
@@ -396,14 +421,23 @@ def _restore_call(call: Mapping[str, Any]) -> ToolCallRecord:
     )
 
 
-def _expand(values: Numbers, trajectory: Trajectory) -> list[float | None]:
-    """Spread one number per id with loss to one per response id."""
+def expand(values: Numbers, trajectory: Trajectory, *, exact: bool) -> list[float | None]:
+    """Spread one number per id with loss to one per response id, as a record has them.
+
+    Args:
+        exact: they are float32, and all their bits count; else six digits are enough.
+    """
     values_left = iter(values)
     expanded: list[float | None] = []
     for has_loss, is_sampled in zip(trajectory.loss_mask, trajectory.response_mask, strict=True):
         if has_loss:
             value = float(next(values_left))
-            expanded.append(round(value, 6) if math.isfinite(value) else None)
+            if not math.isfinite(value):
+                expanded.append(None)
+            elif exact:
+                expanded.append(short_float32(value))
+            else:
+                expanded.append(round(value, 6))
         elif is_sampled:  # a constrained id
             expanded.append(None)
         else:

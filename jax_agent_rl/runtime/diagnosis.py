@@ -202,7 +202,7 @@ def _folder_contexts(
 ) -> dict[int, list[Context]]:
     """Return the first contexts without media in ``trajectories.jsonl``, by version.
 
-    There are at most :data:`MAX_CONTEXTS` of each. Log-probs have six digits in that file.
+    There are at most :data:`MAX_CONTEXTS` of each.
 
     Args:
         versions: other versions have an entry without contexts if there are trajectories of them.

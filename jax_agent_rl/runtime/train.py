@@ -18,12 +18,18 @@ from jax_agent_rl.learner.losses.aggregation import describe_aggregation
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
-from jax_agent_rl.observe.run_dir import RunDir, read_metrics, read_trajectories
+from jax_agent_rl.observe.run_dir import (
+    RunDir,
+    append_records,
+    read_metrics,
+    read_trajectories,
+)
 from jax_agent_rl.observe.sinks.metrics import check_sinks
 from jax_agent_rl.observe.view import best_and_worst, outline
 from jax_agent_rl.runtime.build import build, open_checkpointer
 from jax_agent_rl.runtime.multihost import ControlChannel, leading
 from jax_agent_rl.runtime.placement import first_version
+from jax_agent_rl.runtime.provenance import PROVENANCE, provenance
 from jax_agent_rl.runtime.resume import (
     Resumption,
     choose_run,
@@ -165,6 +171,10 @@ async def _train(
             # Not before: a configuration that does not fit the checkpoint must not take the place
             # of the one that does.
             folder.write_json(folder.config, config.model_dump(mode="json"))
+            append_records(
+                folder.path / PROVENANCE,
+                [provenance(runtime.identity["content"], step=record.step)],
+            )
             record.cursor = record.cursor or runtime.cursor.state()
 
             trainer = TRAINERS[config.trainer.mode](

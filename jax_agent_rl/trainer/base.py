@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.collect.collector import RolloutCollector
-from jax_agent_rl.collect.filters import Selection, select
+from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
@@ -37,10 +37,10 @@ from jax_agent_rl.trainer.step import (
     Step,
     all_trajectories,
     evaluation_sampling,
+    select_step,
     shaped,
     training_sampling,
     update_role_baselines,
-    with_role_baselines,
 )
 from jax_agent_rl.types import DropReason, Group, PauseMode, SamplingParams
 from jax_agent_rl.utils.text import counted
@@ -268,15 +268,10 @@ class Trainer:
     def select(self, groups: Sequence[Group]) -> Selection:
         """Select what is worth a gradient; count the rest as dropped, by reason."""
         algorithm = self.runtime.config.algorithm
-        selection = select(groups, algorithm)
+        selection = select_step(groups, algorithm, self.record.role_baselines)
         for reason, ids in selection.dropped.items():
             self.runtime.collector.accounting.drop(ids, reason)
-        if algorithm.adv_estimator != "rae":
-            return selection
-
-        baselines = self.record.role_baselines
-        with_baselines = [with_role_baselines(group, baselines) for group in selection.groups]
-        return replace(selection, groups=tuple(with_baselines))
+        return selection
 
     async def update(self, step: Step, selection: Selection) -> UpdateResult:
         """Run the learner's update in a thread, so that the event loop goes on.

@@ -190,6 +190,7 @@ def step_record(
     return {
         "kind": "step",
         "step": step,
+        "trajectories": len(recorded(groups)),
         **_statistics("reward", [t.reward for t in trajectories]),
         **_statistics("score", [t.score for t in trajectories]),
         **_part_means(trajectories),

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jax_agent_rl.collect.filters import shape
-from jax_agent_rl.config import Config
+from jax_agent_rl.collect.filters import Selection, select, shape
+from jax_agent_rl.config import AlgorithmConfig, Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages.estimators import running_baseline
 from jax_agent_rl.learner.cancellation import StepCancellation
@@ -146,6 +146,22 @@ def shaped(group: Group, config: Config, greedy: Group | None = None) -> Group:
         return group
     greedy_reward = total_reward(greedy.trajectories[0], algorithm.turn_reward)
     return replace(group, greedy_reward=greedy_reward)
+
+
+def select_step(
+    groups: Sequence[Group], algorithm: AlgorithmConfig, role_baselines: Mapping[str, float]
+) -> Selection:
+    """Select what is worth a gradient; with RAE, each group gets its roles' baselines.
+
+    Args:
+        groups: of the step, shaped.
+        role_baselines: from the steps before, by data source and role.
+    """
+    selection = select(groups, algorithm)
+    if algorithm.adv_estimator != "rae":
+        return selection
+    with_baselines = [with_role_baselines(group, role_baselines) for group in selection.groups]
+    return replace(selection, groups=tuple(with_baselines))
 
 
 def with_role_baselines(group: Group, role_baselines: Mapping[str, float]) -> Group:

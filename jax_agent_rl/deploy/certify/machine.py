@@ -32,6 +32,7 @@ from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.runtime.build import make_learner
 from jax_agent_rl.runtime.engine_devices import engine_shapes, resolve_engine_mesh, with_engine_mesh
 from jax_agent_rl.runtime.engines import engine_precision, read_model
+from jax_agent_rl.utils.processor import processor
 
 SHORT = ("trainer.steps=2", "data.eval_limit=8")
 """Overrides that make a training run short; the command line's come after them."""
@@ -304,14 +305,3 @@ class Machine:
         """Free what the parts hold on the devices."""
         for name in ("learner", "engine"):
             self.__dict__.pop(name, None)
-
-
-def processor() -> str:
-    """Return the CPU's name."""
-    file = Path("/proc/cpuinfo")
-    if file.is_file():
-        for line in file.read_text().splitlines():
-            if line.startswith("model name"):
-                _, _, name = line.partition(":")
-                return name.strip()
-    return platform.processor() or platform.machine()

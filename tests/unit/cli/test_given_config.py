@@ -36,7 +36,7 @@ def takes_overrides(command) -> bool:
 
 WITH_KEYS = sorted(name for name, command in commands().items() if takes_overrides(command))
 OTHER_ARGUMENTS = {"plan": ["--topology=v5e:4x4"], "rollout": ["--out=rows.parquet"]}
-WITHOUT_CONFIG = {"quickstart", "rescore"}  # their subjects are a recipe and a run
+WITHOUT_CONFIG = {"quickstart", "replay", "rescore"}  # their subjects are a recipe and runs
 
 
 def said(*words: str) -> tuple[int, str]:

@@ -1,0 +1,244 @@
+"""Steps of real runs, repeated from their folders: equal to the bit, and what is not is named."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from jax_agent_rl.cli import app
+from jax_agent_rl.observe.run_dir import read_records
+from tests.messages import assert_message
+from tests.tiny_run import tiny_recipe
+from tests.warm import python
+
+CONSTANT_REWARD = """
+from jax_agent_rl.rewards import register_reward
+
+@register_reward("noise", override=True)
+def compute_score(solution_str, ground_truth):
+    return 1.0
+"""
+
+ROLES_AGENT = """
+from jax_agent_rl.agents import AgentLoop, register_agent
+from jax_agent_rl.types import FinishReason
+
+@register_agent("pair_of_noise")
+class Pair(AgentLoop):
+    roles = ("solver", "checker")
+
+    async def play(self, request):
+        made = []
+        for role in self.roles:
+            episode = self.start(request.as_role(role))
+            await episode.generate(session_ends=True, max_tokens=6)
+            made.append(episode.finish(FinishReason.ANSWER))
+        return made
+"""
+LIMITS = {"tool_format": "hermes", "max_prompt_length": 32, "max_response_length": 16}
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "a critic and a controlled KL": {
+        "algorithm": {
+            "adv_estimator": "gae",
+            "filter_zero_variance": False,
+            "kl": {"where": "loss", "coef": 0.05, "controller": "adaptive"},
+        },
+    },
+    "several updates in a step, clipped": {
+        "algorithm": {"filter_zero_variance": True},
+        "learner": {"pack_length": 64, "ppo_epochs": 2, "num_minibatches": 2},
+    },
+    "penalties of long responses": {
+        "algorithm": {"shaping": {"overlong_buffer": 8}, "filter_zero_variance": False},
+    },
+    "stale tokens, corrected": {
+        "trainer": {"steps": 4, "checkpoint_every": 2, "mode": "fully_async", "max_staleness": 1},
+        "algorithm": {
+            "filter_zero_variance": False,
+            "rollout_correction": {"rollout_is": "token"},
+        },
+    },
+    "two adapters": {
+        "agent": {
+            **LIMITS,
+            "default_agent": "pair_of_noise",
+            "role_adapters": {"solver": "one", "checker": "two"},
+        },
+        "learner": {"pack_length": 64, "learning_rate": 1e-2, "lora": {"rank": 2}},
+    },
+    "running baselines of two roles": {
+        "agent": {**LIMITS, "default_agent": "pair_of_noise"},
+        "algorithm": {"adv_estimator": "rae", "filter_zero_variance": False},
+    },
+}
+
+
+def train(folder: Path, **sections: dict[str, Any]) -> Path:
+    """Trains four steps with checkpoints of the second and the fourth; returns the run folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if "default_agent" in sections.get("agent", {}):
+        (folder / "agent.py").write_text(ROLES_AGENT)
+        sections["agent"] = {**sections["agent"], "module": str(folder / "agent.py")}
+    recipe = tiny_recipe(folder, **{"trainer": {"steps": 4, "checkpoint_every": 2}, **sections})
+    result = in_process("train", recipe)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    return folder / "run"
+
+
+def in_process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a process of its own: one process knows an agent's name only once."""
+    command = [*python(), "-m", "jax_agent_rl.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def replay(run: Path, step: int, *arguments: object) -> tuple[int, dict[str, Any]]:
+    """Returns the exit status and what --json says."""
+    result = invoke("replay", run, "--step", step, "--json", *arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, json.loads(result.stdout)
+
+
+def edit(run: Path, step: int, **fields: Any) -> None:
+    """Changes fields of the first training trajectory of a step."""
+    file = run / "trajectories.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    chosen = next(r for r in records if r["split"] == "train" and r["step"] == step)
+    chosen.update(fields)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("replayed"))
+
+
+@pytest.fixture
+def edited(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be changed."""
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("step", "from_step"), [(1, 0), (2, 0), (3, 2), (4, 2)])
+def test_a_step_is_equal_to_the_bit(run: Path, step: int, from_step: int):
+    status, result = replay(run, step)
+
+    assert (status, result["verdict"], result["from_step"]) == (0, "equal", from_step)
+    compared = {part["what"]: part["compared"] for part in result["comparisons"]}
+    assert compared["rewards"] == 8 and compared["metrics"] > 10
+    assert ("weights and optimizer" in compared) == (step in (2, 4))
+
+
+def test_another_recorded_reward_is_found_first(edited: Path):
+    edit(edited, 4, reward=0.5)
+    status, result = replay(edited, 4)
+    assert (status, result["verdict"]) == (1, "different")
+    first = read_records(edited / "trajectories.jsonl")
+    name = next(r["trajectory_id"] for r in first if r["split"] == "train" and r["step"] == 4)
+    assert name in result["first_difference"] and "0.5" in result["first_difference"]
+    assert {part["what"] for part in result["comparisons"] if part["first"]} >= {
+        "rewards",
+        "advantages",
+        "weights and optimizer",
+    }
+
+
+def test_another_recorded_id_changes_what_the_learner_computes(edited: Path):
+    record = next(
+        r
+        for r in read_records(edited / "trajectories.jsonl")
+        if r["split"] == "train" and r["step"] == 3
+    )
+    ids = record["response_ids"]
+    edit(edited, 3, response_ids=[ids[0] + 1, *ids[1:]])
+    status, result = replay(edited, 3)
+    assert status == 1
+    assert any(part["what"] == "metrics" and part["first"] for part in result["comparisons"])
+
+
+def test_without_a_trajectory_a_step_is_refused(edited: Path):
+    file = edited / "trajectories.jsonl"
+    lines = file.read_text().splitlines()
+    last = max(n for n, line in enumerate(lines) if json.loads(line)["split"] == "train")
+    file.write_text("".join(line + "\n" for n, line in enumerate(lines) if n != last))
+    error = invoke("replay", edited, "--step", 4).exception
+    assert_message(error, key="trainer.keep_trajectories", value=(7, 8))
+
+
+def test_images_that_are_not_on_record_are_named(edited: Path):
+    edit(edited, 2, prompt_media={"image": 1})
+    assert "images" in str(invoke("replay", edited, "--step", 2).exception)
+
+
+def test_a_step_that_is_not_on_record_is_named(run: Path):
+    assert "1 to 4" in str(invoke("replay", run, "--step", 5).exception)
+
+
+def test_another_estimator_changes_the_advantages(run: Path):
+    _, result = replay(run, 4, "algorithm.adv_estimator=rloo")
+    change = result["change"]
+    assert result["verdict"] == "equal"
+    # Of four members, RLOO compares each with the other three: 4/3 of the distance to the mean,
+    # which GRPO divides by the standard deviation.
+    assert change["metrics"]["advantage_std"][0] != change["metrics"]["advantage_std"][1]
+    assert change["turned_advantages"] == 0
+    assert 0 < change["update_cosine"] <= 1 + 1e-6
+
+
+def test_a_reward_that_tells_nothing_apart_changes_nothing(run: Path, tmp_path: Path):
+    (tmp_path / "constant.py").write_text(CONSTANT_REWARD)
+    _, result = replay(run, 4, "--reward", tmp_path / "constant.py")
+    change = result["change"]
+    assert change["reward_mean"][1] == 1.0
+    assert change["metrics"]["advantage_abs_max"][1] == 0.0
+    assert change["turned_advantages"] == 8 - sum_of_zero_advantages(run, step=4)
+
+
+def sum_of_zero_advantages(run: Path, *, step: int) -> int:
+    """The number of trajectories of a step whose advantages were 0 as recorded."""
+    count = 0
+    for record in read_records(run / "trajectories.jsonl"):
+        if record["split"] == "train" and record["step"] == step:
+            count += not any(record["advantages"])
+    return count
+
+
+def test_how_trajectories_were_sampled_cannot_be_changed(run: Path):
+    error = invoke("replay", run, "--step", 4, "rollout.temperature=0.5").exception
+    assert_message(error, key="rollout.temperature", value=0.5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_steps_of_every_kind_are_equal_to_the_bit(tmp_path: Path, name: str):
+    run = train(tmp_path / "run", **VARIANTS[name])
+    for step in (2, 3, 4):
+        result = in_process("replay", run, "--step", step, "--json")
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert json.loads(result.stdout)["verdict"] == "equal"
+
+
+def test_runs_of_one_seed_are_the_same_and_those_of_two_are_not(tmp_path: Path):
+    # Else log-probs may depend on which requests happened to arrive together.
+    rollout = {"deterministic": True}
+    runs = {}
+    for name, learner in (("first", {}), ("again", {}), ("faster", {"learning_rate": 2e-3})):
+        runs[name] = train(tmp_path / name, rollout=rollout, learner={"pack_length": 64, **learner})
+
+    result = invoke("same", runs["first"], runs["again"], "--json")
+    summary = json.loads(result.stdout)
+    assert result.exit_code == 0 and summary["same"] and summary["steps"] == 4
+    assert all(tmp_path.name in str(cause) for cause in summary["causes"]), "paths alone differ"
+
+    result = invoke("same", runs["first"], runs["faster"], "--json")
+    summary = json.loads(result.stdout)
+    assert result.exit_code == 1 and summary["steps"] == 0
+    assert "config.learner.learning_rate" in [cause["where"] for cause in summary["causes"]]
+    assert summary["outcome"]["where"] == "step 1, metrics.learning_rate"
