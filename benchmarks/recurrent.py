@@ -23,7 +23,8 @@ from common import argument_parser, best_seconds
 
 from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.delta_net import DeltaTokens, delta_step
-from jax_agent_rl.models.delta_tree import plan_forest, tree_delta_rule
+from jax_agent_rl.models.delta_tree import tree_delta_rule
+from jax_agent_rl.models.token_forest import plan_forest
 from jax_agent_rl.models.tree_kernel import TreeMask
 
 HEADS = 8

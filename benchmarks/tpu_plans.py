@@ -28,6 +28,8 @@ from jax_agent_rl.deploy.plan.command import PlanTask, plan_in_subprocess
 from jax_agent_rl.deploy.plan.topology import Slice
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.jetstream.shapes import kv_cache_tokens
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.hf import load_config
 
 PRICES = {"v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
 MAX_CHANGES = 5
@@ -69,22 +71,42 @@ CASES = (  # with changes without which they would not fit
         f"{SAVE_MEMORY} rollout.jetstream.quantize=int8 rollout.jetstream.kv_cache_tokens=196608",
     ),
     (Case("qwen3-30b-a3b", "v5p:2x2x4", "expert=4", "fsdp=8 expert=2"), ""),
+    (Case("qwen3.5-9b", "v5p:2x2x1", "tensor=4", "fsdp=4"), ""),
+    (
+        Case("qwen3.5-9b", "v6e:2x4", "tensor=4", "fsdp=8"),
+        f"{SAVE_MEMORY} rollout.jetstream.kv_cache_tokens=262144",
+    ),
+    (
+        Case("qwen3.5-35b-a3b", "v5p:2x2x4", "expert=4", "fsdp=8 expert=2"),
+        "rollout.sleep_during_update=true",
+    ),
+    (
+        Case("gemma-4-31b", "v5p:2x2x4", "tensor=4", "fsdp=16"),
+        f"{SAVE_MEMORY} rollout.jetstream.kv_cache_tokens=131072",
+    ),
+    (
+        Case("glm-4.5-air", "v5p:4x4x4", "expert=4", "fsdp=32 expert=2"),
+        f"{SAVE_MEMORY} rollout.jetstream.kv_cache_tokens=131072",
+    ),
 )
 
 
-def scale_batch(case: Case) -> list[str]:
+def scale_batch(case: Case, model: DecoderConfig) -> list[str]:
     """Return overrides that give each chip as many trajectories as the recipe does on its slice."""
     chips = Slice.parse(case.topology).chips
     rollout = load(RECIPE, case.overrides).rollout
     engine_trajectories = TRAJECTORIES * rollout.jetstream.mesh.engine_devices
     slots = min(rollout.jetstream.max_concurrent_decodes, engine_trajectories)
-    # Set it, since on several hosts the default is for all trajectories.
+    # Set, since on several hosts the defaults are for all trajectories.
     cache_tokens = kv_cache_tokens(rollout.max_model_len, slots, engine_trajectories)
-    return [
+    overrides = [
         f"rollout.prompts_per_step={TRAJECTORIES * chips // rollout.group_size}",
         f"rollout.max_in_flight={TRAJECTORIES * chips}",
         f"rollout.jetstream.kv_cache_tokens={cache_tokens}",
     ]
+    if model.delta_net is not None:
+        overrides.append(f"rollout.jetstream.state_checkpoints={engine_trajectories}")
+    return overrides
 
 
 def make_plan(case: Case, price: float, changes: dict[str, str]) -> dict[str, Any]:
@@ -100,7 +122,7 @@ def make_plan(case: Case, price: float, changes: dict[str, str]) -> dict[str, An
             overrides=[
                 f"model.path={folder}",
                 *case.overrides,
-                *scale_batch(case),
+                *scale_batch(case, load_config(folder)),
                 *as_words(changes),
             ],
             topology=case.topology,

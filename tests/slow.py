@@ -363,6 +363,10 @@ REPRESENTATIVES = {
         "compiles every loss",
     ),
     "unit/models/test_attention.py": (("[100-False]",), "compiles every size"),
+    "unit/models/test_delta_kernel.py": (
+        ("far_chunks[single heads]",),
+        "compiles kernels for every shape",
+    ),
     "unit/models/test_tree_kernel.py": (("test_outputs_and_gradients",), "compiles every kernel"),
     "unit/supervised/test_train.py::test_a_run_learns_its_rows_and_others_use_its_checkpoint": (
         ("SftConfig",),

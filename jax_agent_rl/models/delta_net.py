@@ -186,17 +186,17 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
     Args:
         lower: float32 [.., c, c], zeros on the diagonal and above.
     """
-    index = jnp.arange(lower.shape[-1])
-    inverse = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
-    size = 1
-    while size < lower.shape[-1]:
-        # [[P, 0], [L, Q]] has the inverse [[P', 0], [-Q' L P', Q']].
-        block = index // size
-        pair = index // (2 * size)
-        joins = (pair[:, None] == pair) & (block[:, None] != block)
+    shape = lower.shape[-2:]
+    difference = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    difference ^= jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    # Blocks of size 2.
+    inverse = jnp.where(difference == 0, 1.0, jnp.where(difference == 1, -lower, 0.0))
+    for bit in range(1, (shape[0] - 1).bit_length()):
+        # [[P, 0], [L, Q]] has the inverse [[P', 0], [-Q' L P', Q']]. Numbers of the same pair of
+        # blocks differ in this bit, and in no higher one.
+        joins = jnp.right_shift(difference, bit) == 1
         between = jnp.where(joins, lower, 0.0)
         inverse -= _product(inverse, _product(between, inverse))
-        size *= 2
     return inverse
 
 

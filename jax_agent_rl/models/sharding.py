@@ -267,12 +267,17 @@ def expect_described_tpus() -> None:
         jax.clear_caches()  # of functions that were traced without the kernels
 
 
+def compiles_for_tpus() -> bool:
+    """Return whether this process may compile programs for TPUs."""
+    return described_tpus or jax.default_backend() == "tpu"
+
+
 def by_platform(*args: object, tpu: Callable[..., _T], default: Callable[..., _T]) -> _T:
     """Run ``tpu(*args)`` in programs for TPUs, ``default(*args)`` in others.
 
     ``jax.lax.platform_dependent`` traces both. A process that cannot compile for TPUs skips the
     kernel, which halves the time an engine takes to trace its programs.
     """
-    if described_tpus or jax.default_backend() == "tpu":
+    if compiles_for_tpus():
         return jax.lax.platform_dependent(*args, tpu=tpu, default=default)
     return default(*args)

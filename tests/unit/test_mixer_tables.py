@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from jax_agent_rl.deploy.plan.engine_programs import MIXING_FLOPS
+from jax_agent_rl.deploy.plan.model_flops import MIXING_FLOPS
 from jax_agent_rl.jetstream.feed_forward import ENGINE_FEED_FORWARDS
 from jax_agent_rl.jetstream.mixers.table import ENGINE_MIXERS
 from jax_agent_rl.models.feed_forward import FEED_FORWARDS

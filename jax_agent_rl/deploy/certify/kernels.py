@@ -26,10 +26,14 @@ from jax_agent_rl.jetstream import attention
 from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, gather_pages, to_cache
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
+from jax_agent_rl.models import delta_kernel
 from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.delta_net import DeltaTokens, l2_normalized
+from jax_agent_rl.models.delta_tree import tree_delta_rule
 from jax_agent_rl.models.layers import DTYPES
 from jax_agent_rl.models.moe import grouped_product
+from jax_agent_rl.models.token_forest import plan_forest
 from jax_agent_rl.models.tree_kernel import TreeMask
 
 CLAIM = Claim(
@@ -98,6 +102,9 @@ def _kernel_checks(machine: Machine) -> list[KernelCheck]:
         checks.append(
             KernelCheck(f"experts' products, {dtype}", dtype, partial(expert_errors, dtype))
         )
+
+    # Its products and sums are float32, whatever the model's precision.
+    checks.append(KernelCheck("delta rule", "float32", delta_errors))
 
     if machine.platform == "cpu" and cpu_kernels.kernels_digest() is not None:
         checks.append(
@@ -436,6 +443,84 @@ def _tree_reference(
         d_k[0, kv_head] += d_scores.T @ q[0, head]
         d_v[0, kv_head] += weights.T @ d_out[0, head]
     return out, d_q, d_k, d_v
+
+
+def delta_errors() -> Errors:
+    """Yield errors of the delta rule over a packed tree, and of its gradients.
+
+    A trunk has two branches, and a second tree follows; heads have 128 keys and values.
+    """
+    count = 400
+    trunk_end = 150
+    branch_end = 260  # of the first branch
+    tree_end = 330
+    size = 128
+    parents = np.arange(count) - 1
+    parents[branch_end] = trunk_end - 1
+    parents[tree_end] = -1
+    depths = np.arange(count, dtype=np.int32)
+    depths[branch_end:] -= branch_end - trunk_end
+    depths[tree_end:] = np.arange(count - tree_end)
+    ends = np.full(count, count, np.int32)
+    ends[:tree_end] = tree_end
+    ends[trunk_end:branch_end] = branch_end
+
+    rng = np.random.default_rng(1)
+    tokens = DeltaTokens(
+        q=normal(2, 1, count, KV_HEADS, size) / size**0.5,
+        k=l2_normalized(normal(3, 1, count, KV_HEADS, size)),
+        v=normal(4, 1, count, KV_HEADS, size),
+        log_decay=-jnp.asarray(rng.gamma(0.2, size=(1, count, KV_HEADS)), jnp.float32),
+        beta=jnp.asarray(rng.random((1, count, KV_HEADS)), jnp.float32),
+    )
+    d_out = normal(5, 1, count, KV_HEADS, size)
+
+    @jax.jit
+    def run(tokens: DeltaTokens) -> tuple[jax.Array, DeltaTokens]:
+        chunk = delta_kernel.CHUNK
+        forest = plan_forest(jnp.asarray(depths[None]), jnp.asarray(ends[None]), chunk=chunk)
+        outputs, pull = jax.vjp(lambda tokens: tree_delta_rule(tokens, forest), tokens)
+        return outputs, pull(d_out)[0]
+
+    outputs, gradients = run(tokens)
+    numbers: Any = jax.tree.map(lambda x: double(x)[0], tokens)
+    expected, expected_gradients = _delta_reference(numbers, double(d_out)[0], parents)
+    yield "output", relative_error(outputs, expected[None])
+    for name in DeltaTokens._fields:
+        reference = getattr(expected_gradients, name)[None]
+        yield f"d {name}", relative_error(getattr(gradients, name), reference)
+
+
+def _delta_reference(tokens: Any, d_out: np.ndarray, parents: np.ndarray) -> tuple[np.ndarray, Any]:
+    """Return the outputs [T, H, v] of tokens [T, H, ..], and the gradients of the tokens."""
+    count, heads = tokens.beta.shape
+    out = np.zeros(tokens.v.shape)
+    gradients = jax.tree.map(np.zeros_like, tokens)
+    for head in range(heads):
+        q, k, v, log_decay, beta = (x[:, head] for x in tokens)
+        faded = np.zeros((count, k.shape[1], v.shape[1]))
+        states = np.zeros((count + 1, k.shape[1], v.shape[1]))  # the last one stays: of a root
+        misses = np.zeros(v.shape)
+        for t in range(count):
+            faded[t] = states[parents[t]] * np.exp(log_decay[t])
+            misses[t] = v[t] - k[t] @ faded[t]
+            states[t] = faded[t] + np.outer(k[t], beta[t] * misses[t])
+            out[t, head] = q[t] @ states[t]
+
+        d_states = np.zeros(states.shape)
+        for t in reversed(range(count)):
+            d_state = d_states[t] + np.outer(q[t], d_out[t, head])
+            d_correction = k[t] @ d_state
+            d_miss = beta[t] * d_correction
+            d_faded = d_state - np.outer(k[t], d_miss)
+            gradients.q[t, head] = states[t] @ d_out[t, head]
+            gradients.k[t, head] = d_state @ (beta[t] * misses[t]) - faded[t] @ d_miss
+            gradients.v[t, head] = d_miss
+            gradients.log_decay[t, head] = np.sum(d_faded * faded[t])
+            gradients.beta[t, head] = d_correction @ misses[t]
+            if parents[t] >= 0:
+                d_states[parents[t]] += d_faded * np.exp(log_decay[t])
+    return out, gradients
 
 
 def logprob_errors(dtype: str) -> Errors:

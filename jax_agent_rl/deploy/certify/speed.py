@@ -21,8 +21,8 @@ import numpy as np
 from jax_agent_rl.deploy.certify.machine import Machine, NotRunError
 from jax_agent_rl.deploy.certify.report import CheckResult, Claim, format_number
 from jax_agent_rl.deploy.plan.compiled import Compiled, ideal_seconds
-from jax_agent_rl.deploy.plan.engine_programs import pass_flops
 from jax_agent_rl.deploy.plan.learner_programs import as_sampled, make_group
+from jax_agent_rl.deploy.plan.model_flops import pass_flops
 from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS, Extension, make_decode_batch
 from jax_agent_rl.types import Group
 from jax_agent_rl.utils.text import counted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.compiled import Inventory, Phase, Program, Published
+from jax_agent_rl.deploy.plan.model_flops import pass_flops, visible_positions
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.decode_batch import (
     ALL_ALLOWED,
@@ -29,8 +29,6 @@ from jax_agent_rl.jetstream.kv_cache import MOVED_TOGETHER, KVCache, LayerKV
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.weights import staging_mesh
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.layer_kinds import MixerName
-from jax_agent_rl.models.parameters import PARAMETERS, Kind
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
 from jax_agent_rl.trainer.step import training_sampling
 from jax_agent_rl.types.supports import mask_words
@@ -252,90 +250,6 @@ def _engine_programs(
 # --- what a model needs of a call -----------------------------------------------------------------
 
 
-def pass_flops(
-    model: DecoderConfig,
-    tokens: int,
-    *,
-    visible: float,
-    head: bool = True,
-    over_latents: bool = False,
-) -> float:
-    """Return the operations of a forward pass over one context.
-
-    A multiplication and an addition are two operations.
-
-    Args:
-        tokens: tokens of the pass.
-        visible: positions that a token attends to on average.
-        head: logits of every token are computed.
-        over_latents: latent attention works on the latents themselves, as an engine's does, instead
-            of the keys and values that a learner makes of them.
-    """
-    expert_share = 1.0  # of the experts, those that a token chooses
-    if model.experts is not None:
-        expert_share = model.experts.per_token / model.experts.count
-
-    weights = 0.0
-    for name, shape in model.parameter_shapes()["layers"].items():
-        parameter = PARAMETERS[name]
-        if parameter.kind not in (Kind.MATRIX, Kind.ROUTER):
-            continue
-        if parameter.is_of_experts:
-            weights += math.prod(shape) * expert_share
-        else:
-            weights += math.prod(shape)
-    if head:
-        weights += model.vocab_size * model.hidden_size
-
-    mixing = 0.0
-    for layer, kind in enumerate(model.layer_kinds):
-        mixing_flops = MIXING_FLOPS[kind.mixer]
-        if over_latents and kind.mixer == "latent_attention":
-            mixing_flops = _cached_latents_flops
-        mixing += mixing_flops(model, _visible(model, layer, visible))
-    return tokens * (2 * weights + mixing)
-
-
-def _attention_flops(mixer: MixerName, model: DecoderConfig, visible: float) -> float:
-    return 4 * model.num_heads * model.heads(mixer).head_dim * visible
-
-
-def _latent_attention_flops(model: DecoderConfig, visible: float) -> float:
-    assert model.latent is not None
-    return 2 * model.num_heads * (model.latent.head_dim + model.latent.value_dim) * visible
-
-
-def _cached_latents_flops(model: DecoderConfig, visible: float) -> float:
-    # Every head scores a position by all that is cached of it, and mixes whole latents.
-    assert model.latent is not None
-    return 2 * model.num_heads * (model.latent.cached_dim + model.latent.kv_rank) * visible
-
-
-def _delta_net_flops(model: DecoderConfig, visible: float) -> float:
-    sizes = model.delta_net
-    assert sizes is not None
-    conv = 2 * sizes.conv_channels * sizes.conv_kernel
-    # The state fades, answers a key, is corrected and read.
-    return conv + 7 * sizes.value_heads * sizes.key_dim * sizes.value_dim
-
-
-MIXING_FLOPS: dict[MixerName, Callable[[DecoderConfig, float], float]] = {
-    "attention": functools.partial(_attention_flops, "attention"),
-    "global_attention": functools.partial(_attention_flops, "global_attention"),
-    "latent_attention": _latent_attention_flops,
-    "delta_net": _delta_net_flops,
-}
-"""From a model and the positions that a token sees to what a layer's mixer computes for the token,
-besides products with parameters."""
-
-
-def _visible(model: DecoderConfig, layer: int, span: float) -> float:
-    """Return how many positions a layer attends to, of a context of ``span``."""
-    if model.is_windowed(layer):
-        return min(span, model.sliding_window or span)
-    return span
-
-
 class EngineWork(NamedTuple):
     """What an engine has to compute and read, on all devices together.
 
@@ -409,7 +323,7 @@ class EngineWork(NamedTuple):
             copies = 1.0
             if isinstance(layer, LayerKV):
                 copies = layer.values.shape[1] / self.model.heads(kind.mixer).num_kv_heads
-            visible = _visible(self.model, number, span)
+            visible = visible_positions(self.model, number, span)
             size += contexts * visible * bytes_per_position / copies
         return size
 

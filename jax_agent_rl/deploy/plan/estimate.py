@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.hlo import RING
+from jax_agent_rl.deploy.plan.model_flops import pass_flops
 from jax_agent_rl.deploy.plan.topology import Chip
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.layer_kinds import MixerName
 from jax_agent_rl.runtime.engine_devices import (
     MASTER,
     ResidentBytes,
-    active_parameter_count,
     engine_shapes,
     parameter_count,
 )
@@ -22,8 +24,24 @@ MASK_WORD_BYTES = 4
 """Bytes of a word of a support's mask in the learner's micro-batches."""
 EXPERT_NUMBER_BYTES = 2
 """Bytes of an expert's number in the learner's micro-batches."""
-PRODUCTS = {"none": 6, "dots": 6, "full": 8}
-"""Operations per parameter and token, by what the backward pass recomputes."""
+PASSES = {"none": 3, "dots": 3, "full": 4}
+"""Forward passes whose operations a gradient has, by what the backward pass recomputes."""
+FLOAT32 = 2
+"""Numbers of a compute dtype of two bytes that are as large as one in float32."""
+
+
+class MixerNumbers(NamedTuple):
+    """Numbers of one token in one layer's mixer, on all chips together.
+
+    Attributes:
+        products: results of matrix products, and what the backward pass keeps of the mixture.
+        everything: all that is kept where nothing is recomputed.
+        exchanged: what chips that have the other tokens of a row get of it, in a forward pass.
+    """
+
+    products: float
+    everything: float
+    exchanged: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +89,7 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
     if rollout.backend == "jetstream":
         weight_bytes = resident.weights
         engine_bytes = resident.serving(engine_shapes(config))
-        rollout_seconds = _rollout_seconds(config, chip, resident.weights, resident.position)
+        rollout_seconds = _rollout_seconds(config, chip, resident)
     shares_chips = (
         rollout.placement != "separate"
         and rollout.jetstream.device_offset < config.learner.mesh.devices
@@ -106,10 +124,6 @@ def _activation_bytes(config: Config, model: DecoderConfig) -> float:
     learner = config.learner
     mesh = learner.mesh
     tokens = learner.micro_batch_size * learner.pack_length / mesh.context
-    # Of the larger heads, where layers have different ones.
-    heads = [model.heads(kind.mixer) for kind in model.layer_kinds]
-    queries = model.num_heads * max(layer.head_dim for layer in heads)
-    keys = max(layer.num_kv_heads * layer.head_dim for layer in heads)
     hidden = model.hidden_size
 
     saved = 0.0
@@ -125,11 +139,43 @@ def _activation_bytes(config: Config, model: DecoderConfig) -> float:
             intermediate += model.experts.shared_size
 
         # Numbers per token, by what the backward pass does not recompute.
-        dots = (queries + 2 * keys + 2 * intermediate) / mesh.tensor + 3 * hidden
-        everything = (3 * queries + 4 * keys + 5 * intermediate) / mesh.tensor + 8 * hidden
+        mixer = _mixer_numbers(model, kind.mixer, mesh.context)
+        dots = (mixer.products + 2 * intermediate) / mesh.tensor + 3 * hidden
+        everything = (mixer.everything + 5 * intermediate) / mesh.tensor + 8 * hidden
         saved += {"none": everything, "dots": dots, "full": hidden}[learner.remat]
         largest = max(largest, everything)
     return tokens * _compute_width(config) * (saved + 2 * largest)
+
+
+def _mixer_numbers(model: DecoderConfig, mixer: MixerName, context: int) -> MixerNumbers:
+    """Return the numbers of a token in a mixer.
+
+    Args:
+        context: chips that the tokens of a row are split over.
+    """
+    if mixer != "delta_net":
+        heads = model.heads(mixer)
+        queries = model.num_heads * heads.head_dim
+        keys = heads.num_kv_heads * heads.head_dim
+        return MixerNumbers(
+            products=queries + 2 * keys,
+            everything=3 * queries + 4 * keys,
+            exchanged=2 * keys * (context - 1),
+        )
+
+    sizes = model.delta_net
+    assert sizes is not None
+    projected = sizes.conv_channels + sizes.values_size + 2 * sizes.value_heads
+    # Outputs, corrections and a state per chunk, which is as much for each of its tokens.
+    mixed = FLOAT32 * 3 * sizes.values_size
+    rule_inputs = FLOAT32 * (2 * sizes.value_heads * sizes.key_dim + sizes.values_size)
+    # Tokens for heads before the rule, outputs in float32 for tokens after it.
+    exchanged = sizes.conv_channels + 2 * sizes.value_heads + FLOAT32 * sizes.values_size
+    return MixerNumbers(
+        products=projected + mixed,
+        everything=projected + sizes.conv_channels + rule_inputs + mixed + sizes.values_size,
+        exchanged=exchanged * (context - 1) / context,
+    )
 
 
 def _gathered_bytes(config: Config, model: DecoderConfig) -> float:
@@ -175,35 +221,34 @@ def _train_seconds(config: Config, model: DecoderConfig, chip: Chip) -> float:
     group_tokens = rollout.group_size * agent.max_response_length + agent.max_prompt_length
     calls = math.ceil(rollout.prompts_per_step * group_tokens / (rows * length))
 
-    # All parameters are gathered below, but a token meets few of a mixture's experts.
-    active = active_parameter_count(model)
-    operations = PRODUCTS[config.learner.remat] * active * rows * length
+    one_pass = rows * pass_flops(model, length, visible=(length + 1) / 2)
+    operations = PASSES[config.learner.remat] * one_pass
     product_seconds = operations / mesh.devices / chip.flops
 
     # Bytes that a chip sends for one micro-batch, along each axis.
     layers = model.num_layers
     tokens = config.learner.micro_batch_size * length / mesh.context
-    kv_sizes = []  # of a token, by layer
+    exchanged = 0.0  # of a token, in a forward pass
     for kind in model.layer_kinds:
-        heads = model.heads(kind.mixer)
-        kv_sizes.append(heads.num_kv_heads * heads.head_dim)
+        exchanged += _mixer_numbers(model, kind.mixer, mesh.context).exchanged
     copies = mesh.data * mesh.context  # of each gradient
     weights = parameters / (mesh.tensor * mesh.expert) * (2 * width + MASTER) * (1 - 1 / mesh.fsdp)
     activations = 4 * layers * tokens * model.hidden_size * width * 2 * (1 - 1 / mesh.tensor)
-    kv = 6 * tokens * sum(kv_sizes) * width * (mesh.context - 1)
+    mixing = 3 * tokens * exchanged * width
     gradients = 2 * MASTER * parameters / (mesh.tensor * mesh.expert * mesh.fsdp) * (1 - 1 / copies)
-    link_seconds = (weights + activations + kv + gradients) / (RING * chip.link_bandwidth)
+    link_seconds = (weights + activations + mixing + gradients) / (RING * chip.link_bandwidth)
     return calls * max(product_seconds, link_seconds)
 
 
-def _rollout_seconds(config: Config, chip: Chip, weights: float, position: float) -> float:
+def _rollout_seconds(config: Config, chip: Chip, resident: ResidentBytes) -> float:
     """Estimate the seconds in which one engine samples a step's tokens.
 
-    A decode step reads the weights and half of each slot's longest context.
+    A decode step reads the weights and half of each slot's longest context, and reads and writes
+    its recurrent state.
     """
     rollout = config.rollout
     slots = engine_shapes(config).max_concurrent_decodes
     members = rollout.prompts_per_step * rollout.group_size
     steps = members * config.agent.max_response_length / slots
-    kv = slots * rollout.max_model_len / 2 * position
-    return steps * (weights + kv) / chip.hbm_bandwidth
+    context = rollout.max_model_len / 2 * resident.position + 2 * resident.state
+    return steps * (resident.weights + slots * context) / chip.hbm_bandwidth

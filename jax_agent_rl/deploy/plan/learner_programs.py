@@ -16,7 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jax_agent_rl.config import AlgorithmConfig, Config, LearnerConfig
 from jax_agent_rl.deploy.plan.compiled import Inventory, Program, Published
-from jax_agent_rl.deploy.plan.engine_programs import pass_flops
+from jax_agent_rl.deploy.plan.model_flops import pass_flops
 from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.experience import Scores, build_experience
 from jax_agent_rl.learner.image_packing import blanks, image_packing

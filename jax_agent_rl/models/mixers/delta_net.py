@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jax_agent_rl.models import delta_kernel
 from jax_agent_rl.models.attention import kv_head_repeats
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.delta_net import delta_tokens, gated_rms_norm
-from jax_agent_rl.models.delta_tree import TokenForest, plan_forest, tree_conv, tree_delta_rule
+from jax_agent_rl.models.delta_net import CHUNK, delta_tokens, gated_rms_norm
+from jax_agent_rl.models.delta_tree import tree_conv, tree_delta_rule
 from jax_agent_rl.models.layer_weights import LayerWeights
 from jax_agent_rl.models.mixers.mixer import Mixer, TokenTrees
-from jax_agent_rl.models.sharding import ROWS
+from jax_agent_rl.models.sharding import ROWS, compiles_for_tpus
+from jax_agent_rl.models.token_forest import TokenForest, plan_forest
 
 
 class HeadInputs(NamedTuple):
@@ -60,7 +62,8 @@ class HeadWeights(NamedTuple):
 
 
 def _prepare(config: DecoderConfig, windowed: bool, tokens: TokenTrees) -> TokenForest:
-    return plan_forest(tokens.positions, tokens.subtree_end)
+    chunk = delta_kernel.CHUNK if compiles_for_tpus() else CHUNK
+    return plan_forest(tokens.positions, tokens.subtree_end, chunk=chunk)
 
 
 def _mix(layer: LayerWeights, x: jax.Array, forest: TokenForest) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Attention and experts, of learner and engine, compile for slices of TPUs that are not here."""
+"""Attention, delta nets and experts compile for slices of TPUs that are not here."""
 
 import functools
 import math
@@ -13,10 +13,14 @@ from jax_agent_rl.deploy.plan.topology import Slice
 from jax_agent_rl.jetstream.attention import chunk_attention, decode_attention
 from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, to_cache, write_routed
+from jax_agent_rl.models import delta_kernel
 from jax_agent_rl.models.attention import sharded_tree_attention
+from jax_agent_rl.models.delta_net import DeltaTokens
+from jax_agent_rl.models.delta_tree import tree_delta_rule
 from jax_agent_rl.models.layers import Quantized
 from jax_agent_rl.models.moe import grouped_product
 from jax_agent_rl.models.sharding import MESH_AXES
+from jax_agent_rl.models.token_forest import plan_forest
 from jax_agent_rl.models.tree_kernel import TreeMask
 
 # What is kept of programs cannot be read again where the chips are not.
@@ -81,6 +85,35 @@ def test_a_learners_program_does_not_grow_with_its_rows(devices: np.ndarray):
         learner_program(mesh, length, windowed=True).as_text() for length in (1024, 4096)
     )
     assert len(long) < 1.1 * len(short)
+
+
+def test_a_learners_delta_rule_compiles_to_a_kernel_each_way(devices: np.ndarray):
+    mesh = mesh_of(devices, tensor=4)
+    length = 1024
+    heads = described(mesh, (2, length, HEADS, SIZE), jnp.float32, None, None, "tensor")
+    numbers = described(mesh, (2, length, HEADS), jnp.float32, None, None, "tensor")
+    marks = described(mesh, (2, length), jnp.int32)
+
+    def outputs_and_gradients(tokens, positions, ends, d_outputs):
+        forest = plan_forest(positions, ends, chunk=delta_kernel.CHUNK)
+        outputs, pull = jax.vjp(lambda tokens: tree_delta_rule(tokens, forest), tokens)
+        return outputs, pull(d_outputs)
+
+    split = PartitionSpec(None, None, "tensor")
+    run = jax.shard_map(
+        outputs_and_gradients,
+        mesh=mesh,
+        in_specs=(split, PartitionSpec(), PartitionSpec(), split),
+        out_specs=split,
+        check_vma=False,
+    )
+    tokens = DeltaTokens(heads, heads, heads, numbers, numbers)
+    program = jax.jit(run).lower(tokens, marks, marks, heads).compile()
+    assert kernels(program) == 2
+    # Beside the arrays as the kernels read them: a correction of each value, and a state of each
+    # chunk and its gradient. Solved systems of all chunks would not fit.
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes < 2.5 * memory.argument_size_in_bytes
 
 
 def described_cache(

@@ -14,7 +14,7 @@ import pytest
 
 from jax_agent_rl.config.learner import LoraConfig, LoraTarget, OptimizerSection
 from jax_agent_rl.deploy.plan.architectures import ARCHITECTURES
-from jax_agent_rl.deploy.plan.engine_programs import pass_flops
+from jax_agent_rl.deploy.plan.model_flops import pass_flops
 from jax_agent_rl.jetstream.forward import QUANTIZED
 from jax_agent_rl.learner.critic import critic_shapes
 from jax_agent_rl.learner.optimizer import make_optimizer

@@ -2,17 +2,26 @@
 one, by hand.
 """
 
+import dataclasses
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jax_agent_rl.config import load
 from jax_agent_rl.deploy.plan.architectures import architecture_folder
-from jax_agent_rl.deploy.plan.engine_programs import EngineWork, pass_flops
+from jax_agent_rl.deploy.plan.engine_programs import EngineWork
+from jax_agent_rl.deploy.plan.estimate import estimate
+from jax_agent_rl.deploy.plan.model_flops import pass_flops
+from jax_agent_rl.deploy.plan.topology import CHIPS
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV
 from jax_agent_rl.models.config import DecoderConfig, Experts
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.runtime.engine_devices import active_parameter_count
+
+RECIPE = Path("configs/tpu_8b.yaml")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +99,29 @@ def test_an_engines_heads_attend_to_whole_latents():
     # 61 layers of 128 heads: keys of 128 + 64 and values of 128, or 512 + 64 and 512.
     assert attention(False) == 3 * 61 * 2 * 128 * (192 + 128) * 5
     assert attention(True) == 3 * 61 * 2 * 128 * (576 + 512) * 5
+
+
+def test_a_delta_nets_operations_do_not_grow_with_what_a_token_sees():
+    with architecture_folder("qwen3.5-9b") as folder:
+        model = load_config(folder)
+    # Every fourth layer is attention: 16 heads of 256.
+    extra_flops = pass_flops(model, 3, visible=5) - pass_flops(model, 3, visible=0)
+    assert extra_flops == 3 * 8 * 4 * (16 * 256) * 5
+
+
+def test_an_estimate_counts_key_value_heads_in_layers_that_have_some():
+    with architecture_folder("qwen3.5-9b") as folder:
+        model = load_config(folder)
+        config = load(RECIPE, [f"model.path={folder}"])
+
+    def gradient_bytes(model: DecoderConfig) -> float:
+        return estimate(config, model, CHIPS["v5p"], engines=1).gradient_bytes
+
+    more_heads = dataclasses.replace(model, num_kv_heads=2 * model.num_kv_heads)
+    # The products of one row of 4,096 tokens are kept in bfloat16. Weights are gathered, the
+    # largest of which are a delta net's.
+    kept = 4096 * 2 * 8 * 2 * (4 * 256)
+    assert gradient_bytes(more_heads) - gradient_bytes(model) == kept
 
 
 @pytest.mark.parametrize(
