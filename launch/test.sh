@@ -94,27 +94,44 @@ make_sky_environment() {
 # What a change anywhere may break, before what takes longer. With pytest arguments it is these tests that count.
 test_structure() {
   make_environment "$TEST_EXTRAS"
+  say "model: SmolLM2-135M-Instruct"
+  run "$VENV/bin/jax-agent-rl" fetch-model
   say "lint"
   run "$VENV/bin/ruff" check "${LINTED[@]}"
   run "$VENV/bin/ruff" format --check "${LINTED[@]}"
   say "import rules"
   run "$VENV/bin/lint-imports"
   if [ $# -gt 0 ]; then return; fi
-  say "tests of all sources, pages and tables"
+  say "tests of all sources, pages and tables; whether all tests can be imported"
+  # The latter also compiles their bytecode once: in a new checkout each worker would do that for itself.
+  local found collecting
+  found="$(mktemp)"
+  run "$VENV/bin/python" -m pytest -q --collect-only -m "$SELECTED" >"$found" 2>&1 &
+  collecting=$!
   run "$VENV/bin/python" -m pytest -q -m "structural and $SELECTED"
+  wait "$collecting" || {
+    tail -n 50 "$found"
+    return 1
+  }
+  if [ "$DRY_RUN" = 1 ]; then cat "$found"; fi
+  rm "$found"
   SELECTED="$SELECTED and not structural"
 }
 
+# The environments of the parts that follow, while the main part runs.
+make_further_environments() {
+  make_vllm_environment dev
+  local python
+  if python="$(find_harbor_python)"; then make_harbor_environment "$python" harbor-tests; fi
+}
+
 test_main() {
-  # Where both parts run, vLLM's environment is installed meanwhile. What goes wrong in that is shown when the second part
-  # asks for it again.
+  # What goes wrong in that is shown when a part asks for its environment again.
   if [ "$ALL" = 1 ] && [ "$DRY_RUN" = 0 ]; then
-    (make_vllm_environment dev) >/dev/null 2>&1 &
+    make_further_environments >/dev/null 2>&1 &
   fi
   if [ "$ALL" = 1 ]; then make_sky_environment || say "SkyPilot could not be installed: its parser is not asked"; fi
   install_browser || say "the browser could not be installed: tests of the report's page are skipped"
-  say "model: SmolLM2-135M-Instruct"
-  run "$VENV/bin/jax-agent-rl" fetch-model
   say "tests, and types beside them"
   local types times timing=() failed=0
   types="$(mktemp)"

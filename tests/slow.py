@@ -418,31 +418,84 @@ REPRESENTATIVES = {
 
 NIGHTLY = {
     "e2e/test_async_modes.py::test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing[keep": "two runs; `--all` ends the other modes",
+    "e2e/test_mesh_run.py::test_an_engine_on_each_of_the_learners_devices[one_step_off]": "a run on four devices; `--all` has the synchronous one",
+    "e2e/test_mesh_run.py::test_learner_and_engine_on_meshes_side_by_side[sync]": "a run on six devices; `--all` has the asynchronous one",
     "e2e/test_multihost_run.py::test_a_full_disk_on_one_process_ends_the_run_with_a_message_and_it_resumes[1]": "three runs; `--all` fills the disk of process 0",
     "e2e/test_multihost_run.py::test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint[fully_async]": "three runs; `--all` has the synchronous ones",
     "e2e/test_ray_job.py::test_nodes_that_stall_die_or_come_late_cost_no_trajectory": "waits five minutes; `--all` has a learner that is killed",
     "e2e/test_real_model.py::test_three_steps_on_the_calculator_teach_something": "trains 135M parameters, as the wheel's quickstart does",
+    "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[constrained_calls]": "a run of what the quickstart trains; `--all` has that one",
+    "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[dapo]": "a run; `--all` has CISPO's, with the same filters and updates",
+    "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[dr_grpo]": "a run; tests/unit/learner has its advantages and loss",
+    "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[tpu_8b]": "a run; `--all` has another in bfloat16",
     "e2e/test_remote_run.py::test_a_server_added_by_command_takes_over_from_the_one_that_is_removed": "two servers; `--all` has a run with one",
     "e2e/test_remote_run.py::test_eval_on_a_rollout_server_samples_what_the_engine_here_does": "a server; `--all` has a run with one",
     "e2e/test_resume.py::test_twenty_steps_are_ten_a_kill_and_ten_more[ppo": "forty steps of PPO; `--all` has forty of GRPO",
+    "e2e/test_roles_run.py::test_a_frozen_role_is_on_record_and_not_trained[one_step_off]": "a run; `--all` has the other trainers",
     "e2e/test_task_examples.py::test_an_example_with_a_tool_server_calls_it_and_learns_from_it[python_agent]": "trains 135M parameters; `--all` has the SQL agent",
     "e2e/test_task_examples.py::test_an_example_with_a_tool_server_calls_it_and_learns_from_it[search_agent]": "trains 135M parameters; `--all` has the SQL agent",
     "e2e/test_tpu_pod_run.py::test_a_managed_job_on_two_hosts_recovers_with_every_step_once": "two runs of two hosts; `--all` has one that loses its slice",
+    "faults/test_interrupt_anywhere.py::test_an_interrupted_run_saves_its_last_step_and_leaves_nothing[one_step_off]": "three runs; `--all` interrupts the other trainers",
+    "gpu_backend/test_training.py::test_a_run_needs_only_another_backend[placement=separate]": "a run with Ray; `--all` has the script's, and one that broadcasts",
     "unit/agents/test_clients.py::test_an_unmodified_agent_is_one_exact_trajectory_that_is_trained_on[smolagents]": "takes long to import; `--all` has the other clients",
     "unit/agreement/test_faults_by_kind.py::test_a_tensor_that_is_used_wrongly_is_named_by_log_probs_alone[experts]": "compiles experts for every hypothesis",
     "unit/deploy/plan/test_search.py::test_more_tokens_at_once_and_more_kept_of_them_take_more": "compiles many programs for TPUs",
     "unit/learner/test_meshes.py::test_a_mesh_gives_the_loss_and_gradient_of_one_device[int8]": "compiles for eight devices; tests/unit/learner/test_precision.py has eight bits on one",
     "unit/learner/test_meshes.py::test_a_mesh_gives_the_loss_and_gradient_of_one_device[nf4]": "compiles for eight devices; tests/unit/learner/test_precision.py has four bits on one",
+    "unit/models/test_sharded_families.py::test_a_mesh_reads_and_trains_a_family_as_one_device_does[olmo3": "compiles two families for eight devices; `--all` has others with their kinds of layers",
+    "unit/models/test_sharded_families.py::test_a_mesh_reads_and_trains_a_family_as_one_device_does[qwen2": "compiles three families for eight devices; `--all` has others with their kinds of layers",
     "unit/runtime/test_multihost.py::test_one_and_four_processes_go_on_from_what_two_saved": "seven processes; `--all` has one that goes on from what two saved",
     "unit/testing/simulate/test_simulation.py::test_a_session_whose_server_is_full_waits_where_its_context_is_dear": "simulates thousands of sessions; `--all` has those that move",
 }
 """What ``--all`` leaves to ``--nightly``: how a test's name with parameters begins, and why."""
 
+OF_EACH_KIND = (
+    "[llama]",
+    "[qwen3]",
+    "[qwen3_moe]",
+    "[glm4]",
+    "[glm4_moe with groups]",
+    "[minimax_m2]",
+    "[deepseek_v3]",
+    "[gpt_oss]",
+    "[gemma4 small]",
+    "[gemma4]",
+    "[qwen3_5_moe_text]",
+    "[olmo3]",
+    "[gemma3]",
+)
+"""Configs that have every kind of layer between them; all others are variations of theirs."""
+
 PARTS_OF_ALL = {
+    "conformance/test_conformance.py": (
+        (
+            "toy]",
+            "toy_upload]",
+            "jetstream]",
+            "jetstream_",
+            "[external_engine]",
+            "[vllm]",
+            "[ray_vllm]",
+            "test_data_parallel",
+            "test_every_file",
+            "test_what_a_rounded",
+            "test_engines_",
+            "test_an_engine_",
+        ),
+        "vLLM over HTTP; each of the two is tested with others",
+    ),
     "gpu_backend/test_families.py": (("[qwen3_moe]", "[gemma3]"), "an engine for every family"),
     "gpu_backend/test_faults.py::test_a_setting_that_differs_is_named": (
         ("[rope theta]", "[raw log-probs]"),
         "an engine for every setting",
+    ),
+    "parity/test_families_vs_transformers.py::test_every_gradient_is_equal": (
+        OF_EACH_KIND,
+        "compiles a gradient for every config; `--all` compares all their logits",
+    ),
+    "parity/test_families_vs_transformers.py::test_the_engine_decodes_what_transformers_generates_greedily": (
+        OF_EACH_KIND,
+        "an engine for every config; `--all` compares all their logits",
     ),
     "parity/test_families_vs_transformers.py::test_every_field_of_a_config_is_honoured_refused_or_without_effect": (
         ("[llama]", "[qwen3]", "[qwen3_moe]", "[gemma3]", "[gpt_oss]", "[glm4]"),
