@@ -63,12 +63,12 @@ def _scan_run(
 ) -> tuple[Any, Any, SourceKeys]:
     size = len(run.pattern)
     run_stacks = {}
-    places: dict[str, list[int]] = {}  # by parameter: which of the pattern's layers have it
+    pattern_layers: dict[str, list[int]] = {}  # by parameter: which of the pattern's layers have it
     for name, stack in stacks.items():
         with_name = [i for i, kind in enumerate(run.pattern) if name in config.kind_shapes(kind)]
         if not with_name:
             continue
-        places[name] = with_name
+        pattern_layers[name] = with_name
         first = bisect.bisect_left(config.layers_with(name), run.first)
         run_stacks[name] = jax.tree.map(_Slice(first, run.repeats, len(with_name)), stack)
     run_values = jax.tree.map(_Slice(run.first, run.repeats, size), values)
@@ -76,18 +76,18 @@ def _scan_run(
     def body(carry: Any, scanned: tuple[dict[str, Any], Any]) -> tuple[Any, Any]:
         pattern_stacks, pattern_values = scanned
         params: list[dict[str, Any]] = [{} for _ in run.pattern]
-        for name, with_name in places.items():
+        for name, with_name in pattern_layers.items():
             elements = _unstacked(pattern_stacks[name], len(with_name))
-            for place, element in zip(with_name, elements, strict=True):
-                params[place][name] = element
+            for index, element in zip(with_name, elements, strict=True):
+                params[index][name] = element
 
         outputs = []
         pattern_keys: SourceKeys = {}
-        for place, layer_values in enumerate(_unstacked(pattern_values, size)):
+        for index, layer_values in enumerate(_unstacked(pattern_values, size)):
             carry, layer_outputs, layer_keys = compute(
                 carry,
-                run.pattern[place],
-                params[place],
+                run.pattern[index],
+                params[index],
                 layer_values,
                 {**source_keys, **pattern_keys},
             )
