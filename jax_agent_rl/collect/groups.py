@@ -326,7 +326,7 @@ class GroupStream:
         self._draw = draw
         self._grow = grow
         self._drop = drop
-        self._wanted = 0
+        self._num_wanted = 0
         self._closed = False
         self._growing: dict[int, _Growing] = {}
         self._stopping: set[asyncio.Task[None]] = set()
@@ -338,7 +338,7 @@ class GroupStream:
 
         The ``count`` groups will be taken.
         """
-        self._wanted = count
+        self._num_wanted = count
         self._fill()
 
     async def take(self, count: int) -> dict[int, Group]:
@@ -351,7 +351,7 @@ class GroupStream:
             self._check()
             groups = self.buffer.take(count)
             if groups is not None:
-                self._wanted -= len(groups)
+                self._num_wanted -= len(groups)
                 return groups
             await self._changed.wait()
         raise RuntimeError("the stream of groups is closed")
@@ -366,7 +366,7 @@ class GroupStream:
     def discard(self, numbers: Collection[int], reason: DropReason) -> None:
         """Discard groups (see :meth:`RolloutBuffer.discard`), and start others in their place."""
         self.buffer.discard(numbers, reason)
-        self.want(self._wanted + len(numbers))
+        self.want(self._num_wanted + len(numbers))
 
     def finish_step(self, version: int, *, want: int) -> None:
         """Finish a step, drop what is too old, and start ``want`` groups.
@@ -402,8 +402,8 @@ class GroupStream:
         """Start groups as far as they are wanted and there is room."""
         buffer = self.buffer
         limit = 0
-        if self._wanted and not self._closed:
-            limit = self._wanted + buffer.oversample
+        if self._num_wanted and not self._closed:
+            limit = self._num_wanted + buffer.oversample
         while buffer.room and buffer.running + buffer.ready < limit:
             number, row = self._draw()
             growing = _Growing()

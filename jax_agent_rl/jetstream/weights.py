@@ -280,26 +280,26 @@ def transfer(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         shards.append((shard_bounds(shard.index, x.shape), shard.device, shard.data))
 
     parts = []
-    for number, (device, wanted) in enumerate(local_bounds(sharding, x.shape).items()):
-        sources = [shard for shard in shards if _contains(shard[0], wanted)]
+    for number, (device, target) in enumerate(local_bounds(sharding, x.shape).items()):
+        sources = [shard for shard in shards if _contains(shard[0], target)]
         local_sources = [shard for shard in sources if shard[1] == device]
         if local_sources:
             bounds, _, data = local_sources[0]
         else:
             bounds, _, data = sources[number % len(sources)]
-        if wanted != bounds:
+        if target != bounds:
             index = []
-            for (begin, end), (first, _) in zip(wanted, bounds, strict=True):
+            for (begin, end), (first, _) in zip(target, bounds, strict=True):
                 index.append(slice(begin - first, end - first))
             data = data[tuple(index)]
         parts.append(jax.device_put(data, device))
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
-def _contains(bounds: Bounds, wanted: Bounds) -> bool:
+def _contains(bounds: Bounds, target: Bounds) -> bool:
     """Whether the bounds of a shard, begin and end of each axis, contain others."""
-    for (begin, end), (wanted_begin, wanted_end) in zip(bounds, wanted, strict=True):
-        if wanted_begin < begin or end < wanted_end:
+    for (begin, end), (target_begin, target_end) in zip(bounds, target, strict=True):
+        if target_begin < begin or end < target_end:
             return False
     return True
 

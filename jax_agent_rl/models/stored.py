@@ -220,11 +220,11 @@ class StoredParams:
         for indices in itertools.product(*ranges):
             yield tuple((i * size, (i + 1) * size) for i, size in zip(indices, chunk, strict=True))
 
-    def _fetch_chunks(self, name: str, wanted: set[Bounds]) -> dict[Bounds, np.ndarray]:
+    def _fetch_chunks(self, name: str, all_bounds: set[Bounds]) -> dict[Bounds, np.ndarray]:
         """Read chunks of a parameter, given by their bounds, and check their digests."""
         entry = self._entries[name]
         reads = {}
-        for bounds in wanted:
+        for bounds in all_bounds:
             key = _chunk_key(bounds, entry["chunk"])
             reads[key] = bounds, self._store.read(f"{name}/{key}")
 

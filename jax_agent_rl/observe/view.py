@@ -364,7 +364,7 @@ def _snippet(text: str) -> str:
 
 def view_run(
     data: RunData,
-    wanted: TrajectoryFilter,
+    trajectory_filter: TrajectoryFilter,
     *,
     sort: Sort,
     limit: int,
@@ -380,7 +380,6 @@ def view_run(
 
     Args:
         data: the run, or a table of ``jax-agent-rl rollout``.
-        wanted: filter of the trajectories.
         sort: order of the trajectories.
         limit: largest number of trajectories or groups, at least 1.
         whole_prompt: show complete prompts instead of their ends.
@@ -411,7 +410,7 @@ def view_run(
 
     notes = list(data.notes)
     decode = data.open_decoder(notes)
-    search = _Search(data.trajectories, wanted, decode)
+    search = _Search(data.trajectories, trajectory_filter, decode)
     if trees:
         groups = search.last_groups(limit)
     else:
@@ -424,9 +423,9 @@ def view_run(
             f"{data.name} contains no trajectories; give a run folder such as runs/quickstart, one"
             " of `eval`, or what `rollout` wrote"
         )
-    wanted.require_tool_error_among(search.tool_errors)
+    trajectory_filter.require_tool_error_among(search.tool_errors)
     if not groups:
-        raise DataError(f"no trajectory of {data.name} matches {wanted.describe()}")
+        raise DataError(f"no trajectory of {data.name} matches {trajectory_filter.describe()}")
 
     console = Console()
     if not trees:
@@ -462,9 +461,11 @@ class _Search:
         tool_errors: kinds of errors that they have.
     """
 
-    def __init__(self, records: RecordSource, wanted: TrajectoryFilter, decode: Decode) -> None:
+    def __init__(
+        self, records: RecordSource, trajectory_filter: TrajectoryFilter, decode: Decode
+    ) -> None:
         self._records = records
-        self._wanted = wanted
+        self._filter = trajectory_filter
         self._decode = decode
         self.total = 0
         self.tool_errors: set[str] = set()
@@ -492,5 +493,5 @@ class _Search:
             self.total += 1
             for error in tool_errors(record):
                 self.tool_errors.add(printable(error))
-            if self._wanted(record, self._decode):
+            if self._filter(record, self._decode):
                 yield _Match(number=number, reward=record["reward"], group=group_of(record))

@@ -41,10 +41,10 @@ class Measurement:
 
     Attributes:
         name: what was measured.
-        unit: unit of ``value``, of the limits and of ``beside``; empty for counts and ratios.
+        unit: unit of ``value``, of the limits and of ``references``; empty for counts and ratios.
         claim: the sentence that it is compared with.
         low, high: limits, inclusive; None where there is none.
-        beside: other numbers for the same thing, such as the prediction of ``plan``.
+        references: other numbers for the same thing, such as the prediction of ``plan``.
         detail: where the worst value was found, or how it was measured.
     """
 
@@ -54,7 +54,7 @@ class Measurement:
     claim: Claim
     low: float | None = None
     high: float | None = None
-    beside: Mapping[str, float] = field(default_factory=dict)
+    references: Mapping[str, float] = field(default_factory=dict)
     detail: str = ""
 
     @property
@@ -81,7 +81,7 @@ class Measurement:
             "value": _finite(self.value),
             "unit": self.unit,
             **limits,
-            "beside": {name: _finite(value) for name, value in self.beside.items()},
+            "beside": {name: _finite(value) for name, value in self.references.items()},
             "detail": self.detail,
             "deviates": self.deviates,
             "claim": vars(self.claim),

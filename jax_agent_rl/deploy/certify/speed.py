@@ -65,7 +65,7 @@ def check_peaks(machine: Machine, record: CheckResult) -> None:
             record(name, value, unit)
             return
         low = PEAK_SHARE * documented
-        record(name, value, unit, low=low, beside={"documented": documented})
+        record(name, value, unit, low=low, references={"documented": documented})
 
     flops = None
     bandwidth = None
@@ -126,12 +126,12 @@ def _record_timing(record: CheckResult, name: str, timing: Timing, *, predicts: 
     if predicts:
         longest = DISPATCH + FACTOR * timing.planned
         highest = FACTOR * work / timing.planned
-        beside = {"plan": work / timing.planned, "ideal": ideal_speed}
+        references = {"plan": work / timing.planned, "ideal": ideal_speed}
         claim = PREDICTED
     else:
         longest = DISPATCH + SLOWEST * timing.planned
         highest = None
-        beside = {"ideal": ideal_speed}
+        references = {"ideal": ideal_speed}
         claim = IDEAL
 
     share = timing.ideal / timing.seconds
@@ -141,7 +141,7 @@ def _record_timing(record: CheckResult, name: str, timing: Timing, *, predicts: 
         f"{timing.unit}/s",
         low=work / longest,
         high=highest,
-        beside=beside,
+        references=references,
         claim=claim,
         detail=f"{share:.0%} of the ideal; {format_number(timing.seconds, 's')} a call",
     )
@@ -304,7 +304,7 @@ def _nbytes(tree: object) -> int:
 def check_memory(machine: Machine, record: CheckResult) -> None:
     """Compare the most memory that the learner and the engine took with what ``plan`` says."""
     fullest = max(machine.plan.loads, key=lambda load: load.total)
-    beside = {"plan": float(fullest.total), "capacity": float(fullest.capacity)}
+    references = {"plan": float(fullest.total), "capacity": float(fullest.capacity)}
     devices_count_memory = False
     for device in machine.devices:
         peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
@@ -316,14 +316,16 @@ def check_memory(machine: Machine, record: CheckResult) -> None:
             peak,
             "B",
             high=SPARE * fullest.total,
-            beside=beside,
+            references=references,
             detail=f"plan's fullest program: {fullest.program.name}",
         )
     if not devices_count_memory:
-        _record_host_memory(machine, record, beside)
+        _record_host_memory(machine, record, references)
 
 
-def _record_host_memory(machine: Machine, record: CheckResult, beside: dict[str, float]) -> None:
+def _record_host_memory(
+    machine: Machine, record: CheckResult, references: dict[str, float]
+) -> None:
     """Measure the memory that learner and engine add to the process, as CPUs count none."""
     reset = Path("/proc/self/clear_refs")
     status = Path("/proc/self/status")
@@ -343,8 +345,8 @@ def _record_host_memory(machine: Machine, record: CheckResult, beside: dict[str,
         "the process, most in use",
         max(0, _status(status, "VmHWM") - baseline),
         "B",
-        high=SPARE * beside["plan"] + HOST_SPARE,
-        beside=beside,
+        high=SPARE * references["plan"] + HOST_SPARE,
+        references=references,
         detail="without what Python, the compiler and freed arrays held before",
     )
 

@@ -231,7 +231,7 @@ def test_more_memory_than_planned_deviates(share: float, outcome: CheckOutcome, 
     result = run(machine, "memory")
     assert result.outcome is outcome
     assert set(found(result).values()) <= {speed.MEMORY}
-    assert result.measurements[0].beside["plan"] == planned
+    assert result.measurements[0].references["plan"] == planned
 
 
 def test_a_cpu_counts_what_learner_and_engine_add_to_the_process(
