@@ -195,7 +195,7 @@ class WeightUpdater:
         largest, mean = probe.differences(log_probs)
         self.last_difference = (largest, mean)
         max_largest, max_mean = self._tolerances
-        is_close = largest <= max_largest and mean <= max_mean  # false if one is no number
+        is_close = largest <= max_largest and mean <= max_mean  # false if one is not a number
         if not is_close:
             raise WeightUpdateError(
                 f"the engine's log-probs are not the learner's: they differ by up to {largest:.2g}"

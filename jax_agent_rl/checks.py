@@ -94,7 +94,7 @@ def _real(value: object) -> float | None:
     """Return a real number as a float, perhaps NaN or infinite.
 
     Returns:
-        None if the value is no real number, or beyond all floats.
+        None if the value is not a real number, or beyond all floats.
     """
     if not looks_like_number(value):
         return None

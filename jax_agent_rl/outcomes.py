@@ -44,7 +44,7 @@ eval, rollout, doctor         score                             shaping is for t
 reward_mean, best and worst   reward                            they show what is learned from
 trajectories, report, role
 metrics
-score_mean, warnings          score                             a penalty is no lost ability
+score_mean, warnings          score                             a penalty is not a lost ability
 strategies, trees, buffer     nothing                           what is sampled does not depend on
                                                                 rewards
 groups continued after a      score                             (1) is applied to it as in the first

@@ -128,7 +128,7 @@ class EnvironmentResponder(Responder):
         snapshots = self.context.environments.snapshots
         snapshot = prefix.snapshot
         if snapshot is None and prefix.fork is not None:
-            # The parent went on after the fork, which is no state of the branch.
+            # The parent went on after the fork, which is not a state of the branch.
             snapshot = snapshots.newest(prefix.fork.parent_id, prefix.fork.turns)
 
         restored_turns = 0

@@ -84,7 +84,7 @@ def task_arguments(words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{word!r} is no argument of a task: write key=value")
+            raise ConfigError(f"{word!r} is not an argument of a task: write key=value")
         try:
             arguments[key] = load_yaml(text)
         except yaml.YAMLError as error:

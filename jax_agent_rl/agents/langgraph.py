@@ -501,7 +501,7 @@ def calls_condition(state: MessagesState) -> str:
     """Return the next node of a graph that has a :class:`CallNode` named ``tools``.
 
     It is that node if the last message has calls. A turn that was cut ends the graph; what it began
-    to write of a call is no mistake.
+    to write of a call is not a mistake.
     """
     message = state["messages"][-1]
     if getattr(message, "tool_calls", None):

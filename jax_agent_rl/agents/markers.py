@@ -7,8 +7,8 @@
     opening="<tool>"    so <tool> 1 + 2 </tool>       what stands between the two markers
                                  ───────
 
-Text in a think block is no action: it is blanked before markers are looked for, and it is not part
-of an action, as tool servers look for calls in all they get.
+Text in a think block is not an action: it is blanked before markers are looked for. It is not part
+of an action either, as tool servers look for calls in all they get.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Markers:
         return f"show the model a call in the prompt, between {self._opening} and {closing}"
 
     def find(self, episode: Episode, output: TokenOutput) -> Action | None:
-        """Return the action of the turn last sampled; None if the turn is no action."""
+        """Return the action of the turn last sampled; None if the turn is not an action."""
         text = episode.outside_thinking(output)
         marker = _first_marker(text, self._settings.action_stop_tokens)
         if self._opening is not None:

@@ -127,7 +127,7 @@ class Prefix:
                 parent edited its history, so that its last context is not all of it.
         """
         if fork.parent_id != parent.trajectory_id or parent.segments:
-            raise ValueError(f"{fork} is no place in trajectory {parent.trajectory_id}")
+            raise ValueError(f"{fork} is not a place in trajectory {parent.trajectory_id}")
         if not 0 <= fork.turns < parent.num_turns:
             raise ValueError(
                 f"{fork}: trajectory {parent.trajectory_id} has {parent.num_turns} turns;"

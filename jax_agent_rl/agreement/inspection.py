@@ -89,7 +89,7 @@ def _one_sided_faults(engine: Samples, learner: Samples) -> list[TensorFault]:
         faults.append(TensorFault(name, Cause.MISSING_TENSOR, detail))
     for name in engine:
         if name not in learner:
-            faults.append(TensorFault(name, Cause.WRONG_TENSOR, "is no tensor of the learner's"))
+            faults.append(TensorFault(name, Cause.WRONG_TENSOR, "is not a tensor of the learner's"))
     return faults
 
 

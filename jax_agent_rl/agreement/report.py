@@ -33,7 +33,7 @@ class Tolerance:
     mean: float
 
     def holds(self, comparison: Comparison) -> bool:
-        """Return whether the gaps are within it; nothing compared is no breach."""
+        """Return whether the gaps are within it; nothing compared is not a breach."""
         if not comparison.tokens:
             return True
         return comparison.largest <= self.token and comparison.mean <= self.mean

@@ -378,7 +378,7 @@ class Search:
         for trial, remaining in self._trials(family, self.excerpt, self._excerpt_scores, outcome):
             if not self.explains(remaining, self.excerpt_gap):
                 continue
-            # Several trials may explain the excerpt: a window as long as the excerpt is no window.
+            # Several trials may explain the excerpt: a window may be longer than it.
             if outcome.confirmations == MAX_CONFIRMATIONS:
                 continue
             outcome.confirmations += 1

@@ -244,7 +244,7 @@ def _parts(text: str) -> Iterator[_Part]:
                 f"a schema has more than {MAX_DEPTH} levels: a flatter one is needed"
             ) from None
         except ValueError as error:
-            raise GrammarError(f"a schema is no JSON: {error}") from None
+            raise GrammarError(f"a schema is not JSON: {error}") from None
         yield _Part(text[part_start:position], schema, is_lark=False)
         part_start = position
     yield _Part(text[part_start:])

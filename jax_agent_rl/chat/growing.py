@@ -65,7 +65,7 @@ class GrowingReply:
         decode: returns the text of ids, with special tokens.
         scan: reads the text; or the parser of a format that reads a turn as a whole.
         end_ids: ids that end a turn. At its end they are not part of it.
-        special_ids: ids of special tokens, which are no part of text.
+        special_ids: ids of special tokens, which are not part of text.
         without_special_tokens: removes special tokens from a text.
     """
 

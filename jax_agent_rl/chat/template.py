@@ -60,8 +60,8 @@ def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
     """Return arguments for the chat template, such as ``{"enable_thinking": False}``.
 
     Raises:
-        ValueError: they are no object of JSON values, too long, or would replace the conversation
-            or the template.
+        ValueError: they are not an object of JSON values, are too long, or would replace the
+            conversation or the template.
     """
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise ValueError(

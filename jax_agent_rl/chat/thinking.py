@@ -32,7 +32,8 @@ _CLOSING_TAGS: dict[str, str] = dict(ALL_THINK_TAGS)  # by opening tag
 _TAG = re.compile(ANY_THINK_TAG)
 _VISIBLE = re.compile(r"\S")
 
-_CHANNEL_NAME = "thought\n"  # Gemma 4 writes it after its opening tag; it is no part of the thought
+# Gemma 4 writes it after its opening tag; it is not part of the thought.
+_CHANNEL_NAME = "thought\n"
 
 Step = Literal["opens", "closes", "began_inside", "text"]
 

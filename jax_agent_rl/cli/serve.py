@@ -331,7 +331,7 @@ def diagnose(
 
     from jax_agent_rl.runtime.policy_choice import run_config
 
-    run_config(run)  # before anything is imported for what is no run
+    run_config(run)  # before anything is imported for what is not a run
     from jax_agent_rl.agreement.report import breach_line
     from jax_agent_rl.runtime.diagnosis import diagnose_run
 

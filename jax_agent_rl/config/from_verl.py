@@ -334,7 +334,7 @@ def _derive_filter(verl: Mapping[str, Any]) -> dict[str, Any]:
     if batches < 1:
         choices.append("verl generates without limit; set algorithm.max_resample_rounds")
     else:
-        derived["algorithm.max_resample_rounds"] = batches - 1  # the first is no resampling
+        derived["algorithm.max_resample_rounds"] = batches - 1  # the first is not a resampling
 
     if choices:
         derived["choice"] = "; ".join(choices)

@@ -102,7 +102,7 @@ def read_overrides(path: Path) -> dict[str, Override]:
     text = path.read_text(encoding="utf-8", errors="replace")
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
-            f"{path} has {len(text)} characters, more than {MAX_CHARACTERS}: it is no script of"
+            f"{path} has {len(text)} characters, more than {MAX_CHARACTERS}: it is not a script of"
             " settings"
         )
     if path.suffix in (".yaml", ".yml"):

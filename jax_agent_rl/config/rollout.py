@@ -482,6 +482,6 @@ def _transport_problems(rollout: RolloutConfig) -> Iterator[str]:
     writes_files = rollout.weight_transport == "files" and rollout.backend != "jetstream"
     if writes_files and weight_dir is not None and "://" in weight_dir:
         yield (
-            f"rollout.weight_dir={weight_dir} is no folder of this machine; set"
+            f"rollout.weight_dir={weight_dir} is not a folder of this machine; set"
             " rollout.weight_transport=tensorstore, which writes to buckets"
         )

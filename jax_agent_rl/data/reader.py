@@ -290,7 +290,8 @@ class _Column:
         self._values = values
         self._converted: list[Any] | None = None
         if _is_converted(values.type):
-            # A ValueError is text that is no UTF-8. Converted one by one, the row with it is named.
+            # A ValueError is text that is not UTF-8: values are then converted one by one, so that
+            # the row with it is named.
             with suppress(ValueError):
                 self._converted = values.to_pylist()
 
@@ -461,7 +462,7 @@ def plain_row(raw: Any, location: str) -> Row:
         raw: as json or pyarrow read it.
 
     Raises:
-        DataError: it is no object, or holds something that a row cannot hold.
+        DataError: it is not an object, or holds something that a row cannot hold.
     """
     if not isinstance(raw, dict):
         raise DataError(f"{location}: must be an object, got {type(raw).__name__}")
@@ -539,7 +540,7 @@ def _plain_object(value: Row, depth: int, *, keeps_bytes: bool, media_keys: froz
 def _text(value: str) -> str:
     if not value.isascii() and has_lone_surrogate(value):
         raise _UnusableError(
-            "text with half of a surrogate pair, which is no character; remove it", value
+            "text with half of a surrogate pair, which is not a character; remove it", value
         )
     return value
 

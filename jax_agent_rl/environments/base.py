@@ -92,7 +92,7 @@ class Observation:
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics as floats; raise ValueError for one that is no number."""
+    """Return the metrics as floats; raise ValueError for one that is not a number."""
     numbers = {}
     for key, value in metrics.items():
         numbers[key] = as_float(value, f"an environment's metric {key!r}")

@@ -41,7 +41,7 @@ class EpisodeTool:
         run: runs a call with arguments that fit the schema; returns what the model reads.
 
     Raises:
-        ToolDefinitionError: the parameters are no valid schema.
+        ToolDefinitionError: the parameters are not a valid schema.
     """
 
     name: str

@@ -11,7 +11,7 @@
         """Runs a command."""
         return await env.run(command)
 
-The parameter ``env`` is no part of the schema. Life of a lease::
+The parameter ``env`` is not part of the schema. Life of a lease::
 
     scope trajectory    first call ─► acquire ─► reset ─► call, call, …      ─► released at the end
     scope global        each call  ─► acquire ─► reset if it is new ─► call  ─► released

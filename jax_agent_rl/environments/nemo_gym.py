@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Item = dict[str, Any]
 """An item of the Responses API."""
 _OWN_ROUTES = frozenset({"verify", "seed_session", "aggregate_metrics", "mcp"})
-"""Routes of a server that are no tools."""
+"""Routes of a server that are not tools."""
 _ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
 
 
@@ -286,7 +286,7 @@ def _prompt(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the prompt as messages.
 
     Raises:
-        EnvironmentFailedError: it holds what is no message of text.
+        EnvironmentFailedError: it holds what is not a message of text.
     """
     messages: list[Mapping[str, Any]] = []
     if params.get("instructions"):
@@ -298,7 +298,7 @@ def _prompt(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         role = _ROLES.get(str(item.get("role"))) if isinstance(item, Mapping) else None
         if role is None or item.get("type", "message") != "message":
             raise EnvironmentFailedError(
-                f"nemo_gym: the input holds what is no message: {brief_repr(item)}"
+                f"nemo_gym: the input holds what is not a message: {brief_repr(item)}"
             )
         messages.append({"role": role, "content": _item_text(item.get("content"))})
     return messages

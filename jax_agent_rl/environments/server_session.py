@@ -32,7 +32,7 @@ class ServerAnswer:
 
     @property
     def text(self) -> str:
-        """The content as text; what is no UTF-8 becomes U+FFFD."""
+        """The content as text; what is not UTF-8 becomes U+FFFD."""
         return self.content.decode("utf-8", "replace")
 
 
@@ -174,7 +174,7 @@ class ServerSession:
         return EnvironmentFailedError(f"{self._environment}: {problem}")
 
     def refused(self, path: str, answer: ServerAnswer) -> EnvironmentFailedError:
-        """Return an exception for an answer that is no success."""
+        """Return an exception for an answer that is not a success."""
         return self.error(f"{self.url}{path} answered HTTP {answer.status}: {answer.text[:300]}")
 
     def _open_http(self) -> aiohttp.ClientSession:

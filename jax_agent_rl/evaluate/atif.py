@@ -336,7 +336,7 @@ def read_atif(path: Path) -> RunData:
     """
     files = _files(path)
     if not files or not files[0].is_file():
-        raise DataError(f"{path} is no ATIF document, and no folder with some")
+        raise DataError(f"{path} is not an ATIF document, nor a folder with some")
     records = AtifRecords(files)
     first = next(records.documents(), None)
     config: dict[str, Any] = {}
@@ -376,7 +376,7 @@ class Words:
 class AtifRecords:
     """The trajectories of documents as records of a run.
 
-    It is a :class:`~jax_agent_rl.observe.run_dir.RecordSource`. A file that is no document is
+    It is a :class:`~jax_agent_rl.observe.run_dir.RecordSource`. A file that is not a document is
     skipped with a note.
     """
 
@@ -446,9 +446,9 @@ def _read(file: Path) -> atif.Trajectory:
     try:
         return model.model_validate(read_json_object(file))
     except ValidationError as error:
-        raise DataError(f"{file} is no ATIF document: {describe_problems(error)}") from None
+        raise DataError(f"{file} is not an ATIF document: {describe_problems(error)}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file} is no ATIF document: {error}") from None
+        raise DataError(f"{file} is not an ATIF document: {error}") from None
 
 
 def as_record(document: atif.Trajectory, *, words: Words, name: str) -> Record:

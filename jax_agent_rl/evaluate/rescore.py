@@ -308,7 +308,7 @@ class Rescoring:
                 "its sequences are windows of one conversation (agent.history_window), of which a"
                 " table does not hold the whole; a run folder does"
             )
-        # Penalties of algorithm.shaping are no part of a score.
+        # Penalties of algorithm.shaping are not part of a score.
         recorded = replace(trajectory, raw_score=None)
         if self.replay is not None:
             recorded = await self.replay.play(recorded)

@@ -35,7 +35,7 @@ from jax_agent_rl.jetstream.shapes import bucket
 from jax_agent_rl.jetstream.state_slots import NULL_STATE
 
 COLUMNS = (16, 32, 64)
-"""Columns of the programs that prefill. More are no faster."""
+"""Columns of the programs that prefill. More are not faster."""
 
 
 class ChunkPrefill:

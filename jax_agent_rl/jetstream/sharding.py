@@ -75,7 +75,7 @@ def make_engine_mesh(
             process's.
 
     Raises:
-        ConfigError: there are too few devices, or they are no block of a slice.
+        ConfigError: there are too few devices, or they are not a block of a slice.
     """
     devices = jax.local_devices() if devices is None else devices
     end = device_offset + config.devices

@@ -103,7 +103,7 @@ class UpdatePrograms:
         loss: Loss,
     ) -> None:
         check_patterns(optimizer, params)
-        transformation = make_optimizer(optimizer, 0.0)  # the rate is no part of its state
+        transformation = make_optimizer(optimizer, 0.0)  # the rate is not part of its state
         # Outputs have the shardings of the inputs they replace, so that no call compiles anew for
         # the result of another.
         self.everywhere = everywhere

@@ -154,7 +154,7 @@ def solve_chunks(tokens: DeltaTokens, is_ancestor: jax.Array) -> SolvedChunks:
     # A token fades what all its ancestors left, so sums run along paths.
     faded = jnp.einsum("bnhij,bnhj->bnhi", mask.astype(jnp.float32), log_decay, precision="highest")
     difference = faded[..., :, None] - faded[..., None, :]
-    # Masked before exp: the difference to a token that is no ancestor may overflow.
+    # Masked before exp: the difference to a token that is not an ancestor may overflow.
     decay = jnp.where(mask, jnp.exp(jnp.where(mask, difference, 0.0)), 0.0)
 
     size = q.shape[-2]

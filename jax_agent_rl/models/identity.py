@@ -103,7 +103,7 @@ def _read_header(content: mmap.mmap) -> tuple[int, Mapping[str, Any]]:
         raise ValueError(f"a header of {size} bytes")
     header = json.loads(content[8 : 8 + size])
     if not isinstance(header, dict):
-        raise ValueError("its header is no object")
+        raise ValueError("its header is not an object")
     return 8 + size, header
 
 

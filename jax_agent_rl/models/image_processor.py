@@ -166,7 +166,7 @@ def _size(pixels: Pixels | None, settings: Mapping[str, Any]) -> Mapping[str, in
     else:
         min_pixels = settings.get("min_pixels", _VIDEO_PIXELS[0])
         max_pixels = settings.get("max_pixels", _VIDEO_PIXELS[1])
-    # The image processor calls its pixel limits so, although they are no edges.
+    # The image processor calls its pixel limits so, although they are not edges.
     return {"shortest_edge": min_pixels, "longest_edge": max_pixels}
 
 

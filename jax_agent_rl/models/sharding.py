@@ -206,7 +206,7 @@ def place_mesh(shape: Sequence[int], devices: Sequence[Device], *, key: str) -> 
         key: the configuration key, for messages.
 
     Raises:
-        ConfigError: the devices are no block of a slice, or an axis does not follow its links.
+        ConfigError: the devices are not a block of a slice, or an axis does not follow its links.
     """
     types = (AxisType.Auto,) * len(shape)
     slices = _count_slices(devices)
@@ -226,7 +226,7 @@ def place_mesh(shape: Sequence[int], devices: Sequence[Device], *, key: str) -> 
     except AssertionError:  # raised by jax if the chips' coordinates leave holes
         raise ConfigError(
             f"{key} asks for {asked} = {len(devices)} chips, but the next {len(devices)} of this"
-            " slice are no block of it without holes; take 1, whole rows of the slice, or all"
+            " slice are not a block of it without holes; take 1, whole rows of the slice, or all"
         ) from None
 
 

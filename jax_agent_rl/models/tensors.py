@@ -163,7 +163,7 @@ def named_tensors(
 def unstack(names: Names, array: Any) -> Iterator[tuple[Stored, Any]]:
     """Yield where each part of an array is stored, and the part.
 
-    An array that is no stack is one part.
+    An array that is not a stack is one part.
     """
     if not isinstance(names, list):
         yield names, array
@@ -271,7 +271,7 @@ def open_tensors(files: Sequence[str | Path]) -> Tensors:
             raise ModelError(
                 f"{file} cannot be read ({error}); download or convert the model again"
             ) from error
-        names = handle.keys()  # safetensors' file is no mapping
+        names = handle.keys()  # safetensors' file is not a mapping
         for name in names:
             if name in tensors:
                 raise ModelError(

@@ -493,8 +493,8 @@ class RecordSource(Protocol):
 class Records:
     """The records of a JSON Lines file: a :class:`RecordSource`.
 
-    The file may be growing, truncated or damaged. Lines that are no record of its kind are skipped
-    and counted; :attr:`notes` reports them.
+    The file may be growing, truncated or damaged. Lines that are not records of its kind are
+    skipped and counted; :attr:`notes` reports them.
 
     Attributes:
         file: the file; it need not exist.

@@ -268,7 +268,7 @@ class SinceLast:
 class NoReward:
     """1 while every score has been 0, then 0; a :data:`Value`.
 
-    Penalties for length are no reward.
+    Penalties for length are not rewards.
     """
 
     def __init__(self) -> None:

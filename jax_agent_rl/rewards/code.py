@@ -88,7 +88,7 @@ def extract_program(text: str) -> str | None:
     r"""Return the program of an answer, or None: its last block that is tagged as Python.
 
     Without a tagged block, it is the last block without a tag; beside one, such blocks show what it
-    prints. A block that is not closed is no program: the model was cut off.
+    prints. A block that is not closed is not a program: the model was cut off.
 
     >>> extract_program("So:\n```python\nprint(1)\n```\nprints\n```\n1\n```")
     'print(1)\n'

@@ -271,7 +271,7 @@ def split_score(
                 parts[key] = as_score(part, f"its part {key!r}")
     except ValueError as error:
         raise reward_failure(
-            RewardError, reward, data_source, f"returned what is no reward: {error}"
+            RewardError, reward, data_source, f"returned what is not a reward: {error}"
         ) from None
     return score, parts
 

@@ -1,7 +1,7 @@
 r"""Rule-based rewards: extracted answers, compared as numbers, mathematics or words.
 
 What an environment or a task's tests gave is a reward by rule as well. What the policy only thought
-is no answer: every extraction reads the text outside think blocks
+is not an answer: every extraction reads the text outside think blocks
 (:func:`jax_agent_rl.chat.thinking.answer_of`).
 
 Mathematical answers are compared by value with math-verify (extra ``math``): ``0.5``, ``1/2`` and

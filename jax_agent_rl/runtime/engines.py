@@ -65,7 +65,7 @@ def check_engine(config: Config) -> None:
         ConfigError: vLLM is not installed or does not support the model or one of
             ``rollout.vllm.engine_args``, a server's token is not set,
             ``rollout.jetstream.engine_factory`` does not exist, or a folder of ``rollout.adapters``
-            is no adapter, or one of another model.
+            is not an adapter, or one of another model.
     """
     for name, folder in config.rollout.adapters.items():
         key = f"rollout.adapters.{name}"

@@ -174,10 +174,11 @@ async def read_engines(servers: Sequence[AsyncServer]) -> list[Metric]:
 
 
 def serving_config(config: Config, *, fixed_length: bool) -> Config:
-    """Return a configuration for clients instead of training: its lengths and turns are no budgets.
+    """Return a configuration for clients instead of training.
 
-    A context of an embedded engine may be as long as the model reads and the KV cache holds. The
-    cache and the chunks of prompts keep the sizes they have in training.
+    Its lengths and turns are not budgets. A context of an embedded engine may be as long as the
+    model reads and the KV cache holds. The cache and the chunks of prompts keep the sizes they have
+    in training.
 
     Args:
         fixed_length: keep ``rollout.max_model_len`` instead.

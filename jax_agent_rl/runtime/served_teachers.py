@@ -51,7 +51,7 @@ class CompletionsTeacher:
         transport: httpx transport, for tests.
 
     Raises:
-        ConfigError: the address is no URL, or the token's variable is not set.
+        ConfigError: the address is not a URL, or the token's variable is not set.
     """
 
     def __init__(self, teacher: TeacherConfig, *, transport: Any = None) -> None:

@@ -357,7 +357,7 @@ class Models:
             and parts[1] in ("weights", "sampler_weights")
         )
         if not is_named:
-            raise BadRequest(f"{path!r} is no path of a checkpoint: {PREFIX}MODEL/weights/NAME")
+            raise BadRequest(f"{path!r} is not a path of a checkpoint: {PREFIX}MODEL/weights/NAME")
         return self._below("checkpoints", *parts)
 
     def _below(self, *names: str) -> Path:
@@ -368,7 +368,7 @@ class Models:
         """
         for name in names:
             if name in ("", ".", "..") or "/" in name or "\0" in name:
-                raise BadRequest(f"{name!r} is no name of a model or a checkpoint")
+                raise BadRequest(f"{name!r} is not a name of a model or a checkpoint")
         *folders, name = names
         return self.folder.joinpath(*folders, f"{name}.npz")
 

@@ -72,7 +72,7 @@ def parse_batch(body: bytes) -> pb.ForwardBackwardRequest:
     try:
         message.ParseFromString(body)
     except Exception as error:  # protobuf's DecodeError differs between its implementations
-        raise BadRequest(f"the body is no ForwardBackwardRequest: {error}") from error
+        raise BadRequest(f"the body is not a ForwardBackwardRequest: {error}") from error
     return message
 
 
@@ -234,8 +234,8 @@ def _dense(
     """
     if not _is_csr(values, crow, columns, shape):
         raise BadRequest(
-            f"{name} is no sparse CSR tensor of shape {list(shape)}: its indices do not fit, or it"
-            f" has more than {MOST_COLUMNS} columns"
+            f"{name} is not a sparse CSR tensor of shape {list(shape)}: its indices do not fit, or"
+            f" it has more than {MOST_COLUMNS} columns"
         )
     dense = np.full(shape, fill, values.dtype)
     dense[_csr_rows(crow), columns] = values

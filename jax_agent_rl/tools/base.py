@@ -98,7 +98,7 @@ def as_response(result: ToolResult) -> ToolResponse:
 
     Raises:
         TypeError: it is not a :data:`ToolResult`, e.g. None.
-        ValueError: its reward is no number that float32 holds, or a metric is not finite.
+        ValueError: its reward is not a number that float32 holds, or a metric is not finite.
     """
     if not isinstance(result, tuple) or not 1 <= len(result) <= 3:
         return _single_response(result)

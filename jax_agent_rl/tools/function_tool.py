@@ -49,7 +49,7 @@ class FunctionTool(BaseTool):
             of it, instead of the derived one. Parameters of the function that it does not name are
             left to ``execute_kwargs``.
         threads: where a synchronous function runs.
-        supplied_parameters: parameters that a subclass passes, which are no part of the schema.
+        supplied_parameters: parameters that a subclass passes, which are not part of the schema.
 
     Raises:
         ToolDefinitionError: not a function; no or unsupported annotation, ``*args``, ``**kwargs``,

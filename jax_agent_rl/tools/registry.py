@@ -230,8 +230,8 @@ def _import_tool(name: Any, origin: str) -> type | BaseTool:
     is_tool_class = isinstance(cls, type) and (issubclass(cls, BaseTool) or is_verl_tool(cls))
     if not is_tool_class:
         raise ToolDefinitionError(
-            f"{origin}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool or of verl's (found"
-            f" {cls!r:.80})"
+            f"{origin}: {name!r} is not a subclass of jax_agent_rl.tools.BaseTool or of verl's"
+            f" (found {cls!r:.80})"
         )
     return cls
 

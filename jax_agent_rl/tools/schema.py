@@ -179,7 +179,7 @@ def check_parameters(parameters: Mapping[str, Any], what: str) -> None:
         Draft202012Validator.check_schema(parameters)
     except SchemaError as error:
         raise ToolDefinitionError(
-            f"{what} are no valid JSON Schema: {error.json_path}: {error.message}"
+            f"{what} are not valid JSON Schema: {error.json_path}: {error.message}"
         ) from None
     for reference in _references(parameters):
         if not _resolves(parameters, reference):

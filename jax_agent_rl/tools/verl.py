@@ -11,7 +11,7 @@ missing, these modules stand in::
     verl.utils.rollout_trace   rollout_trace_op, which does nothing: sessions trace every call
 
 Every other module comes from verl's own files, if they are there: its GSM8K tool needs neither Ray
-nor PyTorch. A folder that only has the name, such as a clone beside the configuration, is no verl:
+nor PyTorch. A folder that only has the name, such as a clone beside the configuration, is not verl:
 the package is the folder in it.
 
 :class:`VerlTool` runs an instance of such a class, for all trajectories.

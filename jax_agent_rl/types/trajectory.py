@@ -288,7 +288,7 @@ class Trajectory:
 
     @property
     def tree_id(self) -> str:
-        """Id of the first trajectory of its tree: its own, if it is no branch."""
+        """Id of the first trajectory of its tree: its own, if it is not a branch."""
         return self.fork.tree_id if self.fork else self.trajectory_id
 
     @property

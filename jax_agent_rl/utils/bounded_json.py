@@ -52,7 +52,7 @@ def decode_json(
 
     Raises:
         TooDeepError: it is nested too deep.
-        ValueError: it is no JSON in UTF-8, or holds what is refused.
+        ValueError: it is not JSON in UTF-8, or holds what is refused.
     """
     # Every value but the first follows a comma or an opening bracket.
     count = content.count(b",") + content.count(b"[") + content.count(b"{")
@@ -86,7 +86,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
     Raises:
         OSError: it cannot be opened.
-        ValueError: it is no regular file, is too large, or holds no JSON object.
+        ValueError: it is not a regular file, is too large, or holds no JSON object.
     """
     content = read_regular_file(file, MAX_FILE_BYTES)
     value = decode_json(content, non_finite=True)
@@ -100,7 +100,7 @@ def parse_json(text: str) -> Any:
 
     Raises:
         TooDeepError: it is nested too deep.
-        ValueError: it is no JSON, or more than JSON.
+        ValueError: it is not JSON, or more than JSON.
     """
     return _STRICT.read(text)
 

@@ -51,7 +51,7 @@ def expand_path(path: str | os.PathLike[str]) -> Path:
 def read_regular_file(path: Path, limit: int) -> bytes:
     """Read a file that others may have put there.
 
-    At most ``limit`` bytes are read, and what is no regular file is refused: a named pipe would
+    At most ``limit`` bytes are read, and what is not a regular file is refused: a named pipe would
     block the reader.
 
     Raises:

@@ -17,7 +17,7 @@ rewound writes step 7 again, and a folder may be replaced by another one. Whatev
 later is therefore looked up by a fingerprint.
 
 They are XXH3-128 digests, which cost about as much as reading memory, and find damage, mistakes and
-other content. They are no protection against somebody who forges both.
+other content. They do not protect against somebody who forges both.
 """
 
 from __future__ import annotations

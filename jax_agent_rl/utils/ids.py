@@ -23,8 +23,8 @@ def check_safe_id(value: str) -> str:
     """
     if len(value) > MAX_ID_LENGTH or not _SAFE.fullmatch(value):
         raise ValueError(
-            f"{value[:80]!r} is no id: it needs 1 to {MAX_ID_LENGTH} letters, digits and . _ : @ +"
-            " -, and begins with a letter, a digit or _"
+            f"{value[:80]!r} is not an id: it needs 1 to {MAX_ID_LENGTH} letters, digits and . _ :"
+            " @ + -, and begins with a letter, a digit or _"
         )
     return value
 

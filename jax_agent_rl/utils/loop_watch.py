@@ -14,8 +14,8 @@ Whose code it is, the stack says: the frames inside the loop, from the innermost
 first coroutine of this package. This package's own work (a compilation, say) is nobody's fault, and
 neither is what called the loop: the command, or a script of the user's.
 
-The thread counts its own rounds, not seconds, so a machine that was suspended is no false alarm. A
-call that never releases the interpreter (a backtracking regular expression) stops this thread as
+The thread counts its own rounds, not seconds, so a machine that was suspended is not a false alarm.
+A call that never releases the interpreter (a backtracking regular expression) stops this thread as
 well.
 """
 

@@ -162,7 +162,7 @@ def data_url_bytes(url: str) -> bytes:
     """Return what a ``data:`` URL holds, or base64 without the URL's head.
 
     Raises:
-        ValueError: it is no base64.
+        ValueError: it is not base64.
     """
     import base64
 
@@ -179,7 +179,7 @@ def data_url(source: str | bytes) -> str:
         source: as in :func:`read_media`.
 
     Raises:
-        ValueError: it is no image.
+        ValueError: it is not an image.
     """
     import base64
 

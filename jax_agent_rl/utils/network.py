@@ -85,7 +85,9 @@ def listen_on(host: str, port: int) -> socket.socket:
         ConfigError: the port is in use or no port, or the address is not this machine's.
     """
     if not 0 <= port <= LAST_PORT:
-        raise ConfigError(f"{port} is no port: ports are 0 (which takes a free one) to {LAST_PORT}")
+        raise ConfigError(
+            f"{port} is not a port: ports are 0 (which takes a free one) to {LAST_PORT}"
+        )
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -1,7 +1,7 @@
 """Optional packages: whether one is installed, its import, and the command that installs it.
 
 Python takes any folder of that name on its path for a package without content, and W&B, for one,
-makes a folder ``wandb`` in the working directory. Such a folder is no installed package.
+makes a folder ``wandb`` in the working directory. Such a folder is not an installed package.
 """
 
 from __future__ import annotations

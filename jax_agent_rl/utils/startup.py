@@ -62,7 +62,7 @@ def own_environment() -> dict[str, str]:
 class _StderrHandler(logging.StreamHandler[TextIO]):
     """Handler that writes to the current ``sys.stderr``.
 
-    A live display replaces it to print above itself. If the real standard error is no terminal,
+    A live display replaces it to print above itself. If the real standard error is not a terminal,
     that one is used.
     """
 

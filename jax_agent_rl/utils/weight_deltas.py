@@ -137,7 +137,7 @@ def _read_delta(delta: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
         return {name: metadata[name] for name in ("base", "count")}, tensors
     except (SafetensorError, KeyError, TypeError) as error:
         raise WeightUpdateError(
-            f"{delta.name} is no weight delta: {error}; send the whole file"
+            f"{delta.name} is not a weight delta: {error}; send the whole file"
         ) from error
 
 
@@ -146,7 +146,7 @@ def _data_start(file: Path) -> int:
     with file.open("rb") as stream:
         length_bytes = stream.read(8)
     if len(length_bytes) < 8:
-        raise OSError(f"{file} is no safetensors file: it has {len(length_bytes)} bytes")
+        raise OSError(f"{file} is not a safetensors file: it has {len(length_bytes)} bytes")
     (header_length,) = struct.unpack("<Q", length_bytes)
     return 8 + header_length
 

@@ -27,7 +27,7 @@ def load_yaml(text: str) -> Any:
     """Return the value of a document.
 
     Raises:
-        yaml.YAMLError: it is no YAML, is beyond a bound, or has a key twice in one mapping.
+        yaml.YAMLError: it is not YAML, is beyond a bound, or has a key twice in one mapping.
     """
     return _read(text, yaml.SafeLoader.get_single_data)
 

@@ -1138,7 +1138,7 @@ def test_a_model_of_any_name_has_no_file_elsewhere(tmp_path):
     models: Any = object.__new__(Models)
     models.folder = tmp_path
     for name in ("../x", "a/../../x", "..", ".", "", "a\0b", "/x"):
-        with pytest.raises(BadRequest, match="no name|no path"):
+        with pytest.raises(BadRequest, match="not a name|not a path"):
             models.snapshot_file(name, 1)
-        with pytest.raises(BadRequest, match="no name|no path"):
+        with pytest.raises(BadRequest, match="not a name|not a path"):
             models.fingerprint(f"{PREFIX}{name}/weights/a")

@@ -199,5 +199,5 @@ def read_verdict(result: JobResult) -> tuple[float, str]:
     text = result.file.strip()
     reward = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not math.isfinite(reward):
-        return 0.0, f"the reward file holds {text[:100]!a}, which is no finite number"
+        return 0.0, f"the reward file holds {text[:100]!a}, which is not a finite number"
     return reward, ""

@@ -173,7 +173,7 @@ def read_mounts(mounts: Mapping[str, str], *, key: str) -> dict[str, Path]:
         key: of the setting, for the message.
 
     Raises:
-        ConfigError: one of them is no folder.
+        ConfigError: one of them is not a folder.
     """
     folders = {}
     for name, path in mounts.items():

@@ -305,14 +305,14 @@ class Packer:
         self._entries_left = max_entries
 
     def add_folder(self, folder):
-        """Add what is in a folder, which is no link.
+        """Add what is in a folder, which is not a link.
 
         Raises:
             OSError: it cannot be read.
             ValueError: it is too large.
         """
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
-            raise ValueError("the working folder is no folder any more")
+            raise ValueError("the working folder is not a folder any more")
         unread = [""]
         while unread:
             subfolder = unread.pop()
@@ -382,7 +382,7 @@ def pack_folder(result, folder, path_inside, limits):
 def is_plain_name(name):
     """Return whether a path below a folder is relative, leads nowhere else, and is not too long.
 
-    Control characters are refused. Bytes that are no UTF-8 are kept, as Python writes them.
+    Control characters are refused. Bytes that are not UTF-8 are kept, as Python writes them.
     """
     try:
         encoded = os.fsencode(name)

@@ -153,9 +153,9 @@ def read_tree(packed: bytes, limits: WorkspaceLimits, path_inside: str) -> tuple
     line, _, contents = packed.partition(b"\n")
     if len(line) > MAX_HEADER_BYTES:
         raise ValueError(f"its list of entries has {len(line)} bytes")
-    listed = decode_json(line, lone_surrogates=True)  # in names that are no UTF-8
+    listed = decode_json(line, lone_surrogates=True)  # in names that are not UTF-8
     if not isinstance(listed, list):
-        raise ValueError("its first line is no list of entries")
+        raise ValueError("its first line is not a list of entries")
     return _entries(listed, contents, limits, path_inside)
 
 
@@ -312,7 +312,7 @@ def _entries(
                     raise ValueError(f"the link {name[:200]!a} leads out of it")
                 entry = Entry(kind="link", name=name, target=target)
             case _:
-                raise ValueError(f"{str(line)[:200]!a} is no entry")
+                raise ValueError(f"{str(line)[:200]!a} is not an entry")
 
         parent, _, _ = entry.name.rpartition("/")
         if parent not in folders:

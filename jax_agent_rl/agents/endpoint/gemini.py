@@ -102,7 +102,7 @@ class GeminiBlob(_GoogleObject):
 
     @property
     def chat_part(self) -> dict[str, Any]:
-        """The image as a part of a chat message; what is no image is refused with the message."""
+        """The image as a part of a chat message, which refuses what is not an image."""
         # Google's clients write base64 in either alphabet.
         data = self.data.replace("-", "+").replace("_", "/")
         url = f"data:{self.mime_type};base64,{data}"

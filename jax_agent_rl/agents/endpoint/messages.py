@@ -389,7 +389,7 @@ def _assistant_message(content: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _blocks(content: Any) -> list[dict[str, Any]]:
-    """Return content that is no text as blocks; raise ApiError if it is neither."""
+    """Return content that is not text as blocks; raise ApiError if it is neither."""
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise ApiError(400, "messages: content must be text or a list of blocks", param="messages")
     return content

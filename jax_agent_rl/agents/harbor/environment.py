@@ -258,7 +258,7 @@ class LocalEnvironment(BaseEnvironment):
         source = str(PurePosixPath(self._workdir) / source_path)
         entries = await self._running.read(source)
         if len(entries) != 1 or entries[0].name != PurePosixPath(source).name:
-            raise ToolError(f"{source} in the sandbox is no file")
+            raise ToolError(f"{source} in the sandbox is not a file")
         await asyncio.to_thread(_write_files, {Path(target_path): entries[0]})
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:

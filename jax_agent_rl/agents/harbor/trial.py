@@ -370,7 +370,7 @@ def reward_of(rewards: Mapping[str, float], key: str) -> float:
     """Return the reward among those of a verifier.
 
     Raises:
-        RewardError: there are several, none of which has the name ``key``, or it is no score.
+        RewardError: there are several, none of which has the name ``key``, or it is not a score.
     """
     if key in rewards:
         reward = rewards[key]

@@ -154,7 +154,7 @@ def _text_reader(text_argument: tuple[str, str] | None) -> Reader:
 def _only_text_argument(tools: Sequence[Schema]) -> tuple[str, str] | None:
     """Return the names of the only tool and its only required argument.
 
-    None if there are several, or the argument is no string.
+    None if there are several, or the argument is not a string.
     """
     if len(tools) != 1:
         return None

@@ -142,7 +142,7 @@ class Literals:
 
         word = self.word()
         if word not in _CONSTANTS:
-            raise self.error(f"{word[:40]!r} is no literal")
+            raise self.error(f"{word[:40]!r} is not a literal")
         return _CONSTANTS[word]
 
     def error(self, message: str) -> LiteralError:

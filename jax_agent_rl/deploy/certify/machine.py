@@ -203,7 +203,7 @@ class Machine:
 
     @property
     def chip(self) -> Chip | None:
-        """``plan``'s description of the chip; None if it is no TPU that ``plan`` knows."""
+        """``plan``'s description of the chip; None if it is not a TPU that ``plan`` knows."""
         return CHIPS.get(KINDS.get(self.devices[0].device_kind, ""))
 
     def flops(self, dtype: str) -> float:

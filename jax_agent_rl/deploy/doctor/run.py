@@ -527,7 +527,7 @@ async def _check_server(report: Reporter, url: str, token: str | None) -> None:
 def _right_answer(row: Row) -> str | None:
     """Return a right answer by the row's ground truth.
 
-    None if the truth is no answer, as the tests of a program, or if nobody compares it.
+    None if the truth is not an answer, as the tests of a program, or if nobody compares it.
     """
     truth = (row.get("reward_model") or {}).get("ground_truth")
     if isinstance(truth, Mapping):

@@ -60,7 +60,7 @@ def variable(text: str) -> tuple[str, str | None]:
     name, separator, value = text.partition("=")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no environment variable: write NAME, or NAME=VALUE"
+            f"{text!r} is not an environment variable: write NAME, or NAME=VALUE"
         )
     if not separator:
         return name, None

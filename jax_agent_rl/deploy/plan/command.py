@@ -186,7 +186,7 @@ def check_image(file: Path) -> None:
     kind = file.suffix.removeprefix(".").lower()
     if kind not in Figure().canvas.get_supported_filetypes():
         raise ConfigError(
-            f"--plot {file}: {kind!r} is no image format; end it with .png, .pdf or .svg"
+            f"--plot {file}: {kind!r} is not an image format; end it with .png, .pdf or .svg"
         )
     if not file.parent.is_dir():
         raise ConfigError(
@@ -341,7 +341,7 @@ def main() -> None:
     """Read a :class:`PlanTask` from standard input, and answer with lines, each a JSON object."""
     quiet_logging()
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries is no answer
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries is not an answer
 
         def answer(**line: Any) -> None:
             print(json.dumps(line), file=answers, flush=True)

@@ -181,7 +181,8 @@ class Slice:
             raise ConfigError(f"topology {text!r}: {name} comes as {', '.join(SHAPES[name])}")
         if count == 0:
             raise ConfigError(
-                f"topology {text!r} is no slice; leave out '0*', or say how many: 2*{name}:{sizes}"
+                f"topology {text!r} is not a slice; leave out '0*', or say how many:"
+                f" 2*{name}:{sizes}"
             )
         return cls(chip=chip, shape=tuple(int(size) for size in sizes.split("x")), count=count)
 

@@ -198,7 +198,7 @@ def _observations(trajectory: Trajectory) -> list[tuple[int, ...]]:
     They are a prompt, or what was appended to the previous turn. For a segment that goes on where
     another turn of its trajectory ended, they are what follows that turn.
     """
-    # Not its sequences: what a history window repeats is no observation.
+    # Not its sequences: what a history window repeats is not an observation.
     contexts = (*trajectory.segments, trajectory)
     inherited_lengths = inherited(contexts) if trajectory.segments else [0]
 

@@ -252,7 +252,7 @@ def carried_fields(unread: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in unread.items():
         if name in BOOKKEEPING or name in ROPE_SECTIONS or name.startswith("_"):
             continue
-        # An inert object, such as id2label, has keys that are no fields.
+        # An inert object, such as id2label, has keys that are not fields.
         is_section = isinstance(value, Mapping) and name not in INERT
         carried[name] = carried_fields(value) if is_section else value
     return carried

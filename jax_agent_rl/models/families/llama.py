@@ -57,7 +57,7 @@ _DEFAULTS = {
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
 }
-# Of transformers' configurations of Mistral, where the field is absent; null is no window.
+# Of transformers' configurations of Mistral, where the field is absent; null is not a window.
 _WINDOW = 4096
 
 

@@ -36,7 +36,7 @@ def read(raw: Fields) -> DecoderConfig:
     common = read_common(raw, _DEFAULTS)
     full, local = _rope_sections(raw)
     count = common["num_layers"]
-    default_window = None if "sliding_window" in raw else _WINDOW  # null is no window
+    default_window = None if "sliding_window" in raw else _WINDOW  # null is not a window
     return DecoderConfig(
         **common,
         rope=read_rope_section(raw, full, _DEFAULTS),

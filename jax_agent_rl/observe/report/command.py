@@ -86,7 +86,7 @@ def read_run(run: Path) -> RunData:
     """
     names = ("config.json", "metrics.jsonl", "trajectories.jsonl")
     if not any((run / name).is_file() for name in names):
-        raise DataError(f"{run} is no run folder: it has no {', no '.join(names)}")
+        raise DataError(f"{run} is not a run folder: it has no {', no '.join(names)}")
 
     run_dir = RunDir(run)
     notes: list[str] = []

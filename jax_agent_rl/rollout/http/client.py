@@ -429,7 +429,7 @@ def _message(line: bytes) -> dict[str, Any]:
 
     Raises:
         Exception: the error that the message holds.
-        BackendError: the line is no message.
+        BackendError: the line is not a message.
     """
     try:
         message = decode_json(line, max_values=MAX_LINE_VALUES, non_finite=True)
@@ -440,6 +440,6 @@ def _message(line: bytes) -> dict[str, Any]:
         error = wire.decode_error(message["error"])
     except (ValueError, KeyError, TypeError) as problem:
         raise BackendError(
-            f"a line of the answer is no message of a rollout server: {problem}"
+            f"a line of the answer is not a message of a rollout server: {problem}"
         ) from None
     raise error

@@ -266,7 +266,7 @@ async def command_run(
             f"the run in {folder} did not answer within {COMMAND_SECONDS:g} seconds"
         ) from None
     except (UnreadableAnswerError, ValueError, KeyError, TypeError) as error:
-        raise BackendError(f"what answers for the run in {folder} is no run: {error}") from None
+        raise BackendError(f"what answers for the run in {folder} is not a run: {error}") from None
     except aiohttp.ClientConnectorError as error:
         raise ConfigError(
             f"the run in {folder} does not answer ({error}): it was killed, or it runs on another"

@@ -388,7 +388,7 @@ async def _execute(
 async def _decode(output: bytearray) -> str:
     """Decode output piece by piece.
 
-    Decoding 16 MiB that are no UTF-8 at once would hold the event loop for half a second.
+    Decoding 16 MiB that are not UTF-8 at once would hold the event loop for half a second.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = []

@@ -237,7 +237,7 @@ async def open_sandbox(
     """Return a sandbox that was tested on this machine.
 
     Args:
-        mode: ``unsafe_local`` is no sandbox at all and must be requested.
+        mode: ``unsafe_local`` is not a sandbox at all and must be requested.
         limits: default limits of a program.
         python: interpreter of programs, by default this one. Programs can import the packages of
             its environment.

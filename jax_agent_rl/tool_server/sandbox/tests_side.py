@@ -65,8 +65,8 @@ class TestsSide(Peer):
             self._functions.append(value)
             return {"callback": len(self._functions) - 1}
         raise TypeError(
-            f"a {type(value).__name__} of the tests cannot be passed to the program: it is no plain"
-            " data"
+            f"a {type(value).__name__} of the tests cannot be passed to the program: it is not"
+            " plain data"
         )
 
     def resolve(self, reference):
@@ -120,7 +120,7 @@ class TestsSide(Peer):
             return None, self.decode(reply["value"]), list(args)
         except (KeyError, TypeError, ValueError, LookupError) as error:
             raise RemoteError(
-                f"the program's process sent {str(reply):.200}, which is no answer"
+                f"the program's process sent {str(reply):.200}, which is not an answer"
             ) from error
 
     def _receive(self):
@@ -555,7 +555,7 @@ def become_main(namespace):
 class Nonsense:
     """The answer of a program that knows nothing.
 
-    Anything can be done with it, and it is no right answer.
+    Anything can be done with it, and it is not a right answer.
 
     Args:
         equality: the result of every comparison.

@@ -53,7 +53,7 @@ async def test_nothing_outside_the_working_folder_reaches_the_tests(command: str
     [
         ("kill -9 -1", "the sandbox has ended"),
         ("head -c 2000000 /dev/zero > big", "too large"),
-        ("rm -r /tmp/app; touch /tmp/app", "no folder any more"),
+        ("rm -r /tmp/app; touch /tmp/app", "not a folder any more"),
     ],
 )
 async def test_a_folder_that_tests_cannot_run_on_earns_nothing(

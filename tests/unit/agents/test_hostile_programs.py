@@ -238,11 +238,11 @@ async def test_what_could_lead_the_tests_elsewhere_is_left_out_and_named(tmp_pat
         ),
         (
             "import os\nos.chdir('/tmp'); os.rename('app', 'away'); os.symlink('/etc', 'app')",
-            "no folder any more",
+            "not a folder any more",
         ),
         (
             "import os\nos.chdir('/tmp'); os.rename('app', 'away'); os.mkfifo('app')",
-            "no folder any more",
+            "not a folder any more",
         ),
         ("import os\nos.chdir('/tmp'); os.rename('app', 'away')", "No such file"),
     ],

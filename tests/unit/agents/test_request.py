@@ -55,7 +55,7 @@ def test_of_a_turn_that_is_cut_the_first_ids_keep_their_log_probs():
         (fork(2), {"value": "2 turns", "fix": "keep fewer"}),
         (fork(-1), {"value": "2 turns", "fix": "keep fewer"}),
         (fork(1, 2), {"key": "turn 1 of g-0", "value": "2 ids"}),
-        (fork(0, parent="g-7"), {"value": "no place", "key": "trajectory g-0"}),
+        (fork(0, parent="g-7"), {"value": "not a place", "key": "trajectory g-0"}),
     ],
 )
 def test_a_place_that_is_none_is_refused(wrong: Fork, named: dict):
@@ -65,7 +65,7 @@ def test_a_place_that_is_none_is_refused(wrong: Fork, named: dict):
 
 def test_a_trajectory_that_left_contexts_behind_has_no_single_beginning():
     edited = replace(PARENT, segments=(trajectory([3], [5]),))
-    with raises(ValueError, value="no place"):
+    with raises(ValueError, value="not a place"):
         Prefix.of(edited, fork(1))
 
 

@@ -296,7 +296,7 @@ def test_a_number_in_the_reward_file_is_the_reward(text, reward):
 def test_anything_else_in_the_reward_file_is_no_reward_and_is_named(text):
     reward, note = read_verdict(JobResult(exit_code=0, file=text))
     assert reward == 0.0
-    assert "no finite number" in note
+    assert "not a finite number" in note
 
 
 @pytest.mark.parametrize(

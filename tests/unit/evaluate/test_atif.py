@@ -237,9 +237,9 @@ def test_a_file_that_is_no_document_is_a_note(tmp_path: Path):
 
 
 def test_a_folder_without_documents_is_told_apart(tmp_path: Path):
-    with raises(DataError, value="no ATIF document"):
+    with raises(DataError, value="not an ATIF document"):
         read_atif(tmp_path)
-    with raises(DataError, value="no ATIF document"):
+    with raises(DataError, value="not an ATIF document"):
         read_atif(tmp_path / "missing.json")
 
 

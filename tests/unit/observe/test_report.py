@@ -434,7 +434,7 @@ def test_a_group_is_a_tree_in_which_common_turns_stand_once():
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="no run folder"):
+    with pytest.raises(DataError, match="not a run folder"):
         write_report(tmp_path)
 
 

@@ -322,7 +322,7 @@ def _function(**changed):
         (
             None,
             _function(parameters={"type": "object", "properties": {"query": {"type": "text"}}}),
-            {"value": "no valid JSON"},
+            {"value": "not valid JSON"},
         ),
     ],
 )

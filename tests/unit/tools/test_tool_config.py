@@ -113,8 +113,8 @@ BAD_SCHEMA = {
         ({"class": "x"}, ConfigError, r"unknown keys \['class'\]"),
         ({}, ConfigError, "needs a class_name"),
         ({"class_name": "no.such.Tool"}, ConfigError, "no such module"),
-        ({"class_name": "FILE:Missing"}, ToolDefinitionError, "no subclass"),
-        ({"class_name": "builtins.dict"}, ToolDefinitionError, "no subclass"),
+        ({"class_name": "FILE:Missing"}, ToolDefinitionError, "not a subclass"),
+        ({"class_name": "builtins.dict"}, ToolDefinitionError, "not a subclass"),
         ({"class_name": "FILE:Scale"}, ToolDefinitionError, "could not be built"),
         (
             {"class_name": "FILE:Scale", "config": {"fctor": 1}, "tool_schema": SCHEMA},
@@ -129,7 +129,7 @@ BAD_SCHEMA = {
         (
             {"class_name": "FILE:Scale", "tool_schema": BAD_SCHEMA},
             ToolDefinitionError,
-            "no valid JSON Schema",
+            "not valid JSON Schema",
         ),
         ({"class_name": "FILE:Named", "config": {"type": "remote"}}, ConfigError, "native or mcp"),
         ({"class_name": "FILE:Named", "config": {"type": "mcp"}}, ConfigError, "do not fit"),

@@ -466,7 +466,7 @@ async def test_a_failed_import_names_key_cause_and_package(write, alone, layout,
             GRADER.replace("parameters: dict[str, Any], **kwargs", "parameters, agent_data"),
             "requires agent_data",
         ),
-        (GRADER.replace("class Grader(BaseTool)", "class Grader"), "no subclass"),
+        (GRADER.replace("class Grader(BaseTool)", "class Grader"), "not a subclass"),
         (
             GRADER.replace('config["penalty"]', "penalty").replace(
                 "_states = {}", "x = config['no']"
@@ -476,7 +476,7 @@ async def test_a_failed_import_names_key_cause_and_package(write, alone, layout,
     ],
 )
 async def test_a_class_that_cannot_run_is_refused_with_its_place(write, code, message):
-    code = code.replace("async def release", "def release") if message == "no subclass" else code
+    code = code.replace("async def release", "def release") if message == "not a subclass" else code
     with raises(ToolDefinitionError, key="tools.yaml (tools[0])", value=message):
         async with open_tools(write(code)):
             pass

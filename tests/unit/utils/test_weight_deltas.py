@@ -110,10 +110,10 @@ def compressed(values: list[int], dtype: str) -> np.ndarray:
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (lambda d: d.write_bytes(b"no delta"), {"value": "no weight delta"}),
+        (lambda d: d.write_bytes(b"no delta"), {"value": "not a weight delta"}),
         (
             lambda d: save_file({"header": np.zeros(3, np.uint8)}, d, metadata={"base": "d"}),
-            {"value": "no weight delta"},
+            {"value": "not a weight delta"},
         ),
         (lambda d: rewrite(d, {"count": "-1"}), {"value": "-1 changes"}),
         (

@@ -81,7 +81,9 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.bucket is not None and not _BUCKET.fullmatch(self.bucket):
-            raise LaunchError(f"--bucket {self.bucket!r} is no bucket: it has the form gs://NAME")
+            raise LaunchError(
+                f"--bucket {self.bucket!r} is not a bucket: it has the form gs://NAME"
+            )
 
     def __str__(self) -> str:
         count = f"{self.slices} slices" if self.slices > 1 else "one slice"
@@ -161,7 +163,7 @@ def pack(root: Path, target: Path, *, extra: Mapping[str, bytes]) -> None:
         extra: contents of further files, by name.
 
     Raises:
-        LaunchError: ``root`` is no git checkout.
+        LaunchError: ``root`` is not a git checkout.
     """
     list_files = ["git", "-C", str(root), "ls-files", "-z"]
     list_files += ["--cached", "--others", "--exclude-standard"]
@@ -173,7 +175,7 @@ def pack(root: Path, target: Path, *, extra: Mapping[str, bytes]) -> None:
         ) from None
     if result.returncode:
         raise LaunchError(
-            f"{root} is no git checkout, so the files that go to the hosts are unknown: git init"
+            f"{root} is not a git checkout, so the files that go to the hosts are unknown: git init"
             f" there, and let .gitignore name what stays here ({result.stderr.strip()})"
         )
 

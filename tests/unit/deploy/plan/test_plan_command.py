@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
         (
             "v5e:2x2",
             ["learner.mesh.fsdp=3", "learner.mesh.tensor=1"],
-            "the next 3 of this slice are no block",
+            "the next 3 of this slice are not a block",
         ),
         (
             "v5e:2x2",

@@ -32,7 +32,7 @@ def test_a_slice_is_known_by_its_name(text, chips):
         ("v5e:0x4", {"key": "v5e", "fix": "1x1, 2x2"}),
         ("v5e:4x2", {"key": "v5e", "fix": "1x1, 2x2, 2x4"}),
         ("v6e:32x32", {"key": "v6e", "fix": "16x16"}),
-        ("0*v5e:2x2", {"value": "no slice", "fix": "leave out '0*'"}),
+        ("0*v5e:2x2", {"value": "not a slice", "fix": "leave out '0*'"}),
     ],
 )
 def test_a_name_that_is_none_is_refused_with_one_that_is(text, named):

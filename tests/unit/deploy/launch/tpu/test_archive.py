@@ -52,5 +52,5 @@ def test_outside_a_checkout_nothing_tells_what_to_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with raises(LaunchError, value="no git checkout"):
+    with raises(LaunchError, value="not a git checkout"):
         job.pack(tmp_path, tmp_path / "x.tar.gz", extra={})
