@@ -81,7 +81,7 @@ class CallFormat:
         argument: name of a call's text there.
         opening: marker before a call; None: a call begins with its turn.
         frame: text around an observation, with ``{}`` for it.
-        stateful: whether calls leave state behind, so that branches repeat those of their parents.
+        stateful: whether calls leave state behind, so that branches repeat their parents' calls.
     """
 
     tool: str

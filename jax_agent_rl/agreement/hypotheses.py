@@ -236,7 +236,7 @@ def with_one_in_memory(
 
 
 def stale_version(subject: DiagnosisSubject) -> Trials:
-    """Try older weights: all of them, from a turn on, or those of the head alone."""
+    """Try older weights: all of them, from a turn on, or the head's alone."""
     first_context = subject.contexts[0]
     for name, make in subject.older.items():
         yield Trial(cause=Cause.STALE_VERSION, label=f"serves the weights of {name}", params=make)
@@ -1176,7 +1176,7 @@ def _with_first(pair: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _with_layers(subject: DiagnosisSubject, first: int, tensors: LayerPair) -> Params:
-    """Return all parameters with those of one layer and the next replaced."""
+    """Return all parameters, with one layer's and the next one's replaced."""
     layers = {}
     for key, x in subject.params["layers"].items():
         with_key = subject.model.layers_with(key)
@@ -1241,7 +1241,7 @@ class _LayerNames:
         return name_in_layer or str(name)
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return the parameters of a layer that can be exchanged: those of equal shapes."""
+        """Return the parameters of a layer that can be exchanged: they have equal shapes."""
         pairs = []
         for first, second in itertools.combinations(self._shapes, 2):
             if self._shapes[first] == self._shapes[second]:

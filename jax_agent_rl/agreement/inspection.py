@@ -385,7 +385,7 @@ def _activation_differences(actual: np.ndarray, expected: np.ndarray) -> np.ndar
 
     A number in 8 bits errs in proportion to itself, so whole positions are compared, not numbers.
     Some positions are much larger than the others, the first one above all, and some much smaller:
-    each is measured by its own size, or by that of the median position if that is larger.
+    each is measured by its own size, or by the median position's if that is larger.
 
     Args:
         actual: [T, ...].

@@ -246,7 +246,7 @@ class Search:
         self.excerpt = replace(self.excerpt, gap=self.excerpt_gap.mean)
 
     def _plain_of(self, excerpt: Context) -> Scores:
-        """Return the plain scores of the excerpt: part of those of its whole context."""
+        """Return the plain scores of the excerpt, a part of its whole context's."""
         length = len(excerpt.token_ids)
         for context, scores in zip(self.subject.contexts, self.examined.plain, strict=True):
             if context.name == excerpt.name and context.token_ids[:length] == excerpt.token_ids:

@@ -241,7 +241,7 @@ class Row:
         )
 
     def first_change(self, plain: Row) -> int:
-        """Return the first index whose output may differ from that of a context as it is."""
+        """Return the first index whose output may differ from the unchanged context's."""
         count = min(len(self.token_ids), len(plain.token_ids))
         differs = np.zeros(count, bool)
         for name in ("token_ids", "positions", "stale", "visible_from"):

@@ -215,7 +215,7 @@ def _print_key(key: KeyInfo, keys: Mapping[str, KeyInfo], console: Console) -> N
         facts.add_row("default", default)
         console.print(Padding(facts, (0, 2)))
 
-    # When the key has an effect: its own condition, and those of the sections around it.
+    # When the key has an effect: its own condition, and the conditions of sections around it.
     parts = key.path.split(".")
     for end in range(1, len(parts) + 1):
         part = keys[".".join(parts[:end])]

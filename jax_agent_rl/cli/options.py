@@ -199,7 +199,7 @@ def _format_examples(examples: Iterable[str]) -> str:
 
 
 def settings_model(command: str) -> Any:
-    """Return the root section of a command's settings; of ``simulate``, that of its assumptions."""
+    """Return the root section of a command's settings; for ``simulate``, of its assumptions."""
     if command == "simulate":
         return pkgutil.resolve_name("jax_agent_rl.testing.simulate.workload:Assumptions")
     from jax_agent_rl.config.roots import root_model
@@ -303,7 +303,7 @@ def _values(model: Any, path: list[str]) -> list[str]:
 
 
 def overrides_of(command: str) -> Any:
-    """Return the argument ``KEY=VALUE …`` of a command; all runs have that of ``train``."""
+    """Return the argument ``KEY=VALUE …`` of a command; all runs have the one of ``train``."""
     return typer.Argument(
         metavar="KEY=VALUE",
         help="Configuration keys that override the file: " + _KEY_EXAMPLES[command],

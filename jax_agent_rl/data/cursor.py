@@ -1,4 +1,4 @@
-"""Order of training rows: shuffled each epoch or that of the files, mixed by weight, resumable.
+"""Order of training rows: shuffled each epoch or as in the files, mixed by weight, resumable.
 
 Every draw has a number, and all of the order is computed from the number and the seed::
 

@@ -368,7 +368,7 @@ def is_downloaded(source: DataSource) -> bool:
 
 
 def find_files(source: DataSource) -> list[Path]:
-    """Return the files of a source, those of a glob sorted by name; download a Hub dataset's.
+    """Return the files of a source, a glob's sorted by name; download a Hub dataset's.
 
     Raises:
         DataError: there is none, or the Hub cannot be reached.

@@ -145,7 +145,7 @@ def _parse(line: bytes, location: str) -> Any:
             line,
             max_values=MAX_LINE_BYTES,
             max_nesting=MAX_DEPTH + 2,
-            # plain_row refuses them with their path in the row, and those of Parquet alike.
+            # plain_row refuses them with their path in the row, as it does in Parquet files.
             non_finite=True,
             lone_surrogates=True,
             unique_keys=True,

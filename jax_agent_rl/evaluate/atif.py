@@ -415,7 +415,7 @@ class AtifRecords:
                 continue
 
     def decoder(self, config: Mapping[str, Any], notes: list[str]) -> Decode:
-        """Return what turns ids into text, those of words included."""
+        """Return what turns ids into text, ids of words included."""
         tokens_of_model = None
         first = next(self.documents(), None)
         if first is not None and _has_ids(first):

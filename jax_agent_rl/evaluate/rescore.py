@@ -107,7 +107,7 @@ class RecordedPrompt:
     """The recorded trajectories of one prompt, in one step.
 
     Attributes:
-        number: number of the prompt among those of the source.
+        number: number of the prompt in the source.
         rows: rows of the table that it was read from; None: it is of a run folder.
         windowed: ids of trajectories of which only windows were recorded.
     """
@@ -123,7 +123,7 @@ class RecordedPrompt:
         """Return the rows of a table with the new rewards.
 
         Args:
-            scored: those of its trajectories that have a new reward.
+            scored: its trajectories with a new reward.
         """
         if self.rows is None:
             if not scored:

@@ -8,7 +8,7 @@ seconds, the best bet on it pays
 
 returns per second of keeping: its Gittins index (Gittins 1979, "Bandit Processes and Dynamic
 Allocation Indices"). It rises while a session waits if tools take about the same time in every
-call, and falls if a few calls take very long. The distribution is that of recent waits; since the
+call, and falls if a few calls take very long. The distribution is of recent waits; since the
 next call of a session often takes about as long as its last one, waits are told apart by the length
 of the wait before them. One more wait that never ends stands for sessions that do not come back. A
 few samples say nothing of a short time, so ``h`` spans at least an eighth of ``w`` and of the
@@ -240,7 +240,7 @@ class AdmissionPlan:
 
 RECENT_WAITS = 128
 MIN_WAITS = 8
-"""Fewer waits of a kind say less than those of all kinds."""
+"""Fewer waits of a kind say less than the waits of all kinds."""
 MIN_HORIZON = 1 / 8
 MAX_SESSIONS = 1 << 14
 """Sessions remembered; those that never come back and never end would otherwise add up."""

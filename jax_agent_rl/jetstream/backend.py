@@ -56,7 +56,7 @@ class JetStreamBackend:
     Args:
         params: the learner's parameter tree; copied on the device at ``start``.
         shapes: static shapes to compile for.
-        dtype: of the engine's weights, activations and cache; None takes that of ``params``.
+        dtype: of the engine's weights, activations and cache; None: as ``params``.
         kv_dtype: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         quantize: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         mesh: the engine's devices, see ``jetstream.sharding``; None is this process's first one.

@@ -530,7 +530,7 @@ class BlockManager:
     def _allocate_state(
         self, checkpoint: StateCheckpoint | None, pages: Sequence[_Page], positions: dict[int, bool]
     ) -> StateAllocation:
-        """Allocate a context's slot, and those of the checkpoints that its prefill leaves."""
+        """Allocate a context's slot, and slots of the checkpoints that its prefill leaves."""
         assert self.states is not None
         source: int | None = NULL_STATE
         host_source = None

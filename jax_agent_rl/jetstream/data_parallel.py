@@ -41,7 +41,7 @@ from jax_agent_rl.rollout.routing import Balancer, PrefixIndex
 from jax_agent_rl.types import PauseMode, TokenOutput, TokenScores
 
 _SEED_STRIDE = 1 << 20
-"""Between the seeds of engines; those of hosts lie between them."""
+"""Between the seeds of engines; the seeds of hosts lie between them."""
 
 
 class DataParallelBackend:

@@ -232,7 +232,7 @@ class JaxEngine:
     def extend(
         self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
     ) -> KVCache:
-        """Prefill ids into pages, those of each context in order; ``cache`` is donated."""
+        """Prefill ids into pages, each context's in order; ``cache`` is donated."""
         waiting = [extension for extension in extensions if len(extension.ids)]
         if not waiting:
             return cache

@@ -128,7 +128,7 @@ class HostCache:
 
 
 def _empty(count: int, x: jax.Array) -> np.ndarray:
-    """Return memory for ``count`` pages or states as those of ``x``."""
+    """Return memory for ``count`` pages or states such as ``x`` has."""
     return np.empty((count, *x.shape[1:]), x.dtype)
 
 

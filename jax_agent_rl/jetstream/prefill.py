@@ -52,7 +52,7 @@ class ChunkPrefill:
     def extend(
         self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
     ) -> KVCache:
-        """Prefill ids into pages, those of each context in order; ``cache`` is donated."""
+        """Prefill ids into pages, each context's in order; ``cache`` is donated."""
         if self._images is None:
             return self._extend(params, cache, extensions)
         with self._images.encoding(params, extensions):
@@ -163,7 +163,7 @@ class ColumnPrefill:
     def extend(
         self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
     ) -> KVCache:
-        """Prefill ids into pages, those of each context in order; ``cache`` is donated."""
+        """Prefill ids into pages, each context's in order; ``cache`` is donated."""
         slots = make_decode_batch(len(extensions), self._context.shapes.context_pages)
         for slot, extension in enumerate(extensions):
             slots.pages[slot, : len(extension.pages)] = extension.pages

@@ -22,7 +22,7 @@ class EngineShapes:
         prefill_buckets: padded chunk lengths, ascending.
         patch_buckets: numbers of image patches encoded together, ascending; for vision models.
         kv_offloading_bytes: host memory for KV of waiting sessions.
-        state_checkpoints: recurrent states kept besides those of the slots, for models that have
+        state_checkpoints: recurrent states kept besides the slots' own, for models that have
             them; None keeps as many.
         num_speculative_tokens: most drafted ids of a context that are verified together.
         shortest_span: also compile for contexts shorter than a quarter of the longest, from this
@@ -57,7 +57,7 @@ class EngineShapes:
 
     @property
     def num_state_checkpoints(self) -> int:
-        """Recurrent states kept besides those of the slots."""
+        """Recurrent states kept besides the slots' own."""
         if self.state_checkpoints is None:
             return self.max_concurrent_decodes
         return self.state_checkpoints

@@ -271,7 +271,7 @@ class Checkpointer:
         like: Any,
         is_complete: bool,
     ) -> None:
-        """Raise CheckpointError if arrays differ in dtype or shape from those of ``like``."""
+        """Raise CheckpointError if arrays differ in dtype or shape from ``like``."""
         saved = {name: f"{entry['dtype']}{entry['shape']}" for name, entry in manifest.items()}
         wanted = {
             name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_arrays(like).items()

@@ -65,7 +65,7 @@ def image_packing(
     """Return how a learner's rows hold images; None for a text model.
 
     Raises:
-        ConfigError: tokens of a row lie on several devices, and those of an image must not.
+        ConfigError: tokens of a row lie on several devices, and an image's must not.
     """
     if vision_processor is None:
         return None
@@ -227,7 +227,7 @@ class ImagePacker:
                 )
 
     def has_room(self, sequence: int, rows: int) -> np.ndarray:
-        """Return bool [rows]: whether the images of a sequence fit beside those of the row."""
+        """Return bool [rows]: whether the images of a sequence fit beside the row's."""
         numbers = self._images_of[sequence]
         in_row = self._in_row[:rows]
         row_patches = in_row @ self._num_patches
@@ -257,7 +257,7 @@ class ImagePacker:
             numbers = np.flatnonzero(self._in_row[row])
             images.append(tuple(self._images[number] for number in numbers))
 
-            # Where the features of each image begin among those of the row.
+            # Where the features of each image begin in the row's.
             num_features = self._num_features[numbers]
             begin = np.zeros(len(self._images), np.int64)
             begin[numbers] = np.cumsum(num_features) - num_features

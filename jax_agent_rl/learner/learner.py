@@ -78,7 +78,7 @@ class GradientUpdate(NamedTuple):
     Attributes:
         model: the policy or the critic.
         statistics: summed over its mini-batch.
-        members: the trajectories of its mini-batch, among those of the step.
+        members: the trajectories of its mini-batch, among the step's.
         step: finished training steps on the model's schedule.
     """
 

@@ -214,7 +214,7 @@ def _backward(
         d_own_score = d_own_score * _softcap_slope(own_scores, temperature, softcap)[..., None]
     d_hidden = d_own_score * head[ids]
 
-    # A token's own log-prob and those of its candidates have the same normalizer.
+    # The log-probs of a token and of its candidates have the same normalizer.
     for d in d_candidates:
         d_logprob = d_logprob + jnp.sum(d, axis=-1)
 

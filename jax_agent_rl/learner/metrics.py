@@ -41,7 +41,7 @@ class UpdateRecord(Applied):
 
     Attributes:
         statistics: summed over its mini-batch.
-        members: the trajectories of its mini-batch, among those of the step.
+        members: the trajectories of its mini-batch, among the step's.
     """
 
     statistics: dict

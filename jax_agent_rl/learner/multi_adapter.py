@@ -148,7 +148,7 @@ def by_adapter(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def combined(results: Mapping[str, UpdateResult]) -> UpdateResult:
-    """Return the result of a step from those of its adapters.
+    """Return the result of a step from its adapters' results.
 
     Each adapter's metrics are ``adapter/<name>/<metric>``. A metric of the whole step is the sum of
     the adapters' for counts and seconds, the largest for ``…_max``, computed from sums for rates,

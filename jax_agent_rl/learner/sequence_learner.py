@@ -8,7 +8,7 @@ It serves supervised training, training on preferences, and clients of a trainin
     sequences ─► forward_backward ─► the same, and the loss; its gradient is accumulated
                  optim_step ───────► AdamW with the numbers of this call; forgets the gradient
 
-Rows are packed and share prefixes like those of the RL learner. Losses are sums: the gradient does
+Rows are packed and share prefixes as in the RL learner. Losses are sums: the gradient does
 not depend on how a batch is split into calls. One program computes all losses: the number of the
 loss and its constants are arguments. A non-finite gradient changes nothing.
 """

@@ -280,7 +280,7 @@ def require_same(served: Mapping[str, Any], update: Mapping[str, Any]) -> None:
 
     Args:
         served: the model's shapes, perhaps with types, by dotted name.
-        update: those of the update.
+        update: the same of the update.
 
     Raises:
         WeightUpdateError: they differ; names the first parameter.

@@ -133,7 +133,7 @@ class VisionTower(Module):
             mesh: what the leading axis is split over, see ``models.sharding``; None on one device.
 
         Returns:
-            [.., N, feature_size] in order of the patches; those of padding are undefined.
+            [.., N, feature_size] in order of the patches; undefined for padding.
         """
         config = self.config
         leading_axes = patches.shape[:-2]

@@ -176,7 +176,7 @@ _MAX_NAMED = 20
 REWARDS: dict[str, RewardFunction] = {}
 """The registered functions, by data source or pattern."""
 _ALL_ROWS = ""
-"""Data source of a function that scores every row: that of a file written for verl, see
+"""Data source of a function that scores every row, as in a file written for verl, see
 :func:`load_rewards`."""
 _FROM_FILES: dict[str, dict[str, RewardFunction]] = {}
 """What each imported file registered, since a later run in the same process does not import it

@@ -181,7 +181,7 @@ async def build(
             transport = make_transport(config, model, client.pool, probe_ids=probe_ids)
         stack.callback(transport.release)
 
-        # The engines: this process's, those of Ray actors, those of the learner's other hosts.
+        # The engines: of this process, in Ray actors, on the learner's other hosts.
         local_engines: dict[str, BackendFactory]
         if isinstance(transport, HostTransport):
             make_engine = functools.partial(

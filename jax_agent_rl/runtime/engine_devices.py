@@ -249,7 +249,7 @@ def _divides(mesh: EngineMeshConfig, model: DecoderConfig, devices: Sequence[Dev
 
 
 def _resident_bytes(config: Config, model: DecoderConfig) -> float:
-    """Return the bytes that stay on a device of an engine, with those of a learner there."""
+    """Return the bytes that stay on a device of an engine, a learner's there included."""
     rollout = config.rollout
     engine = rollout.jetstream
     resident = ResidentBytes.estimate(config, model, devices=engine.mesh.engine_devices)

@@ -150,7 +150,7 @@ class HostRegistry:
     process has ended.
 
     Args:
-        store: key-value store; None: that of jax's coordination service.
+        store: key-value store; None: jax's coordination service.
     """
 
     def __init__(self, store: Any = None) -> None:
@@ -246,7 +246,7 @@ def publish_own_models(
     """Other processes: tell process 0 which models this one has.
 
     Args:
-        registry: where process 0 looks; None: that of jax's coordination service.
+        registry: where process 0 looks; None: jax's coordination service.
         number: None: the number of this process.
 
     Raises:
@@ -275,7 +275,7 @@ async def require_equal_models(
 
     Args:
         content: fingerprints of what the keys of this process name.
-        registry: where other processes publish theirs; None: that of jax's coordination service.
+        registry: where other processes publish theirs; None: jax's coordination service.
         other_processes: their number; None: all of the learner's.
 
     Raises:
@@ -328,7 +328,7 @@ async def join_hosts(
     """Add the engines of all other processes to a client, once they are up.
 
     Args:
-        registry: where other processes register; None: that of jax's coordination service.
+        registry: where other processes register; None: jax's coordination service.
         other_processes: their number; None: all of the learner's.
 
     Returns:

@@ -151,7 +151,7 @@ async def open_engine(config: Config, url: str | None) -> AsyncIterator[tuple[st
 
 
 _LATER_NUMBERS = itertools.count()
-"""Numbers of the engines that :func:`open_engine` places, after those of the run's start."""
+"""Numbers of the engines that :func:`open_engine` places; the run's start took lower ones."""
 
 
 def first_version(config: Config) -> int:

@@ -120,7 +120,7 @@ def export_run(
     """Write a checkpoint as a Hugging Face folder, with adapters merged; return the folder.
 
     Args:
-        out: the folder to write: a new one, or that of an older export, which is replaced as a
+        out: the folder to write: a new one, or an older export's, which is replaced as a
             whole.
         step: step of the checkpoint; None: the newest.
         dtype: of the weights, see :data:`~jax_agent_rl.models.convert.DTYPES`.

@@ -138,7 +138,7 @@ def runs_without_checkpoint(config: Config) -> list[Path]:
 
 
 def _runs(run_dir: Path) -> list[Path]:
-    """Return ``run_dir`` and those of ``run_dir-2``, ``run_dir-3``, … that exist."""
+    """Return ``run_dir``, and which of ``run_dir-2``, ``run_dir-3``, … exist."""
     prefix = f"{run_dir.name}-"
     runs = [run_dir]
     for path in run_dir.parent.glob(f"{prefix}*"):

@@ -190,7 +190,7 @@ class Database:
         }
 
     def models(self, session: str | None = None) -> list[str]:
-        """Return all models, or those of a session, the newest first."""
+        """Return all models, or a session's, the newest first."""
         rows = self._run(
             "SELECT id FROM models WHERE ?1 IS NULL OR session = ?1 ORDER BY created DESC", session
         )

@@ -21,7 +21,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: maximum ids to sample, >= 1.
-        temperature: finite; 0 is greedy (log-probs are then those of temperature 1).
+        temperature: finite; 0 is greedy (log-probs are then of temperature 1).
         top_p: nucleus mass in (0, 1]; 1 is off.
         top_k: keep the k most likely ids; 0 is off. Ties at the threshold are all kept.
         min_p: keep the ids at least ``min_p`` times as likely as the most likely one; in [0, 1], 0

@@ -251,7 +251,7 @@ _temp_folders_lock = threading.Lock()
 
 
 def make_temp_folder(prefix: str, parent: Path | None = None, *, in_memory: bool = False) -> Path:
-    """Make a folder, and remove those of the same prefix whose owners died.
+    """Make a folder, and remove folders of the same prefix whose owners died.
 
     Args:
         parent: None is the system's temporary folder.

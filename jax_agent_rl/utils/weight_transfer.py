@@ -40,7 +40,7 @@ def rounded(x: Any, dtype: str, name: str) -> Any:
 
     Args:
         dtype: as ``WeightUpdate.dtype``.
-        name: of the parameter: those of ``FLOAT32_PARAMETERS`` stay as they are.
+        name: of the parameter; one of ``FLOAT32_PARAMETERS`` stays as it is.
 
     Raises:
         WeightUpdateError: a number is beyond float16, which would make it infinite. (bfloat16 has

@@ -11,7 +11,7 @@ tests start on the file system that the program left, once all of its processes 
 need ``python3``.
 
 In its container the program is root, so it could replace what its tests run on: the interpreter, a
-library, pytest. Tests therefore run only if the program did not touch those of the image
+library, pytest. Tests therefore run only if the program did not touch the image's own
 (:class:`ProtectedPaths`). What it adds elsewhere is what the tests are about.
 """
 

@@ -190,7 +190,7 @@ class SandboxSession:
         """Run a command to its end; what it leaves in the background goes on.
 
         Args:
-            env: variables besides those of the session.
+            env: variables besides the session's.
             seconds: time limit; ``exit_code`` is None if it did not end within it.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What answers are in every API; those of OpenAI's chat and text completions; failures as answers.
+"""What answers are in every API, OpenAI's chat and text completions, and failures as answers.
 
 Other APIs have modules of their own.
 """
@@ -132,7 +132,7 @@ def only_turn(choices: Sequence[Piece]) -> RecordedTurn:
 class _CompletionsAnswer(ApiAnswer):
     """What answers of the two completion APIs share.
 
-    Token ids stand where vLLM has them: those of a choice in it, those of a prompt in the answer of
+    Token ids stand where vLLM has them: a choice's in it, a prompt's in the answer of
     a chat and in a choice of text. In a stream they are in a choice's last and first chunk.
 
     Raises:

@@ -229,7 +229,7 @@ class SessionStore:
             self.end(session_id)
 
     def _forget_idle(self) -> None:
-        """End idle sessions that clients opened; those of agent loops end with their trajectory."""
+        """End idle sessions that clients opened; agent loops end theirs with the trajectory."""
         if self.create is None:
             return
         now = self._clock()

@@ -7,7 +7,7 @@
     verifier ───────────────────────► sandbox: /app, /tests, /logs ──► reward
 
 Before Harbor's verifier begins, the harness's sandbox is ended: the tests start in a second one, on
-the working folder that it left, as those of the agent ``command`` do (``command.machines``). So
+the working folder that it left, as for the agent ``command`` (``command.machines``). So
 nothing else that a program left decides what its tests do.
 
 There is no network but the endpoint, no other user, and nothing can be installed. The sandbox
@@ -145,7 +145,7 @@ class LocalEnvironment(BaseEnvironment):
         self._session = await self._open([("app", files)])
 
     async def begin_tests(self) -> None:
-        """End the harness's sandbox, and start that of the tests on the folder it left.
+        """End the harness's sandbox, and start the tests' sandbox on the folder it left.
 
         Raises:
             ToolError: it left none that tests can run on; see :attr:`tests_problem`. Or the sandbox

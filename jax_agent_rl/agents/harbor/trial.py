@@ -367,7 +367,7 @@ def as_error(failure: ExceptionInfo, result: TrialResult) -> TrajectoryError:
 
 
 def reward_of(rewards: Mapping[str, float], key: str) -> float:
-    """Return the reward among those of a verifier.
+    """Return the reward among the verifier's.
 
     Raises:
         RewardError: there are several, none of which has the name ``key``, or it is not a score.

@@ -1,7 +1,7 @@
 """Latent attention in an engine, over a cache of latents (``models.mixers.latent_attention``).
 
-A head's key is its matrix times the latent, so its score is that of the latent with the query times
-that matrix; and the mixture of a head's values is its other matrix times the mixture of latents
+A head's key is its matrix times the latent, so its score is the latent's with the query times that
+matrix; and the mixture of a head's values is its other matrix times the mixture of latents
 (DeepSeek-AI 2024, DeepSeek-V2, arXiv 2405.04434, section 2.1.3)::
 
     query ─► k_b ─► query of latents ─┐

@@ -59,7 +59,7 @@ class RunData:
         summary: ``summary.json`` of a finished run.
         notes: messages about missing or unreadable parts, other than trajectories.
         make_decoder: makes the decoder of the trajectories' ids from the configuration, and adds
-            notes; None: that of the model at ``model.path``.
+            notes; None: the one of the model at ``model.path``.
     """
 
     name: str

@@ -120,7 +120,7 @@ class BackendOptions:
         engine_factory: ``rollout.jetstream.engine_factory`` of ``jetstream``; None for the built-in
             engine.
         quantize: ``rollout.jetstream.quantize`` of ``jetstream``.
-        kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None for that of the weights.
+        kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None: as the weights.
         num_speculative_tokens: ``rollout.jetstream.num_speculative_tokens`` of ``jetstream``.
         adapters: whether to serve the LoRA adapter ``folders.adapter`` as ``ADAPTER``.
         data_parallel: engines of ``jetstream``, each with ``max_concurrent`` slots on a device of

@@ -351,7 +351,7 @@ _QUEUE_OVERHEAD = 2  # bytes of memory for one byte of payload, about
 def socket_memory(pid: int) -> int:
     """Return the bytes that sockets of a process's network namespace may hold.
 
-    0 if the namespace is that of the calling process.
+    0 if the calling process is in the same one.
     """
     try:
         if os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat("/proc/self/ns/net").st_ino:

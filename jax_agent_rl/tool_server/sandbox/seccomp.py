@@ -12,7 +12,7 @@ example. Their buffers keep their size, on which
 :func:`~jax_agent_rl.tool_server.sandbox.limits.socket_memory` relies: setting it succeeds without
 effect.
 
-The numbers are those of the kernel's ``asm/unistd_64.h`` and ``asm-generic/unistd.h``.
+The numbers are from the kernel's ``asm/unistd_64.h`` and ``asm-generic/unistd.h``.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ async def test_greedy_matches_reference(client: CheckClient) -> None:
 
 @check("logprobs")
 async def test_greedy_logprobs(client: CheckClient) -> None:
-    """Greedy log-probs are those of temperature 1."""
+    """Greedy log-probs are of temperature 1."""
     prompt = client.prompt(20, seed=2)
     output = await client.generate(prompt, max_tokens=16)
     cause = "greedy log-probs are reported as 0, or scaled by 1/epsilon"
@@ -43,7 +43,7 @@ async def test_greedy_logprobs(client: CheckClient) -> None:
 
 @check("logprobs")
 async def test_logprobs_temperature(client: CheckClient) -> None:
-    """Log-probs are those of the distribution after temperature."""
+    """Log-probs are of the distribution after temperature."""
     prompt = client.prompt(20, seed=3)
     cause = "raw log-probs (before temperature) are reported, or they are shifted by one position"
     temperatures = [1.0]
