@@ -94,7 +94,7 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
     """Compare two run folders.
 
     Raises:
-        CheckpointError, ConfigError: one of them is no run folder, or is damaged.
+        CheckpointError, ConfigError: one of them is not a run folder, or is damaged.
     """
     result = RunComparison()
     result.causes += _compare_provenance(first, second, result.notes)

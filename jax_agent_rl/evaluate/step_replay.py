@@ -258,7 +258,7 @@ async def _score_again(config: Config, step: RecordedStep, notes: list[str]) -> 
                 members: list[Trajectory] = []
                 for trajectory in group.trajectories:
                     try:
-                        # Penalties of algorithm.shaping are no part of a score.
+                        # Penalties of algorithm.shaping are not part of a score.
                         members.append(await score(replace(trajectory, raw_score=None)))
                     except TrajectoryError as error:
                         notes.append(f"{trajectory.trajectory_id} was not scored: {error}")
