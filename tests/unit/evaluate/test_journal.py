@@ -30,7 +30,7 @@ def test_what_was_added_is_there_for_the_next_process_in_any_order(file):
         journal.lose({"cancelled": 4})
     with Journal(file, SETTINGS) as journal:
         assert sorted(journal.sizes) == [1, 3]
-        assert journal.kept == 3
+        assert journal.num_trajectories == 3
         assert journal.dropped == {"backend_error": 1, "cancelled": 4}
         assert journal.started == 8
         assert list(journal.lines([1, 3])) == [records(1, 1), records(3)]
@@ -54,7 +54,7 @@ def test_cut_anywhere_it_keeps_the_whole_lines_and_goes_on(tmp_path_factory, dat
         journal.add(9, records(9), {})
     with Journal(file, SETTINGS) as journal:
         assert list(journal.lines([9])) == [records(9)]
-        assert journal.kept == 2 * (complete_lines + 1)
+        assert journal.num_trajectories == 2 * (complete_lines + 1)
 
 
 def test_a_prompt_of_which_nothing_came_is_not_done_but_its_losses_count(file):
@@ -80,7 +80,7 @@ def test_other_settings_may_replace_a_journal_of_which_nothing_came(file):
         assert journal.started == 0
         journal.add(0, records(0), {})
     with Journal(file, SETTINGS | {"seed": 1}) as journal:
-        assert journal.kept == 2
+        assert journal.num_trajectories == 2
 
 
 def test_rollout_servers_have_to_serve_the_weights_that_were_sampled_from(file):
