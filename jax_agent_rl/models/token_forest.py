@@ -87,7 +87,7 @@ def _parents(positions: jax.Array) -> jax.Array:
     place = jnp.arange(2 * count, dtype=jnp.int32)
     last_place = jax.lax.cummax(jnp.where(sorted_child == 0, place, -1))
     found = jnp.where(last_place >= 0, sorted_numbers[jnp.maximum(last_place, 0)], NO_TOKEN)
-    # Those that are no child go to a place beyond the end.
+    # Those that are not children go to a place beyond the end.
     target = jnp.where(sorted_child == 1, sorted_numbers, count)
     parent = jnp.full(count, NO_TOKEN, jnp.int32).at[target].set(found, mode="drop")
     return jnp.where(positions == 0, NO_TOKEN, parent)
