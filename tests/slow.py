@@ -85,9 +85,9 @@ SLOW = {
     "parity/test_llama_vs_transformers.py::test_the_real_model_equals_transformers_on_a_conversation": "135M parameters, twice",
     "parity/test_llama_vs_transformers.py::test_the_real_model_is_as_close_to_float64_as_transformers_is": "135M parameters in float64",
     "parity/test_qwen3_5_vs_transformers.py": "a model with a tower for each kind of network; the tests of all families have its text model",
-    "parity/test_qwen3_vl_vs_transformers.py::test_every_field_of_a_config_is_honoured_refused_or_without_effect": "a model for every field",
-    "parity/test_qwen3_vl_vs_transformers.py::test_every_gradient_of_tower_and_decoder_is_equal": "compiles a tower's gradient, as for Qwen2.5-VL",
-    "parity/test_qwen3_vl_vs_transformers.py::test_chunks_and_steps_give_what_transformers_gives_at_once": "compiles an engine with a tower",
+    "parity/test_qwen_images_vs_transformers.py::test_every_field_of_a_config_is_honoured_refused_or_without_effect": "a model for every field",
+    "parity/test_qwen_images_vs_transformers.py::test_every_gradient_of_tower_and_decoder_is_equal": "compiles a tower's gradient, as for Qwen2.5-VL",
+    "parity/test_qwen_images_vs_transformers.py::test_the_engine_says_after_images_what_transformers_says": "compiles an engine with a tower",
     "parity/test_qwen_vl_vs_transformers.py::test_every_field_of_a_config_is_honoured_refused_or_without_effect": "a model for every field",
     "parity/test_qwen_vl_vs_transformers.py::test_every_gradient_of_tower_and_decoder_is_equal": "compiles a tower's gradient; tests/parity/test_llama_vs_transformers.py has a decoder's",
     "parity/test_qwen_vl_vs_transformers.py::test_chunks_and_steps_give_what_transformers_gives_at_once": "compiles an engine with a tower",
@@ -262,6 +262,10 @@ REPRESENTATIVES = {
         ("equal[qwen3]", "greedily[qwen3]"),
         "compiles every family three times",
     ),
+    "parity/test_qwen_images_vs_transformers.py": (
+        ("without[Qwen3VL]", "without[Qwen3_5]", "transformers[Qwen3_5]"),
+        "a tower for every family",
+    ),
     "unit/agents/test_client_features.py": (
         ("output_type]", "[anthropic"),
         "frameworks that take seconds to import",
@@ -324,6 +328,10 @@ REPRESENTATIVES = {
         ("are_scored[latent]", "in_rows[None]"),
         "an engine for every path of a request",
     ),
+    "unit/jetstream/test_images_and_states.py": (
+        ("share_no_state",),
+        "an engine for every number of slots and pages",
+    ),
     "unit/jetstream/test_routed_experts.py": (("choose_alike",), "an engine with experts for each"),
     "unit/jetstream/test_sampling.py::test_draws_follow_the_distribution_and_logprobs_are_of_it": (
         ("{'top_k': 5}",),
@@ -338,7 +346,7 @@ REPRESENTATIVES = {
         ("test_with_the_whole_vocabulary", "in_float64"),
         "compiles every layout",
     ),
-    "unit/learner/test_image_packing.py": (("test_log_probs_are_those",), "compiles every layout"),
+    "unit/learner/test_image_packing.py": (("passes[delta net]",), "compiles every layout"),
     "unit/learner/test_learner.py::test_the_gradient_does_not_depend_on_the_layout": (
         ("'remat': 'full'", "'pack_length': 40"),
         "compiles every layout",

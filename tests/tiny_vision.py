@@ -1,4 +1,6 @@
-"""A random Qwen2.5-VL small enough for unit tests, pictures for it, and the plain way to run it."""
+"""A random Qwen2.5-VL and a Qwen3.5 small enough for unit tests, pictures for them, and the plain
+way to run them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import jax
 import numpy as np
 from PIL import Image
 
-from jax_agent_rl.models.config import DecoderConfig, Params, Rope, VisionConfig
+from jax_agent_rl.models.config import DecoderConfig, DeltaNet, Params, Rope, VisionConfig
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.image_processor import Grid, ImageProcessor, ProcessedImage
 from jax_agent_rl.models.vision_context import (
@@ -22,7 +24,7 @@ from jax_agent_rl.models.vision_context import (
     layout,
 )
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
-from tests.tiny import TINY
+from tests.tiny import DELTA_NETS, TINY
 
 IMAGE = 90
 VIDEO = 91
@@ -45,6 +47,25 @@ TINY_VISION = VisionConfig(
 TINY_VL: DecoderConfig = replace(
     TINY, family="qwen2_5_vl", qkv_bias=True, rope=Rope(sections=(1, 1, 2)), vision=TINY_VISION
 )
+TINY_QWEN3_5: DecoderConfig = replace(
+    DELTA_NETS,
+    family="qwen3_5",
+    norm_offset=1.0,
+    rms_norm_eps=1e-2,  # a smaller one makes more of what rounds where outputs are close to 0
+    rope=Rope(partial_rotary=0.75, sections=(1, 1, 1), interleaved_sections=True),
+    delta_net=DeltaNet(layers=(True, False), key_heads=2, value_heads=4, key_dim=8, value_dim=6),
+    vision=replace(
+        TINY_VISION,
+        window_size=None,
+        full_attention_layers=(),
+        tokens_per_second=None,  # it reads no videos
+        layer_norm=True,
+        gated=False,
+        patch_bias=True,
+        position_grid=3,
+    ),
+)
+"""A delta net, then gated attention, behind a tower without windows."""
 # Every reference pass is padded to these, so that it compiles once.
 LONGEST = 96
 PATCHES = 128
@@ -61,7 +82,7 @@ def drawn(seed: int, grid: Grid, kind: str = "image") -> ProcessedImage:
 
 
 @functools.cache
-def vision_processor() -> VisionProcessor:
+def vision_processor(vision: VisionConfig = TINY_VISION) -> VisionProcessor:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil as Processor,
     )
@@ -73,7 +94,7 @@ def vision_processor() -> VisionProcessor:
         size={"shortest_edge": 8 * 8, "longest_edge": 16 * 16},
     )
     return VisionProcessor(
-        vision=TINY_VISION, patcher=ImageProcessor(images=processor, videos=processor)
+        vision=vision, patcher=ImageProcessor(images=processor, videos=processor)
     )
 
 
@@ -101,7 +122,9 @@ def seen_logprobs(
     params: Params, multimodal: MultimodalContext, config: DecoderConfig = TINY_VL
 ) -> np.ndarray:
     """Log-probs float64 [T, V] of one causal pass over a whole context: no cache, no packing."""
-    patches = np.zeros((PATCHES, TINY_VISION.patch_dim), np.float32)
+    vision = config.vision
+    assert vision is not None
+    patches = np.zeros((PATCHES, vision.patch_dim), np.float32)
     joined = np.concatenate([patches[:0], *(p.patches for p in multimodal.images)])
     patches[: len(joined)] = joined
     starts = np.cumsum([0, *(span.stop - span.start for span in multimodal.spans)])[:-1]
@@ -113,7 +136,7 @@ def seen_logprobs(
     positions[: len(multimodal.ids)] = multimodal.positions
     ids = np.zeros(LONGEST, np.int32)
     ids[: len(multimodal.ids)] = multimodal.ids
-    plan = layout(TINY_VISION, [p.grid for p in multimodal.images], PATCHES)
+    plan = layout(vision, [p.grid for p in multimodal.images], PATCHES)
     scores = np.asarray(_logits(config, params, ids, patches, plan, positions, index)).astype(
         np.float64
     )

@@ -345,12 +345,14 @@ _MEDIA_KINDS = {
     "qwen2_vl": ("image", "video"),
     "qwen2_5_vl": ("image", "video"),
     "qwen3_vl": ("image",),
+    "qwen3_5": ("image",),
+    "qwen3_5_moe": ("image",),
 }
 """Kinds of media whose placeholders stand in one run per item, by model type."""
 
 
 class MediaTokens:
-    """Placeholder counts of a Qwen-VL model.
+    """Placeholder counts of a Qwen-VL or Qwen3.5 model.
 
     Args:
         placeholders: id that stands for a patch, by kind of media.
@@ -377,7 +379,8 @@ class MediaTokens:
         file = folder / "config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         kinds = _MEDIA_KINDS.get(config.get("model_type", ""))
-        if kinds is None:
+        # The latter is Qwen3.5's: only its text model is read.
+        if kinds is None or config.get("language_model_only"):
             return None
         try:
             placeholders = {kind: config[f"{kind}_token_id"] for kind in kinds}

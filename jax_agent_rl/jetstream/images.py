@@ -140,14 +140,16 @@ class ImageEncoder:
     @contextlib.contextmanager
     def encoding(self, params: EngineParams, extensions: Sequence[Extension]) -> Iterator[None]:
         """Encode the images of extensions that are new, for :meth:`inputs` within this context."""
-        # Images that end before an extension are in the cache already.
+        # Images that end before an extension are in the cache already. Those after it are encoded
+        # with the extension that reaches them.
         new_images: dict[bytes, ProcessedImage] = {}
         for extension in extensions:
             multimodal = extension.multimodal
             if multimodal is None:
                 continue
+            end = extension.start + len(extension.ids)
             for image, span in zip(multimodal.images, multimodal.spans, strict=True):
-                if span.stop > extension.start:
+                if span.stop > extension.start and span.start < end:
                     new_images[image.digest] = image
 
         try:
@@ -240,12 +242,13 @@ class ImageEncoder:
         """Yield a chunk's features with int32 [T]: the feature at each id, -1 for none."""
         context = extension.multimodal
         start = extension.start
+        chunk_end = start + min(size, len(extension.ids))
         assert context is not None
         # Images that were encoded together are scattered together.
         indices: dict[int, tuple[jax.Array, np.ndarray]] = {}
         for image, span in zip(context.images, context.spans, strict=True):
             begin = max(span.start, start)
-            end = min(span.stop, start + size)
+            end = min(span.stop, chunk_end)
             if begin >= end:
                 continue
             encoded, first = self._encoded[image.digest]

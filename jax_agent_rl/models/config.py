@@ -310,7 +310,7 @@ class DeltaNet:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower of a Qwen-VL.
+    """The vision tower of a Qwen-VL or Qwen3.5.
 
     It encodes image patches as features, which stand among the decoder's embeddings.
 

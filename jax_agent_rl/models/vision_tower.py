@@ -1,10 +1,10 @@
-"""The vision tower of Qwen2.5-VL and Qwen3-VL: from image patches to features for the decoder.
+"""The vision towers of Qwen-VL and Qwen3.5: from image patches to features for the decoder.
 
 In Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923, section 2.1.1) most layers attend within windows,
 whose patches lie side by side (``models.vision_context.layout``), and some within a whole image or
 group of frames. In Qwen3-VL (Bai et al. 2025, arXiv 2511.21631, section 2) all layers do the
 latter, patches have learned positions, and features of inner layers go to the decoder's first
-layers.
+layers. Qwen3.5 has the same tower without these features.
 
 Shapes: B sets of images, P patches, N features, U = P / N patches of a feature, D hidden, H heads,
 h head size, S patches of the largest window.

@@ -20,7 +20,7 @@ from jax_agent_rl.rewards import registry
 from jax_agent_rl.runtime.build import build
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.types import Group, SamplingParams
-from tests.gpu_backend.vision import IMAGE, VisionReference, picture, write_model
+from tests.gpu_backend.vision import IMAGE, KINDS, VisionReference, picture, write_model
 
 pytest.importorskip("torch")
 
@@ -82,8 +82,8 @@ STOPS = ("\ufffd", *(chr(code) for code in range(33, 127) if not chr(code).isalp
 SAMPLING = SamplingParams(max_tokens=24, temperature=1.0, stop=STOPS)
 
 
-@pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(params=KINDS)
+def recipe(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
         loop, "AGENTS", dict(loop.AGENTS)
     )  # the plugin registers its names once a test
@@ -110,7 +110,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     tree = {
         "run_dir": str(tmp_path / "run"),
-        "model": {"path": str(write_model(tmp_path / "model", 0))},
+        "model": {"path": str(write_model(tmp_path / "model", 0, request.param))},
         "data": {"train": str(tmp_path / "rows.jsonl")},
         "reward": {"path": str(tmp_path / "plugin.py")},
         "tools": {"tool_config_path": str(tmp_path / "tools.yaml")},

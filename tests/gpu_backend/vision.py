@@ -1,5 +1,5 @@
-"""A tiny random Qwen2.5-VL with a tokenizer and processors of its own, and transformers' word on
-what it says.
+"""A tiny random Qwen2.5-VL or Qwen3.5 with a tokenizer and processors of its own, and
+transformers' word on what it says.
 """
 
 from __future__ import annotations
@@ -67,26 +67,55 @@ def write_processors(folder: Path) -> None:
         (folder / f"{name}_config.json").write_text(json.dumps(settings))
 
 
-def write_model(folder: Path, seed: int) -> Path:
+_QWEN2_5_VL: dict[str, Any] = {
+    "text_config": {
+        "num_hidden_layers": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 6, 6],
+        },
+    },
+    "vision_config": {"window_size": 56, "fullatt_block_indexes": [1], "tokens_per_second": 2},
+}
+_QWEN3_5: dict[str, Any] = {
+    "text_config": {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rms_norm_eps": 1e-2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {"patch_size": 14, "num_position_embeddings": 25},
+}
+KINDS = {"Qwen2_5_VL": _QWEN2_5_VL, "Qwen3_5": _QWEN3_5}
+"""What differs, by transformers' name."""
+
+
+def write_model(folder: Path, seed: int, kind: str = "Qwen2_5_VL") -> Path:
     """A model folder; random, far from its initialisation (where norms are one and biases zero)."""
     import torch
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    import transformers
 
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    own = KINDS[kind]
     sizes = {"hidden_size": 64, "intermediate_size": 96}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     ids = {"bos_token_id": None, "eos_token_id": EOS}
     limits = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
-    vision = {
-        "depth": 2,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-    }
-    config = Qwen2_5_VLConfig(
-        text_config={**sizes, **heads, **ids, **limits, "rope_parameters": rope},
-        vision_config={**sizes, **vision, "tokens_per_second": 2},
+    tower = {"depth": 2, "num_heads": 2, "out_hidden_size": 64}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**sizes, **heads, **ids, **limits, **own["text_config"]},
+        vision_config={**sizes, **tower, **own["vision_config"]},
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_start_token_id=FIRST_SPECIAL + 3,
@@ -95,7 +124,7 @@ def write_model(folder: Path, seed: int) -> Path:
         **ids,
     )
     torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -141,12 +170,10 @@ class VisionReference:
 
     def __init__(self, folder: Path) -> None:
         import torch
-        from transformers import Qwen2_5_VLForConditionalGeneration
+        from transformers import AutoModelForImageTextToText
 
         self._torch = torch
-        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32
-        ).eval()
+        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
         self._folder = folder
 
     def logprobs(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""The text model in a folder of Qwen3.5 with a vision tower, dense or with experts."""
+"""The text model in a folder of Qwen3.5 whose tower is left alone, dense or with experts."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,30 @@ def published(request, tmp_path_factory):
     return folder, logits
 
 
-def test_the_text_model_of_a_folder_with_a_tower_has_its_logits(published):
+@pytest.fixture
+def text_folder(published, tmp_path: Path) -> Path:
+    """The same folder, of which the text model is read."""
+    folder, _ = published
+    copy = tmp_path / "text only"
+    copy.mkdir()
+    (copy / "model.safetensors").symlink_to(folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(raw | {"language_model_only": True}))
+    return copy
+
+
+@pytest.mark.parametrize("text_only", [True, False])
+def test_a_folder_has_the_logits_of_its_text_model(published, text_folder: Path, text_only: bool):
     folder, expected = published
     tensors = load_file(folder / "model.safetensors")
     assert "model.visual.pos_embed.weight" in tensors
     assert "model.language_model.layers.0.linear_attn.in_proj_qkv.weight" in tensors
 
-    config, params = load_hf(folder)
-    assert check_files(folder) == config
+    chosen = text_folder if text_only else folder
+    config, params = load_hf(chosen)
+    assert check_files(chosen) == config
+    assert (config.vision is None) == ("vision" not in params) == text_only
+    assert config.family.endswith("_text") == text_only
 
     @jax.jit
     def logits(params: Params) -> jax.Array:
@@ -111,22 +128,23 @@ def test_the_text_model_of_a_folder_with_a_tower_has_its_logits(published):
     np.testing.assert_allclose(logits(params), expected, atol=2e-4)
 
 
-def test_a_tensor_of_neither_tower_nor_text_model_is_refused(published, tmp_path: Path):
-    folder, _ = published
+def test_a_tensor_of_neither_tower_nor_text_model_is_refused(text_folder: Path, tmp_path: Path):
     name = "model.language_model.layers.0.linear_attn.in_proj_ba.weight"
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(text_folder / "model.safetensors")
     tensors[name] = np.ones((8, 32), np.float32)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text((text_folder / "config.json").read_text())
     with raises(ModelError, value="layers.0.linear_attn.in_proj_ba.weight"):
         load_hf(tmp_path)
 
 
-def test_a_written_text_model_has_its_logits_in_transformers(published, tmp_path: Path):
+def test_a_written_text_model_has_its_logits_in_transformers(
+    published, text_folder: Path, tmp_path: Path
+):
     import transformers
 
-    folder, expected = published
-    config, params = load_hf(folder)
+    _, expected = published
+    config, params = load_hf(text_folder)
     save_hf(tmp_path / "text", config, params)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     with torch.no_grad():

@@ -28,8 +28,8 @@ from jax_agent_rl.models.families.hf_config import (
     ModelFamily,
     all_but_every,
     bad_field,
+    flat_fields,
     integer,
-    nested_text_model,
     number,
     read_common,
     read_layer_kinds,
@@ -70,7 +70,7 @@ def text_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the ``config.json`` of the text model of a ``gemma4``; any other file as it is."""
     if raw["model_type"] != "gemma4":
         return raw
-    return nested_text_model(raw, "gemma4_text", left_out=_MULTIMODAL)
+    return flat_fields(raw, "gemma4_text", left_out=_MULTIMODAL)
 
 
 def read(raw: Fields) -> DecoderConfig:
@@ -269,7 +269,7 @@ FAMILY = ModelFamily(
     model_types=("gemma4_text", "gemma4"),
     read=read,
     write=write,
-    text_model=text_model,
+    flatten=text_model,
     left_out=left_out,
     names={
         **_GLOBAL,

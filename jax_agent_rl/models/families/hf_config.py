@@ -90,8 +90,10 @@ class ModelFamily:
             the layer's prefix.
         prefix: of the decoder's tensors.
         prefixes: from the beginning of tensor names in newer files to the one in published files.
-        text_model: from a file to the one of the text model in it; None if all files are those of
-            the model.
+        flatten: from a file with a ``text_config`` to one with all fields of the decoder at the
+            top, which may be of another family; None if ``read`` takes files as they are.
+        nest: from what ``write`` returned, with carried fields, to the file that is written; None
+            if that is the file.
         left_out: beginnings of the names of tensors that a folder may hold, but the model does not
             have.
         vision_names: where the vision tower's parameters are stored, in the shape of
@@ -106,7 +108,8 @@ class ModelFamily:
     packed: Mapping[str, Packed] = field(default_factory=dict)
     prefix: str = "model."
     prefixes: Mapping[str, str] = field(default_factory=dict)
-    text_model: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    flatten: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    nest: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     left_out: Callable[[DecoderConfig], tuple[str, ...]] | None = None
     vision_names: Callable[[VisionConfig], Params] | None = None
 
@@ -253,8 +256,12 @@ def carried_fields(unread: Mapping[str, Any]) -> dict[str, Any]:
         if name in BOOKKEEPING or name in ROPE_SECTIONS or name.startswith("_"):
             continue
         # An inert object, such as id2label, has keys that are not fields.
-        is_section = isinstance(value, Mapping) and name not in INERT
-        carried[name] = carried_fields(value) if is_section else value
+        if isinstance(value, Mapping) and name not in INERT:
+            section = carried_fields(value)
+            if section:
+                carried[name] = section
+        else:
+            carried[name] = value
     return carried
 
 
@@ -273,18 +280,18 @@ def merge_fields(written: Mapping[str, Any], carried: Mapping[str, Any]) -> dict
     return merged
 
 
-def nested_text_model(
-    raw: Mapping[str, Any], text_type: str, *, left_out: Collection[str]
+def flat_fields(
+    raw: Mapping[str, Any], model_type: str, *, left_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the ``config.json`` of the text model in a file that has it as ``text_config``.
+    """Return a ``config.json`` that has the text model's fields as ``text_config`` on one level.
 
     ``text_config`` describes the text model, so what it holds counts. Only the ids that end an
     answer are the top's where both have some: ``hf.load_config`` puts the ids of
     ``generation_config.json`` there. Null at the top says nothing.
 
     Args:
-        text_type: ``model_type`` of the text model.
-        left_out: fields at the top that are of no use to the text model, such as the towers'.
+        model_type: of what is returned.
+        left_out: fields at the top that are of no use to it, such as the towers'.
 
     Raises:
         ModelError: there is no ``text_config``, or the two levels disagree about ties.
@@ -310,7 +317,7 @@ def nested_text_model(
             f"{text_tied!r}; make them equal"
         )
 
-    merged = {**top, **text, "model_type": text_type}
+    merged = {**top, **text, "model_type": model_type}
     if tied is not None:
         merged["tie_word_embeddings"] = tied
     if "eos_token_id" in top:

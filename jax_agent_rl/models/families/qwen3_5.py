@@ -1,13 +1,17 @@
-"""Qwen3.5 (``qwen3_5`` and ``qwen3_5_moe``): the text model, with delta nets and gated attention.
+"""Qwen3.5 (``qwen3_5`` and ``qwen3_5_moe``): delta nets, gated attention and a vision tower.
 
-It is Qwen3-Next with other matrices before the delta rule, dense or with experts. Published files
-also hold a vision tower and layers that predict further tokens, which are not read; the text model
-is written by itself (``qwen3_5_text``, ``qwen3_5_moe_text``).
+The decoder is Qwen3-Next with other matrices before the delta rule, dense or with experts. The
+tower is Qwen3-VL's without features of inner layers, and rotary positions have three axes as there.
+As with Qwen3-VL, videos are not read. Layers that predict further tokens are left out.
+
+The text model is a family of its own (``qwen3_5_text``, ``qwen3_5_moe_text``). It is also read of a
+folder with a tower whose ``config.json`` has ``language_model_only``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig
@@ -15,7 +19,8 @@ from jax_agent_rl.models.families.hf_config import (
     Defaults,
     Fields,
     ModelFamily,
-    nested_text_model,
+    bad_field,
+    flat_fields,
     read_common,
     read_rope,
     refuse,
@@ -25,10 +30,17 @@ from jax_agent_rl.models.families.qwen3_next import (
     DECAY,
     PREDICTION_LAYERS,
     SHARED_EXPERT,
+    left_out,
     read_delta_net,
     read_experts,
     write_delta_net,
     write_experts,
+)
+from jax_agent_rl.models.families.qwen_vision import (
+    PLACEHOLDER_IDS,
+    QWEN3_5_TOWER,
+    read_sections,
+    with_text_section,
 )
 
 _TEXT_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
@@ -42,30 +54,31 @@ _FIXED = {
 """Fields with one supported value."""
 _DEFAULTS = Defaults(num_kv_heads=4, head_dim=256, max_positions=32768, intermediate_size=12288)
 _MOE_DEFAULTS = Defaults(num_kv_heads=2, head_dim=256, max_positions=32768, intermediate_size=512)
-_OF_TOWER = (
-    "vision_config",
-    "image_token_id",
-    "video_token_id",
-    "vision_start_token_id",
-    "vision_end_token_id",
-)
-"""Fields of a file that the text model does not have."""
+_TEXT_ONLY = "language_model_only"
+"""A field of published files: whether their tower is left alone."""
 
 
-def text_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the ``config.json`` of the text model of a model with a tower; any other as it is."""
-    text_type = _TEXT_TYPES.get(raw["model_type"])
-    if text_type is None:
-        return raw
-    return nested_text_model(raw, text_type, left_out=_OF_TOWER)
+def flatten(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a file with the decoder's fields at the top.
+
+    It is the text model's if the file says so.
+    """
+    text_only = raw.get(_TEXT_ONLY) or False
+    if not isinstance(text_only, bool):
+        raise bad_field(Fields(raw), _TEXT_ONLY, "true or false")
+    model_type = raw["model_type"]
+    if not text_only:
+        return flat_fields(raw, model_type, left_out=(_TEXT_ONLY,))
+    left_out = ("vision_config", *PLACEHOLDER_IDS, _TEXT_ONLY)
+    return flat_fields(raw, _TEXT_TYPES[model_type], left_out=left_out)
 
 
-def read(raw: Fields) -> DecoderConfig:
+def read_text(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the text model."""
     refuse(raw, **_FIXED)
     defaults = _DEFAULTS
     experts = None
-    if raw["model_type"] == "qwen3_5_moe_text":
+    if "moe" in raw["model_type"]:
         defaults = _MOE_DEFAULTS
         refuse(raw, norm_topk_prob=True)
         experts = read_experts(raw, count=256, per_token=8)
@@ -81,7 +94,19 @@ def read(raw: Fields) -> DecoderConfig:
     )
 
 
-def write(config: DecoderConfig) -> dict[str, Any]:
+def read(raw: Fields) -> DecoderConfig:
+    """Read a ``config.json`` with a tower, the decoder's fields at the top."""
+    config = read_text(raw)
+    rotary_dim = int(config.head_dim * config.rope.partial_rotary)
+    sections = read_sections(raw, rotary_dim)
+    return replace(
+        config,
+        rope=replace(config.rope, sections=sections, interleaved_sections=True),
+        vision=QWEN3_5_TOWER.read(raw, config.hidden_size),
+    )
+
+
+def write_text(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the text model."""
     architecture = "Qwen3_5ForCausalLM"
     experts = {}
@@ -93,28 +118,59 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     return written | write_delta_net(config) | experts
 
 
-def left_out(_: DecoderConfig) -> tuple[str, ...]:
-    """Return the beginnings of the names of tensors that are not read."""
+def write(config: DecoderConfig) -> dict[str, Any]:
+    """Write a ``config.json`` with a tower, the decoder's fields at the top."""
+    assert config.rope.sections is not None
+    architecture = "Qwen3_5ForConditionalGeneration"
+    if config.experts is not None:
+        architecture = "Qwen3_5MoeForConditionalGeneration"
+
+    written = write_text(config)
+    rope = written.pop("rope_scaling") or {"rope_type": "default"}
+    rope |= {
+        "rope_theta": config.rope.theta,
+        "partial_rotary_factor": config.rope.partial_rotary,
+        "mrope_section": list(config.rope.sections),
+        "mrope_interleaved": True,
+    }
+    written |= {"architectures": [architecture], "rope_parameters": rope}
+    return written | QWEN3_5_TOWER.write(config)
+
+
+def left_out_of_text(_: DecoderConfig) -> tuple[str, ...]:
+    """Return the beginnings of the names of tensors that the text model does not have."""
     return (PREDICTION_LAYERS, "model.visual.")
 
 
+_INERT = (
+    # Layers that predict further tokens.
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+    # The type that engines keep states in; it is float32 here.
+    "mamba_ssm_dtype",
+)
+
 FAMILY = ModelFamily(
-    model_types=(*_TEXT_TYPES, *_TEXT_TYPES.values()),
+    model_types=tuple(_TEXT_TYPES),
     read=read,
     write=write,
-    inert=(
-        # Axes of rotary positions, which are all equal in texts.
-        "mrope_interleaved",
-        "mrope_section",
-        # Layers that predict further tokens.
-        "mtp_num_hidden_layers",
-        "mtp_use_dedicated_embeddings",
-        # The type that engines keep states in; it is float32 here.
-        "mamba_ssm_dtype",
-    ),
+    inert=_INERT,
+    names=SHARED_EXPERT,
+    packed=DECAY,
+    prefix="model.language_model.",
+    flatten=flatten,
+    nest=with_text_section,
+    left_out=left_out,
+    vision_names=QWEN3_5_TOWER.names,
+)
+TEXT_FAMILY = ModelFamily(
+    model_types=tuple(_TEXT_TYPES.values()),
+    read=read_text,
+    write=write_text,
+    # Axes of rotary positions are all equal in texts.
+    inert=(*_INERT, "mrope_interleaved", "mrope_section"),
     names=SHARED_EXPERT,
     packed=DECAY,
     prefixes={"model.language_model.": "model."},
-    text_model=text_model,
-    left_out=left_out,
+    left_out=left_out_of_text,
 )

@@ -51,8 +51,9 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
             f" {', '.join(sorted(FAMILIES))}; docs/write/model.md shows how to add a family"
         )
     family = FAMILIES[name]
-    if family.text_model is not None:
-        raw = family.text_model(raw)
+    if family.flatten is not None:
+        raw = family.flatten(raw)
+        family = FAMILIES[raw["model_type"]]
     fields = Fields(raw)
     config: DecoderConfig = family.read(fields)
     if config.num_heads % config.num_kv_heads:
@@ -74,4 +75,8 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
     """Return the content of a ``config.json``."""
-    return merge_fields(FAMILIES[config.family].write(config), config.carried)
+    family = FAMILIES[config.family]
+    written = merge_fields(family.write(config), config.carried)
+    if family.nest is not None:
+        written = family.nest(written)
+    return written

@@ -20,7 +20,7 @@ from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.models.lora import save_peft
 from tests.messages import raises
 from tests.tiny import LATENT, TINY, full_logits, tiny_params
-from tests.tiny_vision import TINY_VL
+from tests.tiny_vision import TINY_QWEN3_5, TINY_VL
 from tests.trajectories import random_groups
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -171,7 +171,9 @@ def test_a_checkpoint_of_adapters_restores(tmp_path: Path):
     assert leaves_of(learner.params) == leaves_of(restored.params)
 
 
-@pytest.mark.parametrize("config", [TINY, TINY_VL, GLM4_MOE], ids=lambda config: config.family)
+@pytest.mark.parametrize(
+    "config", [TINY, TINY_VL, TINY_QWEN3_5, GLM4_MOE], ids=lambda config: config.family
+)
 def test_the_files_load_in_peft_and_give_the_merged_models_logits(
     config: DecoderConfig, tmp_path: Path
 ):

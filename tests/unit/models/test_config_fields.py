@@ -29,6 +29,14 @@ SMALL: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "num_local_experts": 4,
 }
+WITH_TOWER: dict[str, Any] = {
+    "rope_scaling": {"mrope_section": [1, 0, 0], "rope_type": "default"},
+    "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2},
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}
 MOE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_local_experts")
 LEFT_OUT = {
     "qwen3_moe": ("num_local_experts",),
@@ -47,7 +55,8 @@ def small(family: str) -> dict[str, Any]:
     left_out = LEFT_OUT.get(family, MOE)
     fields = {name: value for name, value in SMALL.items() if name not in left_out}
     if family in ("gemma4", "qwen3_5", "qwen3_5_moe"):
-        return {"model_type": family, "text_config": {"model_type": f"{family}_text"} | fields}
+        raw = {"model_type": family, "text_config": {"model_type": f"{family}_text"} | fields}
+        return raw | WITH_TOWER if family != "gemma4" else raw
     raw = {"model_type": family} | fields
     if family == "glm4_moe":
         raw["n_routed_experts"] = 4
@@ -60,7 +69,7 @@ def small(family: str) -> dict[str, Any]:
 def with_rope(raw: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     """The config.json with rotary settings, where the family has them."""
     if not raw["model_type"].startswith("gemma4"):
-        return raw | {"rope_scaling": rope}
+        return raw | {"rope_scaling": raw.get("rope_scaling", {}) | rope}
     default = {"rope_type": "default", "rope_theta": 1e4}
     full = rope | {"rope_type": "proportional", "rope_theta": 1e6}
     return raw | {"rope_parameters": {"full_attention": full, "sliding_attention": default}}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import Rope
-from jax_agent_rl.models.families import read_config
+from jax_agent_rl.models.families import read_config, write_config
 from tests.messages import raises
 from tests.unit.models.test_mixtures_as_published import billions
 
@@ -82,7 +83,20 @@ _WITH_TOWER: dict[str, Any] = {
     "tie_word_embeddings": False,
     "transformers_version": "4.57.0.dev0",
     "video_token_id": 248057,
-    "vision_config": {"deepstack_visual_indexes": [], "depth": 27, "hidden_size": 1152},
+    "vision_config": {
+        "deepstack_visual_indexes": [],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
     "vision_end_token_id": 248054,
     "vision_start_token_id": 248053,
 }
@@ -132,15 +146,30 @@ QWEN3_5_35B = _WITH_TOWER | {
 }
 
 
+def text_only(raw: dict[str, Any]) -> dict[str, Any]:
+    return raw | {"language_model_only": True}
+
+
 @pytest.mark.parametrize(
     ("raw", "family", "size"),
     [
         (QWEN3_NEXT_80B, "qwen3_next", 79.7),
-        (QWEN3_5_9B, "qwen3_5_text", 9.0),
-        (QWEN3_5_27B, "qwen3_5_text", 26.9),
-        (QWEN3_5_35B, "qwen3_5_moe_text", 34.7),
+        (QWEN3_5_9B, "qwen3_5", 9.4),
+        (text_only(QWEN3_5_9B), "qwen3_5_text", 9.0),
+        (QWEN3_5_27B, "qwen3_5", 27.4),
+        (text_only(QWEN3_5_27B), "qwen3_5_text", 26.9),
+        (QWEN3_5_35B, "qwen3_5_moe", 35.1),
+        (text_only(QWEN3_5_35B), "qwen3_5_moe_text", 34.7),
     ],
-    ids=["Qwen3-Next-80B-A3B", "Qwen3.5-9B", "Qwen3.5-27B", "Qwen3.5-35B-A3B"],
+    ids=[
+        "Qwen3-Next-80B-A3B",
+        "Qwen3.5-9B",
+        "Qwen3.5-9B, text",
+        "Qwen3.5-27B",
+        "Qwen3.5-27B, text",
+        "Qwen3.5-35B-A3B",
+        "Qwen3.5-35B-A3B, text",
+    ],
 )
 def test_published_models_are_read_with_all_their_parameters(
     raw: dict[str, Any], family: str, size: float
@@ -148,9 +177,30 @@ def test_published_models_are_read_with_all_their_parameters(
     config = read_config(raw)
     assert config.family == family
     assert billions(config) == pytest.approx(size, abs=0.06)
-    assert config.rope == Rope(theta=1e7, partial_rotary=0.25)
+    rope = Rope(theta=1e7, partial_rotary=0.25)
+    if config.vision is not None:
+        rope = replace(rope, sections=(11, 11, 10), interleaved_sections=True)
+        assert config.vision.placeholders == {"image": 248056}
+        assert read_config(write_config(config)) == config
+    assert config.rope == rope
     assert config.attention_gate
     assert config.layers_with("q") == tuple(range(3, config.num_layers, 4))
+
+
+def test_a_written_file_has_each_field_where_it_was():
+    config = read_config(QWEN3_5_35B)
+    written = write_config(config)
+    assert written["architectures"] == QWEN3_5_35B["architectures"]
+    assert written["text_config"]["router_aux_loss_coef"] == 0.001
+    assert written["text_config"]["model_type"] == "qwen3_5_moe_text"
+    assert written["vision_config"]["deepstack_visual_indexes"] == []
+    assert "router_aux_loss_coef" not in written
+    assert "image_token_id" not in written["text_config"]
+
+
+def test_whether_a_tower_is_left_alone_is_true_or_false():
+    with raises(ModelError, key="language_model_only", value="'yes'"):
+        read_config(QWEN3_5_9B | {"language_model_only": "yes"})
 
 
 def test_what_no_published_model_has_is_refused():
@@ -159,3 +209,9 @@ def test_what_no_published_model_has_is_refused():
         read_config(QWEN3_5_27B | {"text_config": text | {"output_gate_type": "sigmoid"}})
     with raises(ModelError, key="mlp_only_layers"):
         read_config(QWEN3_5_27B | {"text_config": text | {"mlp_only_layers": [1]}})
+    tower = QWEN3_5_27B["vision_config"] | {"deepstack_visual_indexes": [8]}
+    with raises(ModelError, key="deepstack_visual_indexes", value="[8]"):
+        read_config(QWEN3_5_27B | {"vision_config": tower})
+    rope = text["rope_parameters"] | {"mrope_section": [11, 11, 11]}
+    with raises(ModelError, key="mrope_section", value=32):
+        read_config(QWEN3_5_27B | {"text_config": text | {"rope_parameters": rope}})

@@ -98,8 +98,8 @@ def test_what_is_tied_may_stand_in_the_section_of_text_alone():
     ("field", "value", "named"),
     [
         ("image_token_id", None, "image_token_id=None"),
-        ("rope_scaling", None, ("mrope_section", "head_dim / 2 = 64")),
-        ("rope_scaling.mrope_section", [16, 24, 16], "head_dim / 2 = 64"),
+        ("rope_scaling", None, ("mrope_section", "sum to 64")),
+        ("rope_scaling.mrope_section", [16, 24, 16], "sum to 64"),
         ("rope_scaling.type", "yarn", ("type='yarn'", "'mrope'", "'default'")),
         ("use_sliding_window", True, "use_sliding_window=True"),
         ("head_dim", 64, ("head_dim=64", "only 128")),

@@ -1,6 +1,7 @@
-"""Qwen3-VL against transformers on a random small model: two images of different sizes in one
-sequence, inner features of the tower in the decoder's first layers. Weights and reference values
-are transformers' own.
+"""Qwen3-VL and Qwen3.5 with images against transformers, on random small models.
+
+Two images of different sizes are in one sequence. Weights and reference values are transformers'
+own.
 """
 
 from __future__ import annotations
@@ -8,30 +9,33 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from jax_agent_rl.jetstream.decode_batch import make_decode_batch
-from jax_agent_rl.jetstream.forward import Kernels, decode_step, engine_params, prefill_chunks
-from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV
-from jax_agent_rl.jetstream.mixers.table import empty_cache
+from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
+from jax_agent_rl.models.image_processor import ProcessedImage
 from jax_agent_rl.models.vision_context import (
     ImageInputs,
+    MultimodalContext,
     feature_index,
     layout,
     locate,
     rope_positions,
 )
 from jax_agent_rl.models.vision_tower import VisionTower
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.types import SamplingParams
 from tests.config_fields import check_every_field
+from tests.driven_engine import finished
 
 torch = pytest.importorskip("torch")
 
@@ -46,27 +50,54 @@ IDS = np.array(
 IMAGES = [
     RNG.standard_normal((int(np.prod(grid)), 3 * 2 * 4 * 4), dtype=np.float32) for grid in GRIDS
 ]
+DELTA_NET = {
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # Smaller ones make more of what rounds where a norm's input is close to 0.
+    "rms_norm_eps": 1e-2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+}
+QUARTER = {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+PEERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "Qwen3VL": (
+        {"num_hidden_layers": 3},
+        {"mrope_section": [4, 2, 2]},
+        {"deepstack_visual_indexes": [0, 2]},
+    ),
+    "Qwen3_5": (DELTA_NET, QUARTER, {}),
+    "Qwen3_5Moe": (
+        DELTA_NET
+        | {
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+        QUARTER,
+        {},
+    ),
+}
+"""Fields of the decoder, of its rotary settings and of the tower, by transformers' name."""
 
 
-@pytest.fixture(scope="module")
-def peer(tmp_path_factory: pytest.TempPathFactory):
+@pytest.fixture(scope="module", params=PEERS)
+def peer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """A random model of transformers, and the folder it was saved in."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    import transformers
 
     torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("qwen3_vl")
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [4, 2, 2],
-        "mrope_interleaved": True,
-    }
-    config = Qwen3VLConfig(
+    name = request.param
+    text, rope, vision = PEERS[name]
+    folder = tmp_path_factory.mktemp(name)
+    default_rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
+    config = getattr(transformers, f"{name}Config")(
         text_config={
             "vocab_size": 89,
             "hidden_size": 48,
             "intermediate_size": 40,
-            "num_hidden_layers": 3,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 16,
@@ -74,7 +105,8 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
             "eos_token_id": 2,
             "bos_token_id": 1,
             "initializer_range": 0.2,
-            "rope_parameters": rope,
+            "rope_parameters": default_rope | rope,
+            **text,
         },
         vision_config={
             "depth": 4,
@@ -84,8 +116,8 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
             "patch_size": 4,
             "out_hidden_size": 48,
             "num_position_embeddings": 25,  # five by five, of which neither image is a multiple
-            "deepstack_visual_indexes": [0, 2],
             "initializer_range": 0.2,
+            **vision,
         },
         image_token_id=IMAGE,
         video_token_id=81,
@@ -94,7 +126,7 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
         eos_token_id=2,
         bos_token_id=1,
     )
-    model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    model = of_config(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if (
@@ -105,16 +137,21 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
     return model, folder
 
 
-def theirs(model) -> torch.Tensor:
-    """transformers' logits [T, V] of the sequence with images."""
+def of_config(config):
+    """A model of transformers that computes attention as written down."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+
+
+def theirs(model, ids: Sequence[int] = tuple(IDS.tolist())) -> torch.Tensor:
+    """transformers' logits [T, V] of a sequence that begins with the one with images."""
     media = {
         "pixel_values": torch.tensor(np.concatenate(IMAGES)),
         "image_grid_thw": torch.tensor(GRIDS),
     }
-    kinds = torch.tensor(IDS[None] == IMAGE).int()
-    return model(torch.tensor(IDS[None].astype(np.int64)), **media, mm_token_type_ids=kinds).logits[
-        0
-    ]
+    ids = torch.tensor([list(ids)])
+    return model(ids, **media, mm_token_type_ids=(ids == IMAGE).int()).logits[0]
 
 
 @functools.cache
@@ -159,17 +196,12 @@ def test_logits_are_equal_with_images_and_without(peer):
 
 
 def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
-    from transformers import Qwen3VLForConditionalGeneration
-
     model, folder = peer
     kind = type(model.config)
     weights = model.state_dict()
 
     def computed(raw: dict) -> np.ndarray:
-        changed = kind.from_dict(json.loads(json.dumps(raw)))
-        changed_model = Qwen3VLForConditionalGeneration._from_config(
-            changed, attn_implementation="eager"
-        ).eval()
+        changed_model = of_config(kind.from_dict(json.loads(json.dumps(raw))))
         changed_model.load_state_dict(weights)
         with torch.no_grad():
             return theirs(changed_model).numpy()
@@ -199,57 +231,57 @@ def test_every_gradient_of_tower_and_decoder_is_equal(peer, tmp_path: Path):
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
     model.save_pretrained(tmp_path)
-    expected = load_file(tmp_path / "model.safetensors")
+    expected = dict(hf_tensors(*load_hf(tmp_path)))
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         np.testing.assert_allclose(gradient, expected[name], atol=5e-5, rtol=1e-4, err_msg=name)
 
 
-def placed(start: int, row: LayerKV, chunk: LayerKV) -> LayerKV:
-    """A cache's row with a chunk in it."""
-    return row.by_position(
-        lambda axis, x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, axis), chunk
-    )
-
-
-def test_chunks_and_steps_give_what_transformers_gives_at_once(peer):
+def test_the_engine_says_after_images_what_transformers_says(peer):
     model, folder = peer
     config, params = load_hf(folder)
-    weights = engine_params(config, params, dtype=jnp.float32)
-    patches, plan, positions, index, offset = multimodal(config.vision)
-    seen = VisionTower.from_params(config.vision, weights.vision)(jnp.asarray(patches), plan)[None]
-    cache = empty_cache(config, 1, 64, jnp.float32)
-    prompt = 30
-    prefill = jax.jit(prefill_chunks, static_argnums=0)
-    decode = jax.jit(decode_step, static_argnums=(0, 1, 2))
-    slots = make_decode_batch(1, 1)
-    for start in range(0, prompt, 15):  # the second chunk begins within an image
-        window = slice(start, start + 15)
-        chunk = ImageInputs(positions[None, window], seen, index[None, window])
-        layers = prefill(
-            config, weights, cache, jnp.asarray(IDS[None, window]), jnp.array([start]), chunk
-        )
-        cache = KVCache(
-            tuple(map(functools.partial(placed, start), cache.layers, [kv for _, kv, _ in layers]))
-        )
+    shapes = EngineShapes(
+        max_model_len=64,
+        max_concurrent_decodes=1,
+        kv_cache_tokens=64,
+        decode_steps=4,
+        prefill_buckets=(16,),  # the second chunk begins within an image
+        patch_buckets=(128,),
+    )
+    assert IDS[15] == IDS[16] == IMAGE
+    engine = JaxEngine(config, shapes, takes_images=True)
+    on = Scheduler(engine, engine.load_params(params), version=1)
+    images = [
+        ProcessedImage(kind="image", patches=patches, grid=grid)
+        for patches, grid in zip(IMAGES, GRIDS, strict=True)
+    ]
+    spans = locate(config.vision, IDS, {"image": GRIDS})
+    positions, offset = rope_positions(config.vision, len(IDS), spans)
+    assert offset
+    context = MultimodalContext(
+        ids=IDS, images=tuple(images), spans=tuple(spans), positions=positions, offset=offset
+    )
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    on.submit(
+        GenerateRequest(request_id="a", prompt_ids=tuple(IDS.tolist()), sampling=sampling), context
+    )
+    output = finished(on)["a"]
+
     with torch.no_grad():
-        expected = theirs(model).numpy()
-    assert offset and IDS[15] == IMAGE
-    for i in range(prompt, len(IDS)):
-        slots = replace(slots, tokens=IDS[[i]], positions=np.array([i]), offsets=np.array([offset]))
-        scores, cache = decode(config, None, Kernels.NONE, weights, cache, slots)
-        np.testing.assert_allclose(scores[:, 0], expected[i], atol=1e-4)
+        logits = theirs(model, [*IDS.tolist(), *output.token_ids])[len(IDS) - 1 : -1]
+    scores = torch.log_softmax(logits, -1)
+    assert scores.argmax(-1).tolist() == list(output.token_ids)
+    np.testing.assert_allclose(output.log_probs, scores.max(-1).values.numpy(), atol=1e-4)
 
 
 def test_our_files_are_read_by_transformers(peer, tmp_path: Path):
-    from transformers import Qwen3VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
     model, folder = peer
     config, params = load_hf(folder)
     save_hf(tmp_path, config, params)
-    read = Qwen3VLForConditionalGeneration.from_pretrained(
-        tmp_path, attn_implementation="eager"
-    ).eval()
+    read = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert type(read) is type(model)
     assert load_hf(tmp_path)[0] == config
     with torch.no_grad():
         torch.testing.assert_close(theirs(read), theirs(model))
