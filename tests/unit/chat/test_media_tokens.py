@@ -72,6 +72,15 @@ def test_a_model_of_text_has_none(tmp_path: Path):
     assert MediaTokens.read(folder_of(tmp_path, config={"model_type": "llama"})) is None
 
 
+def test_a_model_has_images_unless_its_text_model_alone_is_read(tmp_path: Path):
+    config = {"model_type": "qwen3_5", "image_token_id": IMAGE, "video_token_id": VIDEO}
+    tokens = MediaTokens.read(folder_of(tmp_path, config=config))
+    assert tokens is not None
+    assert tokens.placeholders == {"image": IMAGE}
+    text_only = config | {"language_model_only": True}
+    assert MediaTokens.read(folder_of(tmp_path, config=text_only)) is None
+
+
 def test_a_config_without_placeholders_is_a_model_error(tmp_path: Path):
     with raises(ModelError, key=("config.json", "image_token_id")):
         MediaTokens.read(folder_of(tmp_path, config={"model_type": "qwen2_5_vl"}))
