@@ -416,8 +416,8 @@ def _require_modalities(config: Config, codec: ChatCodec, datasets: Sequence[Dat
         kinds = " and ".join(f"{kind}s" for kind in unsupported)
         raise ConfigError(
             f"prompts of data.train or data.eval show {kinds}, which the chat template of"
-            f" model.path={config.model.path!r} does not; choose a model that reads them (Qwen2-VL,"
-            " Qwen2.5-VL), or other data"
+            f" model.path={config.model.path!r} does not; choose a model that reads them"
+            " (Qwen2.5-VL; images alone: Qwen3-VL, Qwen3.5), or other data"
         )
 
 
