@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,23 +65,28 @@ def main() -> None:
 
 def downloaded(heldout: int) -> dict[str, list[dict[str, Any]]] | None:
     """GSM8K's rows; None if the Hub cannot be reached."""
+    files = {}
     try:
-        files = {
-            split: dataset_files(
+        for split in ("train", "test"):
+            files[split] = dataset_files(
                 "openai/gsm8k", None, name="main", split=split, suffixes=(".parquet",)
             )
-            for split in ("train", "test")
-        }
     except DataError as error:
         print(
             f"{error}\nGSM8K is not here: writing the problems of {SAMPLE.name} INSTEAD",
             file=sys.stderr,
         )
         return None
-    train, test = (
-        (problem for file in files[split] for _, problem in read_row_file(file)) for split in files
-    )
-    return {"train": rows_of(train), "heldout": rows_of(islice(test, heldout))}
+    train = rows_of(problems_in(files["train"]))
+    test = rows_of(islice(problems_in(files["test"]), heldout))
+    return {"train": train, "heldout": test}
+
+
+def problems_in(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
+    """The problems of some files."""
+    for file in files:
+        for _, problem in read_row_file(file):
+            yield problem
 
 
 def rows_of(problems: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

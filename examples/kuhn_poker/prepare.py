@@ -42,18 +42,16 @@ def main() -> None:
 
 def row_of(first: str, second: str) -> dict[str, Any]:
     """A deal; the prompt shows how to answer, and the agent adds what a player sees."""
-    shown = [
-        message
-        for question, move in EXAMPLE
-        for message in (
+    prompt = [{"role": "system", "content": SYSTEM}]
+    for question, move in EXAMPLE:
+        prompt += [
             {"role": "user", "content": question},
             {"role": "assistant", "content": move},
-        )
-    ]
+        ]
     return {
         "data_source": "kuhn_poker",
         "agent_name": "kuhn_poker",
-        "prompt": [{"role": "system", "content": SYSTEM}, *shown],
+        "prompt": prompt,
         "extra_info": {"cards": {"first": first, "second": second}},
     }
 

@@ -113,29 +113,27 @@ def to_maxtext(model: DecoderConfig, params: Params, query_scale: float) -> dict
     }
 
     def layer(i: int) -> dict[str, Any]:
-        attention: dict[str, Any] = {
-            name: {
-                "kernel": (
-                    layers[ours][i].T.reshape(-1, count, h) * jnp.asarray(scale, layers[ours].dtype)
-                )
-            }
-            for name, (ours, count, scale) in heads.items()
-        }
+        attention: dict[str, Any] = {}
+        for name, (ours, count, scale) in heads.items():
+            kernel = layers[ours][i].T.reshape(-1, count, h)
+            attention[name] = {"kernel": kernel * jnp.asarray(scale, kernel.dtype)}
         attention["out"] = {"kernel": layers["o"][i].T.reshape(model.num_heads, h, -1)}
         if model.qk_norm:
-            attention |= {
-                f"{name}_norm": {"scale": layers[f"{name[0]}_norm"][i]} for name in ("query", "key")
-            }
+            attention["query_norm"] = {"scale": layers["q_norm"][i]}
+            attention["key_norm"] = {"scale": layers["k_norm"][i]}
+
         norms = {
             "pre_self_attention_layer_norm": "input_norm",
             "post_self_attention_layer_norm": "post_attention_norm",
         }
         mlp = {"wi_0": "gate", "wi_1": "up", "wo": "down"}
-        return {
+        tree = {
             "self_attention": attention,
             "mlp": {name: {"kernel": layers[ours][i].T} for name, ours in mlp.items()},
-            **{name: {"scale": layers[ours][i]} for name, ours in norms.items()},
         }
+        for name, ours in norms.items():
+            tree[name] = {"scale": layers[ours][i]}
+        return tree
 
     decoder: dict[str, Any] = {f"layers_{i}": layer(i) for i in range(model.num_layers)}
     decoder["decoder_norm"] = {"scale": params["final_norm"]}

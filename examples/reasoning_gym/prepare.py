@@ -55,15 +55,14 @@ def main() -> None:
 
 def row_of(dataset: str, config: dict[str, Any], seed: int, index: int) -> dict[str, Any]:
     """One question by its name; the prompt shows only how to answer."""
-    shown = [
-        message
-        for question, answer in EXAMPLES
-        for message in (
+    prompt = [{"role": "system", "content": SYSTEM}]
+    for question, answer in EXAMPLES:
+        prompt += [
             {"role": "user", "content": question},
             {"role": "assistant", "content": f"<answer>{answer}</answer>"},
-        )
-    ]
-    question = {
+        ]
+
+    environment = {
         "name": "reasoning_gym",
         "dataset": dataset,
         "seed": seed,
@@ -73,8 +72,8 @@ def row_of(dataset: str, config: dict[str, Any], seed: int, index: int) -> dict[
     return {
         "data_source": "environment",
         "agent_name": "environment_agent",
-        "prompt": [{"role": "system", "content": SYSTEM}, *shown],
-        "extra_info": {"environment_kwargs": question},
+        "prompt": prompt,
+        "extra_info": {"environment_kwargs": environment},
     }
 
 

@@ -98,14 +98,13 @@ def invent(count: int, rng: random.Random) -> list[dict[str, str]]:
 
 def row_of(place: dict[str, str], worked: list[dict[str, str]]) -> dict[str, Any]:
     """One question as a row in verl's schema, after two answered as the policy is to do it."""
-    shown = [message for example in worked for message in answered(example)]
+    prompt = [{"role": "system", "content": SYSTEM}]
+    for example in worked:
+        prompt += answered(example)
+    prompt.append({"role": "user", "content": place["question"]})
     return {
         "data_source": "nq",  # exact match of what stands in <answer>
-        "prompt": [
-            {"role": "system", "content": SYSTEM},
-            *shown,
-            {"role": "user", "content": place["question"]},
-        ],
+        "prompt": prompt,
         "reward_model": {"style": "rule", "ground_truth": {"target": [place["answer"]]}},
         "extra_info": {},
     }

@@ -50,10 +50,10 @@ def row_of(a: int, b: int) -> dict[str, Any]:
     }
 
 
-def chat(system: str, *shown: tuple[str, str]) -> list[dict[str, str]]:
+def chat(system: str, *answered: tuple[str, str]) -> list[dict[str, str]]:
     """A system message and answered questions."""
     messages = [{"role": "system", "content": system}]
-    for question, answer in shown:
+    for question, answer in answered:
         messages += [
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},

@@ -87,18 +87,16 @@ def make_game(arguments: argparse.Namespace, seed: int) -> Path:
 
 def row_of(game: Path) -> dict[str, Any]:
     """A game by its path; the prompt shows only how to play."""
-    shown = [
-        message
-        for observation, command in EXAMPLE
-        for message in (
+    prompt = [{"role": "system", "content": SYSTEM}]
+    for observation, command in EXAMPLE:
+        prompt += [
             {"role": "user", "content": observation},
             {"role": "assistant", "content": command},
-        )
-    ]
+        ]
     return {
         "data_source": "environment",
         "agent_name": "environment_agent",
-        "prompt": [{"role": "system", "content": SYSTEM}, *shown],
+        "prompt": prompt,
         "extra_info": {"environment_kwargs": {"name": "textworld", "game": str(game)}},
     }
 
