@@ -83,12 +83,7 @@ class CommandAgent(OpenAIAgentLoop):
             )
         except DataError as error:
             raise TrajectoryError(str(error)) from error  # of this task alone
-        runtime = await self._open_runtime()
-        if isinstance(runtime, Sandbox):
-            limits = workspace_limits(self._settings)
-            machine: TaskMachine = SandboxedTask(runtime, task, limits, mounts=self._mounts)
-        else:
-            machine = ContainerTask(runtime, task)
+        machine = await self._make_machine(task)
 
         async with contextlib.aclosing(machine):
             with self._session(request) as session:
@@ -118,6 +113,21 @@ class CommandAgent(OpenAIAgentLoop):
                 output["verifier"] = (verdict.stdout + verdict.stderr)[-4000:] + note
         return self._trajectory(recorder, request, output)
 
+    async def _make_machine(self, task: CommandTask) -> TaskMachine:
+        """Return where a task runs.
+
+        Raises:
+            TrajectoryError: the sandbox could not hand its files to the tests.
+        """
+        runtime = await self._open_runtime()
+        if not isinstance(runtime, Sandbox):
+            return ContainerTask(runtime, task)
+        limits = workspace_limits(self._settings)
+        try:
+            return SandboxedTask(runtime, task, limits, mounts=self._mounts)
+        except DataError as error:
+            raise TrajectoryError(str(error)) from error  # of this task alone
+
     async def _run_program(
         self, machine: TaskMachine, task: CommandTask, session: Session
     ) -> JobResult:
@@ -143,7 +153,9 @@ class CommandAgent(OpenAIAgentLoop):
         folder = Path(self._settings.program_dir).expanduser()
         if not folder.is_dir():
             raise ConfigError(f"agent.command.program_dir={str(folder)!r} is not a folder")
-        files = {f"agent/{name}": data for name, data in read_files(folder).items()}
+        files = {
+            f"agent/{name}": data for name, data in read_files(folder, links_may_leave=True).items()
+        }
         try:
             file_entries(files)
         except ValueError as error:

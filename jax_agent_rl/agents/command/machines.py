@@ -33,7 +33,7 @@ from jax_agent_rl.agents.command.workspace import (
     read_result,
 )
 from jax_agent_rl.config.command_agent import ProgramLimits
-from jax_agent_rl.errors import ConfigError, EnvironmentFailedError, ToolError
+from jax_agent_rl.errors import ConfigError, DataError, EnvironmentFailedError, ToolError
 from jax_agent_rl.tool_server.sandbox import Link, Sandbox, SandboxLimits
 
 RUNNER = Path(__file__).with_name("runner.py")
@@ -166,6 +166,21 @@ def workspace_limits(settings: ProgramLimits) -> WorkspaceLimits:
     )
 
 
+def check_first_files(entries: Sequence[Entry], limits: WorkspaceLimits) -> None:
+    """Check that the tests can be handed at least what a program begins with.
+
+    Raises:
+        DataError: they cannot.
+    """
+    try:
+        limits.check(entries)
+    except ValueError as error:
+        raise DataError(
+            f"the working folder of the task: {error}; set workspace_mb and workspace_entries, and"
+            " disk_mb above them"
+        ) from None
+
+
 def read_mounts(mounts: Mapping[str, str], *, key: str) -> dict[str, Path]:
     """Return the folders that programs see read-only, by name.
 
@@ -236,13 +251,19 @@ async def pack_job(
     return PackedJob(stdin=json.dumps(job_json).encode() + b"\n", files=packed_files)
 
 
-def left_out_note(program: JobResult) -> str:
-    """Return what a program left that the tests do not see; empty: they see all of it."""
-    if not program.left_out:
-        return ""
+def left_out_names(program: JobResult) -> str:
+    """Return names of what a program left that its working folder does not hold; empty: none."""
     names = ", ".join(program.left_out_names)
     if program.left_out > SHOWN_NAMES:
         names += ", …"
+    return names
+
+
+def left_out_note(program: JobResult) -> str:
+    """Return what a program left that the tests do not see; empty: they see all of it."""
+    names = left_out_names(program)
+    if not names:
+        return ""
     return f"not in what the tests saw: {names} (devices, sockets, links that lead elsewhere)\n"
 
 
@@ -254,6 +275,10 @@ class SandboxedTask(TaskMachine):
         limits: of the working folder that the tests see.
         mounts: folders of this machine that the program sees read-only, by their names below
             ``/tmp``.
+
+    Raises:
+        DataError: the task's own files are more than the limits, so that no program could leave a
+            folder that tests can run on.
     """
 
     def __init__(
@@ -264,6 +289,7 @@ class SandboxedTask(TaskMachine):
         *,
         mounts: Mapping[str, Path] | None = None,
     ) -> None:
+        check_first_files(file_entries(task.files), limits)
         self._sandbox = sandbox
         self._task = task
         self._limits = limits

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from jax_agent_rl.agents.command.agent import read_verdict
-from jax_agent_rl.agents.command.machines import SandboxedTask, sandbox_limits, workspace_limits
+from jax_agent_rl.agents.command.machines import (
+    SandboxedTask,
+    check_first_files,
+    left_out_names,
+    sandbox_limits,
+    workspace_limits,
+)
 from jax_agent_rl.agents.command.task import CommandTask, read_task
 from jax_agent_rl.agents.command.workspace import (
     Entry,
@@ -96,10 +102,12 @@ class ShellEnvironment(Environment):
         """Run the setup on the task's files.
 
         Raises:
-            EnvironmentFailedError: it failed, or left more than a working folder may hold.
+            DataError: the task's files are more than a working folder may hold.
+            EnvironmentFailedError: the setup failed, or left more than that.
         """
         command_task = await _read_task(task=task, files=files)
         self._first_workspace = tuple(file_entries(command_task.files))
+        check_first_files(self._first_workspace, _LIMITS)
         if not setup:
             return
 
@@ -199,6 +207,7 @@ async def _read_task(**extra_info: Any) -> CommandTask:
 def _describe(result: JobResult) -> str:
     """Return what a command printed, and how it ended if something was wrong."""
     text = result.stdout + result.stderr
+    notes = []
     problem = None
     if result.stopped is not None:
         problem = f"the sandbox was stopped ({result.stopped}); no file was changed"
@@ -208,8 +217,14 @@ def _describe(result: JobResult) -> str:
         problem = "the command was stopped: it took too long"
     elif result.exit_code != 0:
         problem = f"exit status {result.exit_code}"
-    if problem is None:
+    if problem is not None:
+        notes.append(problem)
+
+    names = left_out_names(result)
+    if names:
+        notes.append(f"not kept, being devices, sockets, or links that lead elsewhere: {names}")
+    if not notes:
         return text or "(no output)"
     if text and not text.endswith("\n"):
         text += "\n"
-    return f"{text}({problem})"
+    return f"{text}({'; '.join(notes)})"

@@ -33,6 +33,8 @@ _NEEDS_NO_BUILD = frozenset(
 )
 _HARBOR_VERIFIER = ("bash", "/tests/test.sh")
 MAX_FILE_BYTES = 8 << 20
+MAX_FOLDER_BYTES = 256 << 20
+"""Of all files of a folder, which are in memory together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +125,8 @@ def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
         DataError: a file is missing or malformed, or, without a container, the Dockerfile does more
             than copy files.
     """
+    for name in ("task.toml", "instruction.md"):
+        _check_inside(folder / name, folder)
     try:
         settings = tomllib.loads(read_regular_file(folder / "task.toml", MAX_FILE_BYTES).decode())
         instruction = read_regular_file(folder / "instruction.md", MAX_FILE_BYTES).decode()
@@ -130,6 +134,9 @@ def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
         raise DataError(
             f"task {folder}: {error}; a task has task.toml, instruction.md and tests/test.sh"
         ) from None
+    for name in ("agent", "environment", "verifier"):
+        if not isinstance(settings.get(name, {}), dict):
+            raise DataError(f"task {folder}: {name}={settings[name]!r} must be a table: [{name}]")
     if not (folder / "tests" / "test.sh").is_file():
         raise DataError(f"task {folder}: tests/test.sh is missing; it decides the reward")
 
@@ -213,7 +220,8 @@ def read_dockerfile(path: Path, *, key: str = "agent.command.container") -> Work
         key: setting that gives the task a container, for messages.
 
     Raises:
-        DataError: an instruction needs a container, or copies something to elsewhere.
+        DataError: an instruction needs a container, copies something from or to elsewhere, or
+            cannot be read.
     """
     workdir = WORKDIR
     env: dict[str, str] = {}
@@ -228,12 +236,15 @@ def read_dockerfile(path: Path, *, key: str = "agent.command.container") -> Work
         if problem:
             raise DataError(f"{where} {problem}; set {key}, or choose tasks that only COPY")
 
-        if instruction == "WORKDIR":
-            workdir = str(PurePosixPath(workdir) / arguments)
-        elif instruction == "ENV":
-            env |= _variables(arguments)
-        elif instruction == "COPY":
-            files |= _copied(path.parent, arguments, workdir, where)
+        try:
+            if instruction == "WORKDIR":
+                workdir = str(PurePosixPath(workdir) / arguments)
+            elif instruction == "ENV":
+                env |= _variables(arguments)
+            elif instruction == "COPY":
+                files |= _copied(path.parent, arguments, workdir, where)
+        except ValueError as error:  # unbalanced quotes
+            raise DataError(f"{where} cannot be read: {error}") from None
     return WorkingFolder(files=files, path=workdir, env=env)
 
 
@@ -263,10 +274,19 @@ def _variables(arguments: str) -> dict[str, str]:
 
 
 def _instructions(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the first line's number and the text of each instruction, with its continued lines."""
+    """Yield the first line's number and the text of each instruction, with its continued lines.
+
+    Raises:
+        DataError: the file is no text.
+    """
+    try:
+        text = _read(path, path.parent).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} of a task cannot be read: {error}") from None
+
     joined = ""
     first_line = 0
-    for number, line in enumerate(_read(path).decode().splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         is_blank = not line.strip() and not joined
         if is_blank or line.lstrip().startswith("#"):
             continue
@@ -279,8 +299,14 @@ def _instructions(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _copied(folder: Path, arguments: str, workdir: str, where: str) -> dict[str, bytes]:
-    """Return the files that a COPY copies, by their paths in the working folder."""
-    *sources, target = (word for word in shlex.split(arguments) if not word.startswith("--"))
+    """Return the files that a COPY copies, by their paths in the working folder.
+
+    As in Docker, paths of sources begin at the Dockerfile's folder, and do not leave it.
+    """
+    words = [word for word in shlex.split(arguments) if not word.startswith("--")]
+    if len(words) < 2:
+        raise DataError(f"{where} has no source and target")
+    *sources, target = words
     target_path = PurePosixPath(workdir) / target
     if not target_path.is_relative_to(workdir):
         raise DataError(f"{where} copies to {target_path}, outside the working folder {workdir}")
@@ -289,40 +315,79 @@ def _copied(folder: Path, arguments: str, workdir: str, where: str) -> dict[str,
 
     files: dict[str, bytes] = {}
     for source in sources:
-        source_paths = [folder] if source in (".", "./") else sorted(folder.glob(source))
+        if ".." in PurePosixPath(source).parts:
+            raise DataError(f"{where} copies from outside of {folder}")
+        source = source.lstrip("/")
+        if source in ("", ".", "./"):
+            source_paths = [folder]
+        else:
+            source_paths = sorted(folder.glob(source))
         if not source_paths:
             raise DataError(f"{where}: there is no {source!r} in {folder}")
+
         for path in source_paths:
             if path.is_dir():
+                _check_inside(path, folder)
                 for name, data in read_files(path).items():
                     files[str(target_path / name)] = data
             elif into_folder:
-                files[str(target_path / path.name)] = _read(path)
+                files[str(target_path / path.name)] = _read(path, folder)
             else:
-                files[str(target_path)] = _read(path)
+                files[str(target_path)] = _read(path, folder)
     return files
 
 
-def read_files(folder: Path, *, everything: bool = False) -> dict[str, bytes]:
+def read_files(
+    folder: Path, *, everything: bool = False, links_may_leave: bool = False
+) -> dict[str, bytes]:
     """Return the contents of the files below a folder by their paths.
 
     Args:
         everything: also its Dockerfile and hidden files, which are left out otherwise.
+        links_may_leave: whether files may be links to files elsewhere on this machine. A task
+            comes from others, whose links could show a program what it must not see.
 
     Raises:
-        DataError: a file is too large.
+        DataError: a file is too large, or all of them together; a link leads out of the folder, or
+            to a folder, which would be left out.
     """
     files = {}
+    bytes_left = MAX_FOLDER_BYTES
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         is_hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
         is_left_out = is_hidden or name == Path("Dockerfile")
-        if path.is_file() and (everything or not is_left_out):
-            files[str(name)] = _read(path)
+        if is_left_out and not everything:
+            continue
+
+        if path.is_file():
+            data = _read(path, None if links_may_leave else folder)
+            bytes_left -= len(data)
+            if bytes_left < 0:
+                raise DataError(
+                    f"the files in {folder} have more than {MAX_FOLDER_BYTES} bytes together"
+                )
+            files[str(name)] = data
+        elif path.is_symlink() and path.is_dir() and not links_may_leave:
+            raise DataError(f"{path} of a task is a link to a folder; copy the folder there")
     return files
 
 
-def _read(path: Path) -> bytes:
+def _check_inside(path: Path, folder: Path) -> None:
+    """Check that a path of a task leads nowhere else.
+
+    Raises:
+        DataError: it is a link, or below one, that leads out of the folder.
+    """
+    real_path = path.resolve()
+    if not real_path.is_relative_to(folder.resolve()):
+        raise DataError(f"{path} of a task leads out of its folder, to {real_path}")
+
+
+def _read(path: Path, folder: Path | None) -> bytes:
+    """Return the contents of a file, which no link may lead out of ``folder``; None: it may."""
+    if folder is not None:
+        _check_inside(path, folder)
     try:
         return read_regular_file(path, MAX_FILE_BYTES)
     except (OSError, ValueError) as error:

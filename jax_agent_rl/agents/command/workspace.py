@@ -59,6 +59,18 @@ class WorkspaceLimits:
         """Size of the result that holds such a folder."""
         return MAX_HEADER_BYTES + self.max_bytes * 4 // 3 + 8
 
+    def check(self, entries: Sequence[Entry]) -> None:
+        """Check that a folder is within the limits.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if len(entries) > self.max_entries:
+            raise ValueError(f"it has {len(entries)} entries, more than {self.max_entries}")
+        num_bytes = sum(entry.num_bytes for entry in entries)
+        if num_bytes > self.max_bytes:
+            raise ValueError(f"it has {num_bytes} bytes, more than {self.max_bytes}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
@@ -89,6 +101,11 @@ class Entry:
         has_wrong_target = bool(self.target) != (self.kind == "link")
         if has_wrong_data or has_wrong_target:
             raise ValueError(f"{self.name!a} is a {self.kind} with what belongs to another kind")
+
+    @property
+    def num_bytes(self) -> int:
+        """What it counts in the size of a working folder."""
+        return ENTRY_BYTES + len(os.fsencode(self.name)) + len(self.data) + len(self.target)
 
 
 def file_entries(files: Mapping[str, bytes], *, folders: Sequence[str] = ()) -> list[Entry]:
@@ -325,7 +342,7 @@ def _entries(
             raise ValueError(f"{entry.name!a} is there twice")
         names.add(encoded_name)
 
-        bytes_left -= ENTRY_BYTES + len(encoded_name) + len(entry.data) + len(entry.target)
+        bytes_left -= entry.num_bytes
         if bytes_left < 0:
             raise ValueError(f"it has more than {limits.max_bytes} bytes")
         entries.append(entry)

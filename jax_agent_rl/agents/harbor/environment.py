@@ -34,6 +34,7 @@ from jax_agent_rl.agents.command.machines import (
     FOLDERS,
     TESTS,
     RunnerJob,
+    check_first_files,
     left_out_note,
     with_settings,
 )
@@ -140,8 +141,14 @@ class LocalEnvironment(BaseEnvironment):
     # --- start and end ----------------------------------------------------------------------------
 
     async def start(self, force_build: bool) -> None:
-        """Start the harness's sandbox; there is nothing to build."""
+        """Start the harness's sandbox; there is nothing to build.
+
+        Raises:
+            DataError: the task's own files are more than the tests can be handed.
+        """
         files = await asyncio.to_thread(file_entries, self._working_folder.files)
+        if self._machine is not None:
+            check_first_files(files, self._machine.limits)
         self._session = await self._open([("app", files)])
 
     async def begin_tests(self) -> None:

@@ -21,6 +21,7 @@ from jax_agent_rl.rewards import rules
 from jax_agent_rl.types import SamplingParams
 from tests.agent_testbed import episode_request
 from tests.capabilities import CONTAINER_IMAGE, find_container_runtime, needs_bwrap
+from tests.killed_trainer import SLEEPS, assert_sleepers_end_with
 from tests.messages import raises
 from tests.tiny_chat import assert_exact, tiny_context
 
@@ -265,11 +266,72 @@ def test_a_time_limit_that_is_none_is_refused_with_its_key(tmp_path: Path, secon
         ),
         ("FROM ubuntu:24.04\nENV PATH=/opt/x:$PATH\n", {"value": "a variable"}),
         ("FROM ubuntu:24.04\nCOPY data .\nWORKDIR /other\n", {"value": "after files were copied"}),
+        ("FROM ubuntu:24.04\nCOPY ../tests .\n", {"value": "from outside"}),
+        ("FROM ubuntu:24.04\nCOPY data\n", {"value": "no source and target"}),
+        ("FROM ubuntu:24.04\nCOPY 'data .\n", {"key": "line 2", "value": "cannot be read"}),
+        ('FROM ubuntu:24.04\nENV A="1\n', {"key": "line 2", "value": "cannot be read"}),
     ],
 )
 def test_a_task_that_needs_a_container_says_so(dockerfile: str, named: dict, tmp_path: Path):
     with raises(DataError, **named):
         read_harbor_task(harbor(tmp_path, dockerfile))
+
+
+def test_sources_of_a_dockerfile_begin_at_its_folder(tmp_path: Path):
+    folder = harbor(tmp_path, "FROM ubuntu:24.04\nCOPY /data/number.txt number.txt\n")
+    assert read_harbor_task(folder).files == {"number.txt": b"7"}
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("environment/data/key", "key"),
+        ("environment/data/keys", "."),
+        ("tests/key", "key"),
+        ("instruction.md", "key"),
+        ("environment/Dockerfile", "key"),
+    ],
+)
+def test_no_link_of_a_task_shows_a_file_of_this_machine(name: str, target: str, tmp_path: Path):
+    secrets = tmp_path / "secrets"
+    secrets.mkdir()
+    (secrets / "key").write_text("of this machine")
+    task = harbor(tmp_path / "task", "FROM ubuntu:24.04\nCOPY . .\n")
+    (task / name).unlink(missing_ok=True)
+    (task / name).symlink_to(secrets / target)
+    with raises(DataError, key=name):
+        read_harbor_task(task)
+
+
+def test_links_within_a_tasks_folder_are_followed(tmp_path: Path):
+    task = harbor(tmp_path)
+    (task / "environment" / "data" / "same.txt").symlink_to("number.txt")
+    assert read_harbor_task(task).files["data/same.txt"] == b"7"
+
+
+@pytest.mark.parametrize("text", ["environment = 3\n", 'agent = "x"\n', "verifier = []\n"])
+def test_a_section_that_is_no_table_is_named(text: str, tmp_path: Path):
+    task = harbor(tmp_path)
+    (task / "task.toml").write_text(text)
+    with raises(DataError, key=text.split()[0]):
+        read_harbor_task(task)
+
+
+def test_a_dockerfile_that_is_no_text_is_refused(tmp_path: Path):
+    task = harbor(tmp_path)
+    (task / "environment" / "Dockerfile").write_bytes(b"FROM \xff\n")
+    with raises(DataError, key="Dockerfile"):
+        read_harbor_task(task)
+
+
+@needs_bwrap
+async def test_a_task_with_more_files_than_tests_are_handed_is_lost_with_the_setting_to_change():
+    files = {f"{number}.txt": "" for number in range(10_000)}
+    async with tiny_context(command={"argv": ["true"]}) as context:
+        loop = CommandAgent(context)
+        with raises(TrajectoryError, value="10000 entries", fix="workspace_entries"):
+            await loop.play(episode_request(row(files=files), SamplingParams(max_tokens=8)))
+        await loop.close()
 
 
 def test_variables_of_a_dockerfile_are_read_in_both_forms(tmp_path: Path):
@@ -292,6 +354,18 @@ async def test_a_harbor_task_runs_with_its_paths_and_its_reward_file(tmp_path: P
     folder = harbor(tmp_path / "task")
     _, output = await run(program, row(task=str(folder)), tmp_path)
     assert output["reward"] == 0.5, output
+
+
+@needs_bwrap
+async def test_a_killed_trainer_leaves_no_program_running():
+    await assert_sleepers_end_with(f"""
+import asyncio
+from jax_agent_rl.agents.command.agent import CommandAgent
+from tests.agent_testbed import AgentHarness
+harness = AgentHarness(CommandAgent, [], command={{"argv": ["bash", "-c", {SLEEPS!r}]}})
+row = {{"prompt": [{{"role": "user", "content": "x"}}], "data_source": "command"}}
+asyncio.run(harness.run(row))
+""")
 
 
 # --- containers -----------------------------------------------------------------------------------

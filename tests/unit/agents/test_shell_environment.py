@@ -75,6 +75,37 @@ async def test_a_command_that_takes_too_long_is_stopped_and_the_shell_goes_on(po
 
 
 @needs_bwrap
+async def test_what_a_folder_cannot_keep_is_told_and_a_snapshot_is_without_it(pools):
+    async with pools.pool("shell").lease(TASK) as shell:
+        await shell.reset(**TASK)
+        binds = "import socket; socket.socket(socket.AF_UNIX).bind('socket')"
+        told = await shown(shell, f'mkfifo pipe; ln -s /etc out; python3 -c "{binds}"')
+        assert "not kept" in told
+        for name in ("pipe", "out", "socket"):
+            assert name in told
+        await shell.restore(await shell.snapshot())
+        assert await shown(shell, "ls") == "half.txt\n"
+
+
+@needs_bwrap
+async def test_a_sparse_file_counts_with_its_whole_size(pools):
+    async with pools.pool("shell").lease(TASK) as shell:
+        await shell.reset(**TASK)
+        assert "too large" in await shown(shell, "truncate -s 20M sparse")
+        assert await shown(shell, "ls; truncate -s 1M sparse") == "half.txt\n"
+        await shell.restore(await shell.snapshot())
+        assert await shown(shell, "stat -c %s sparse") == f"{1 << 20}\n"
+
+
+@needs_bwrap
+async def test_more_files_than_a_folder_may_hold_are_refused_before_anything_runs(pools):
+    files = {f"{number}.txt": "" for number in range(10_000)}
+    with raises(EnvironmentFailedError, value="10000 entries", fix="workspace_entries"):
+        async with pools.pool("shell").lease({"files": files}):
+            pass
+
+
+@needs_bwrap
 async def test_the_setup_completes_the_folder_once_for_all_its_shells():
     row = {**TASK, "setup": "echo prepared > by_setup.txt"}
     pools = EnvironmentPools(timeout=60.0, warm_instances=1)

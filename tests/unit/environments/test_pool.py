@@ -1,6 +1,7 @@
 """Instances of environments: how many, how long, closed exactly once."""
 
 import asyncio
+import random
 import subprocess
 import sys
 
@@ -278,6 +279,35 @@ async def test_a_preparation_ahead_that_fails_is_counted_and_loses_nothing(house
     assert start["environment_failed_preparations"] == 1.0
     assert len(told) == 1 and "prepared ahead" in told[0] and "on strike" in told[0]
     await pools.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_starts_that_fail_half_of_the_time_lose_trajectories_and_nothing_else(house, seed):
+    """No place is lost, no instance is used twice, and each is closed once."""
+    luck = random.Random(seed)
+
+    async def prepare(self, *, material):
+        await asyncio.sleep(0)
+        if luck.random() < 0.5:
+            raise OSError("on strike")
+        self.material = material
+
+    house.prepare = prepare
+    pools = EnvironmentPools(warm_instances=2, max_instances=3)
+    results = []
+    for _ in range(20):
+        lives = [live(pools, material=luck.choice(["brick", "wood"])) for _ in range(5)]
+        results += await asyncio.gather(*lives, return_exceptions=True)
+        await settle()
+    lost = [result for result in results if isinstance(result, BaseException)]
+    assert {type(error) for error in lost} == {EnvironmentFailedError}
+    assert len(house.residents) == len(set(house.residents)) == len(results) - len(lost) > 0
+
+    luck.random = lambda: 1.0
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(live(pools, material="brick") for _ in range(3)))
+    await pools.close()
+    assert all(instance.closes == 1 for instance in house.instances)
 
 
 async def test_a_preparation_that_hangs_is_given_up_and_names_its_setting(house):
