@@ -94,6 +94,10 @@ make_sky_environment() {
 # What a change anywhere may break, before what takes longer. With pytest arguments it is these tests that count.
 test_structure() {
   make_environment "$TEST_EXTRAS"
+  # What goes wrong in that is shown when the main part asks for it again.
+  if [ "$ALL" = 1 ] && [ "$DRY_RUN" = 0 ]; then
+    make_sky_environment >/dev/null 2>&1 &
+  fi
   say "model: SmolLM2-135M-Instruct"
   run "$VENV/bin/jax-agent-rl" fetch-model
   say "lint"
@@ -126,6 +130,7 @@ make_further_environments() {
 }
 
 test_main() {
+  wait # for SkyPilot's environment
   # What goes wrong in that is shown when a part asks for its environment again.
   if [ "$ALL" = 1 ] && [ "$DRY_RUN" = 0 ]; then
     make_further_environments >/dev/null 2>&1 &

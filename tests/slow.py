@@ -320,6 +320,11 @@ REPRESENTATIVES = {
         ("cpu-shared keys", "hold_none"),
         "an engine for every path of a request",
     ),
+    "unit/jetstream/test_layers_of_different_kinds.py": (
+        ("what_the_learner_does",),
+        "an engine for each",
+    ),
+    "unit/jetstream/test_olmo3.py": (("scored[cpu]",), "an engine for every kind of kernels"),
     "unit/jetstream/test_recurrent_engine.py": (
         ("any_length", "next_turn", "samples", "branch", "stop_", "aborted", "[3]"),
         "an engine of other shapes for each",
@@ -374,6 +379,18 @@ REPRESENTATIVES = {
     "unit/models/test_delta_kernel.py": (
         ("far_chunks[single heads]",),
         "compiles kernels for every shape",
+    ),
+    "unit/models/test_delta_net.py::test_chunks_equal_the_recurrence_at_every_boundary": (
+        ("[75]",),
+        "compiles every size",
+    ),
+    "unit/models/test_layer_scan.py::test_every_layer_has_its_own_parameters_and_gives_them_their_gradient": (
+        ("[DDDADDDADD]",),
+        "compiles every pattern",
+    ),
+    "unit/models/test_layers_of_different_kinds.py": (
+        ("test_a_parameter_is", "test_files_name", "[none]"),
+        "compiles every layout",
     ),
     "unit/models/test_tree_kernel.py": (("test_outputs_and_gradients",), "compiles every kernel"),
     "unit/supervised/test_train.py::test_a_run_learns_its_rows_and_others_use_its_checkpoint": (
