@@ -1,4 +1,4 @@
-"""``jax-agent-rl doctor``, ``certify``, ``conformance``, ``plan``: checks before a run."""
+"""Commands ``doctor``, ``certify``, ``conformance``, ``plan``, ``redteam``: checks before a run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from jax_agent_rl.cli.options import (
     print_object,
     run_to_end,
 )
+from jax_agent_rl.observe.progress import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,6 +63,14 @@ def register(app: typer.Typer) -> None:
         "plan my.yaml --topology v5e:4x4 --search --price-per-chip-hour 1.2 --plot memory.png",
         "plan tpu_8b --topology v5p:2x2x1 --profile decode",
     )(plan)
+    command(
+        app,
+        Panel.CHECK,
+        "redteam",
+        "redteam --only sandbox --only tests --html redteam.html",
+        "redteam --tool-server http://127.0.0.1:5000 --json",
+        "redteam --endpoint http://127.0.0.1:8000/v1 --model Qwen3-0.6B",
+    )(redteam)
 
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -343,4 +352,78 @@ def plan(
             task, console, budget=budget if search else None, picture=plot, as_json=json
         )
     if not result.fits:
+        raise typer.Exit(1)
+
+
+def redteam(
+    tool_server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Attack a tool server of verl-tool's protocol with a Python tool."
+        ),
+    ] = None,
+    sandbox_fusion: Annotated[
+        str | None, typer.Option(metavar="URL", help="Attack a SandboxFusion server.")
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Attack a server; the path takes JSON by POST."),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Attack the chat completions of a base URL (…/v1)."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "Folder of a model whose chat template is attacked, default the quickstart's; for"
+                " --endpoint the model's name."
+            )
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only attacks whose names begin so; repeatable.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the results as a page.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Attack this installation, or servers on this machine, harmlessly, and say what broke.
+
+    Without a URL the targets are this installation's sandbox, tests of programs, tool server, chat
+    codec, judge and readers of files. Each attack looks for a mark that it leaves, and has a time
+    limit. Servers elsewhere are refused. The exit status is 1 if something broke.
+    """
+    from jax_agent_rl.deploy.quickstart.model import quickstart_model_folder
+    from jax_agent_rl.testing.redteam.attack import Verdict
+    from jax_agent_rl.testing.redteam.run import REPORT_A_HOLE, RedTeamRequest, page, summary
+    from jax_agent_rl.testing.redteam.run import redteam as run_redteam
+    from jax_agent_rl.utils.files import write_atomically
+
+    if model is None and endpoint is None:
+        folder = quickstart_model_folder()
+        if folder.is_dir():
+            model = str(folder)
+    request = RedTeamRequest(
+        tool_server=tool_server,
+        sandbox_fusion=sandbox_fusion,
+        server=server,
+        endpoint=endpoint,
+        model=model,
+        only=only or [],
+    )
+    console = console_of(json)
+    results = run_to_end(run_redteam(request, print_line=lambda line: print_line(console, line)))
+
+    counts = summary(results)["counts"]
+    print_line(console, ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    if html is not None:
+        write_atomically(html, page(results))
+        print_line(console, f"page: {html}")
+    if json:
+        print_object(summary(results))
+    if counts[Verdict.BROKE]:
+        print_line(console, REPORT_A_HOLE)
         raise typer.Exit(1)

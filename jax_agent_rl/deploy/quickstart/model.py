@@ -43,6 +43,11 @@ _NO_CACHE = (
 _TIMEOUT_SECONDS = 30.0  # to connect, and between two pieces of the answer
 
 
+def quickstart_model_folder() -> Path:
+    """Return where SmolLM2-135M-Instruct is, or would be."""
+    return cache_root() / "models" / NAME
+
+
 def fetch_quickstart_model() -> Path:
     """Return the folder of SmolLM2-135M-Instruct.
 
@@ -51,7 +56,7 @@ def fetch_quickstart_model() -> Path:
     Raises:
         ModelError: the download failed, or is not the expected file.
     """
-    folder = cache_root() / "models" / NAME
+    folder = quickstart_model_folder()
     if is_intact(folder):
         return folder
     make_folder(folder.parent, message=_NO_CACHE)
