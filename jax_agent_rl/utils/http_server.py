@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ValidationError
 
 from jax_agent_rl.utils.bounded_json import TooDeepError, decode_json
@@ -48,6 +50,18 @@ Refuse = Callable[[web.Request, int, str], web.Response]
 """Converts a status and a message to the service's error format."""
 CONTENT_TYPES = {"POST": "application/json", "PUT": "application/octet-stream"}
 """Content types that a page of another origin cannot send without a preflight."""
+
+
+class _WithoutClientsMistakes(logging.Filter):
+    """Leaves out what is not HTTP: it is answered with 400, and any client could fill the log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError)
+
+
+_protocol_logger = logging.getLogger(f"{__name__}.protocol")
+_protocol_logger.addFilter(_WithoutClientsMistakes())
 
 
 class Refused(Exception):
@@ -147,6 +161,7 @@ class HttpServer:
             keepalive_timeout=self.keep_alive,
             shutdown_timeout=SHUTDOWN_TIMEOUT_SECONDS,
             access_log=None,
+            logger=_protocol_logger,
             auto_decompress=False,  # compressed bodies are refused: their size is not bounded
         )
         await self._runner.setup()

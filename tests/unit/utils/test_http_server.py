@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -275,7 +276,28 @@ async def test_a_client_that_leaves_while_it_is_written_to_is_no_error(
         with pytest.raises(aiohttp.ClientError):
             async with client.get("/") as response:
                 await response.read()
-    assert not [record for record in caplog.records if record.name.startswith("aiohttp")]
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00 no HTTP\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000 + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+    ids=["no HTTP", "a large head", "two lengths"],
+)
+async def test_what_is_not_http_is_refused_and_fills_no_log(
+    caplog: pytest.LogCaptureFixture, sent: bytes
+):
+    async with echoing() as (server, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(sent)
+        async with asyncio.timeout(20):
+            assert (await reader.readline()).startswith(b"HTTP/1.0 400")
+        writer.close()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_connections_over_the_limit_are_closed_and_their_places_come_back():
@@ -378,6 +400,7 @@ def test_no_module_listens_by_other_means():
             "torch.distributed's store, in the cluster's own network, for one transfer"
         ),
         "jax_agent_rl/agents/command/runner.py": "runs inside the sandbox, on its own loopback",
+        "jax_agent_rl/testing/redteam/on_sandboxes.py": "answers nobody; no sandbox may reach it",
         "jax_agent_rl/tool_server/worker.py": "a Unix socket in a private folder of the server's",
     }
     root = Path(__file__).parents[3]
