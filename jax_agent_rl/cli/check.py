@@ -397,7 +397,7 @@ def redteam(
     limit. Servers elsewhere are refused. The exit status is 1 if something broke.
     """
     from jax_agent_rl.deploy.quickstart.model import quickstart_model_folder
-    from jax_agent_rl.testing.redteam.attack import Verdict
+    from jax_agent_rl.testing.redteam.attack import AttackVerdict
     from jax_agent_rl.testing.redteam.run import REPORT_A_HOLE, RedTeamRequest, page, summary
     from jax_agent_rl.testing.redteam.run import redteam as run_redteam
     from jax_agent_rl.utils.files import write_atomically
@@ -424,6 +424,6 @@ def redteam(
         print_line(console, f"page: {html}")
     if json:
         print_object(summary(results))
-    if counts[Verdict.BROKE]:
+    if counts[AttackVerdict.BROKE]:
         print_line(console, REPORT_A_HOLE)
         raise typer.Exit(1)

@@ -155,6 +155,7 @@ CLIENTS = {
     "jax_agent_rl/deploy/launch/__main__.py": "Ray's client of the user's own cluster",
     "jax_agent_rl/agents/command/runner.py": "copies bytes of a program's connection, keeps none",
     "jax_agent_rl/agents/command/relay.py": "copies bytes of a program's connection, keeps none",
+    "jax_agent_rl/testing/redteam/on_servers.py": "a line or 64 KiB of an answer, ANSWER_SECONDS",
     "benchmarks/long_prompts.py": "this machine's own server, with a time limit",
     "benchmarks/tool_server.py": "this machine's own server",
     "examples/swe_mini/program/agent.py": "timeout=; the endpoint alone is in its reach",

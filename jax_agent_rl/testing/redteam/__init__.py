@@ -2,7 +2,7 @@
 
 ::
 
-    Attack ─► target ────────────────────────────► Verdict: held, broke, not applicable
+    Attack ─► target ────────────────────────────► AttackVerdict: held, broke, not applicable
               sandbox      runs programs
               tests        says whether a program passes tests
               server       answers HTTP requests

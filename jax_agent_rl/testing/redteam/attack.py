@@ -26,7 +26,7 @@ class Surface(StrEnum):
     """Readers of files that others wrote."""
 
 
-class Verdict(StrEnum):
+class AttackVerdict(StrEnum):
     """What came of an attack."""
 
     HELD = "held"
@@ -77,7 +77,7 @@ class AttackResult:
     surface: Surface
     aim: str
     target: str
-    verdict: Verdict
+    verdict: AttackVerdict
     evidence: str
     seconds: float
 
@@ -107,15 +107,6 @@ def attack(name: str, surface: Surface, *, seconds: float = 60.0) -> Callable[[A
     return register
 
 
-def attacks() -> list[Attack]:
-    """Return all registered attacks, in the order of their registration."""
-    # Each module registers its attacks when it is imported.
-    from jax_agent_rl.testing.redteam import (  # noqa: F401
-        on_files,
-        on_models,
-        on_sandboxes,
-        on_servers,
-        on_tests,
-    )
-
+def registered_attacks() -> list[Attack]:
+    """Return the attacks of all modules that were imported, in that order."""
     return list(_REGISTRY)

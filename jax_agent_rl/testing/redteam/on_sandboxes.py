@@ -103,22 +103,15 @@ async def read_environment(target: ProgramRunner) -> str:
 @attack("sandbox-see-processes", Surface.SANDBOX)
 async def see_processes(target: ProgramRunner) -> str:
     """See the machine's other processes."""
-    secret = secrets.token_hex(8)
-    process = await asyncio.create_subprocess_exec(
-        "sleep", "60", env={"NAME": secret, **os.environ}
-    )
     program = (
         "import glob\n"
         "for path in glob.glob('/proc/[0-9]*/cmdline'):\n"
         "    try: print(path, open(path, 'rb').read())\n"
         "    except OSError: pass\n"
     )
-    try:
-        text = await target.run(program)
-    finally:
-        process.kill()
-        await process.wait()
-    return f"process {process.pid} of the machine" if f"/proc/{process.pid}/" in text else ""
+    text = await target.run(program)
+    own = f"/proc/{os.getpid()}/"
+    return f"the process of this command, {own}" if own in text else ""
 
 
 @attack("sandbox-reach-loopback", Surface.SANDBOX)
@@ -257,10 +250,12 @@ async def leave_process_behind(target: ProgramRunner) -> str:
     """Leave a process behind."""
     name = f"redteam-{secrets.token_hex(8)}"
     program = (
-        "import os, subprocess, sys\n"
-        "code = 'import time; time.sleep(30)'\n"
-        f"subprocess.Popen([sys.executable, '-c', code, {name!r}], start_new_session=True,\n"
-        "    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        "import os\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    null = os.open('/dev/null', os.O_RDWR)\n"
+        "    for number in (0, 1, 2): os.dup2(null, number)\n"
+        f"    os.execvp('sleep', [{name!r}, '30'])\n"
     )
     await target.run(program)
     await asyncio.sleep(1.0)  # an end takes its moment

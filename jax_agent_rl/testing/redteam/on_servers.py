@@ -62,7 +62,7 @@ async def _status(reader: asyncio.StreamReader) -> int:
     async with asyncio.timeout(ANSWER_SECONDS):
         try:
             line = await reader.readline()
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a line without end
             return 0
     words = line.split()
     return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0

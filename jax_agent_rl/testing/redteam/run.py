@@ -19,12 +19,12 @@ from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.testing.redteam.attack import (
     Attack,
     AttackResult,
+    AttackVerdict,
     NotApplicableError,
     Surface,
-    Verdict,
-    attacks,
 )
 from jax_agent_rl.testing.redteam.on_files import OwnReaders
+from jax_agent_rl.testing.redteam.suite import attacks
 from jax_agent_rl.testing.redteam.targets import (
     CodecTarget,
     EndpointTarget,
@@ -163,7 +163,7 @@ async def run_attacks(
 async def _make(attack: Attack, target: Any) -> AttackResult:
     """Make one attack on one target, or on none."""
     began = time.monotonic()
-    verdict = Verdict.NOT_APPLICABLE
+    verdict = AttackVerdict.NOT_APPLICABLE
     evidence = ""
     if target is None:
         evidence = f"no target of the surface {attack.surface}"
@@ -171,15 +171,15 @@ async def _make(attack: Attack, target: Any) -> AttackResult:
         try:
             async with asyncio.timeout(attack.seconds):
                 evidence = await attack.attempt(target)
-            verdict = Verdict.BROKE if evidence else Verdict.HELD
+            verdict = AttackVerdict.BROKE if evidence else AttackVerdict.HELD
         except NotApplicableError as error:
             evidence = str(error)
         except JaxAgentRLError as error:
             # A target that refuses has held.
-            verdict = Verdict.HELD
+            verdict = AttackVerdict.HELD
             evidence = f"refused: {error}"[:200]
         except TimeoutError:
-            verdict = Verdict.BROKE
+            verdict = AttackVerdict.BROKE
             evidence = f"it had not ended after {attack.seconds:g} seconds"
     return AttackResult(
         name=attack.name,
@@ -209,7 +209,7 @@ def summary(results: Sequence[AttackResult]) -> dict[str, Any]:
     """Return the results as JSON, with the number of each verdict."""
     counts = Counter(str(result.verdict) for result in results)
     return {
-        "counts": {str(verdict): counts[str(verdict)] for verdict in Verdict},
+        "counts": {str(verdict): counts[str(verdict)] for verdict in AttackVerdict},
         "attacks": [asdict(result) for result in results],
     }
 

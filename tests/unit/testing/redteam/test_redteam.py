@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from jax_agent_rl.cli import app
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.testing.redteam import on_sandboxes
-from jax_agent_rl.testing.redteam.attack import Attack, Surface, Verdict, attacks
+from jax_agent_rl.testing.redteam.attack import Attack, AttackVerdict, Surface
 from jax_agent_rl.testing.redteam.run import page, run_attacks, summary
+from jax_agent_rl.testing.redteam.suite import attacks
 from jax_agent_rl.testing.redteam.targets import ServerTarget, require_loopback
 from tests.capabilities import needs_bwrap
 from tests.messages import raises
@@ -41,7 +42,7 @@ def names(surface: Surface, *, without: set[str] = frozenset()) -> list[str]:
     return [attack.name for attack in of(surface) if attack.name not in without]
 
 
-async def verdict_on(name: str, target) -> Verdict:
+async def verdict_on(name: str, target) -> AttackVerdict:
     chosen = [attack for attack in attacks() if attack.name == name]
     (result,) = await run_attacks(
         chosen, {chosen[0].surface: [target]}, print_line=lambda line: None
@@ -67,7 +68,7 @@ async def test_without_a_sandbox_programs_get_through(name: str, monkeypatch):
     monkeypatch.setattr(on_sandboxes, "DISK_BYTES", 16 << 20)
     monkeypatch.setattr(on_sandboxes, "PROCESSES", 20)
     monkeypatch.setattr(on_sandboxes, "MAX_OUTPUT", 1 << 20)
-    assert await verdict_on(name, UnprotectedPrograms()) is Verdict.BROKE
+    assert await verdict_on(name, UnprotectedPrograms()) is AttackVerdict.BROKE
 
 
 async def test_a_program_that_nobody_ends_is_broken():
@@ -83,7 +84,7 @@ async def test_a_program_that_nobody_ends_is_broken():
     (result,) = await run_attacks(
         [hasty], {Surface.SANDBOX: [Endless()]}, print_line=lambda line: None
     )
-    assert result.verdict is Verdict.BROKE
+    assert result.verdict is AttackVerdict.BROKE
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ async def test_a_program_that_nobody_ends_is_broken():
     names(Surface.TESTS, without={"tests-wrong-program", "tests-builtins", "tests-trace"}),
 )
 async def test_tests_beside_the_program_are_passed_wrongly(name: str):
-    assert await verdict_on(name, UnprotectedTests()) is Verdict.BROKE
+    assert await verdict_on(name, UnprotectedTests()) is AttackVerdict.BROKE
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,10 @@ async def test_tests_beside_the_program_are_passed_wrongly(name: str):
     ["endpoint-user-control-tokens", "judge-control-tokens", "judge-forged-verdict"],
 )
 async def test_text_that_is_tokenized_with_its_template_ends_messages(name: str):
-    assert await verdict_on(name, UnprotectedChat(codec_of("qwen2.5").tokenizer)) is Verdict.BROKE
+    assert (
+        await verdict_on(name, UnprotectedChat(codec_of("qwen2.5").tokenizer))
+        is AttackVerdict.BROKE
+    )
 
 
 @pytest.fixture
@@ -127,7 +131,7 @@ async def unprotected_server() -> AsyncIterator[ServerTarget]:
     ],
 )
 async def test_a_server_that_takes_everything_is_broken(name: str, unprotected_server):
-    assert await verdict_on(name, unprotected_server) is Verdict.BROKE
+    assert await verdict_on(name, unprotected_server) is AttackVerdict.BROKE
 
 
 @needs_bwrap
@@ -135,9 +139,9 @@ def test_this_installation_holds(tmp_path: Path):
     html = tmp_path / "redteam.html"
     result = CliRunner().invoke(app, ["redteam", "--json", "--html", str(html)])
     told = json.loads(result.stdout)
-    broke = [attack for attack in told["attacks"] if attack["verdict"] == Verdict.BROKE]
+    broke = [attack for attack in told["attacks"] if attack["verdict"] == AttackVerdict.BROKE]
     assert broke == [] and result.exit_code == 0
-    assert told["counts"][Verdict.HELD] >= 40
+    assert told["counts"][AttackVerdict.HELD] >= 40
     for attack in told["attacks"]:
         assert attack["name"] in html.read_text()
 
@@ -145,7 +149,7 @@ def test_this_installation_holds(tmp_path: Path):
 async def test_a_surface_without_a_target_is_not_applicable():
     chosen = of(Surface.JUDGE)[:1]
     (result,) = await run_attacks(chosen, {}, print_line=lambda line: None)
-    assert result.verdict is Verdict.NOT_APPLICABLE and "judge" in result.evidence
+    assert result.verdict is AttackVerdict.NOT_APPLICABLE and "judge" in result.evidence
     assert summary([result])["counts"] == {"held": 0, "broke": 0, "not applicable": 1}
 
 
