@@ -154,6 +154,7 @@ SLOW = {
     "unit/learner/test_meshes.py": "compiles for eight devices",
     "unit/learner/test_optimizer_keys.py::test_muon_moves_the_matrices_of_layers_by_orthogonalized_momentum": "compiles an optimizer for each kind",
     "unit/learner/test_precision.py": "compiles a learner for every precision",
+    "unit/learner/test_padding.py::test_an_id_is_trained_where_a_context_has_it_even_if_its_called_padding": "a model of transformers",
     "unit/learner/test_qwen3_5_moe.py": "learners and engines of another mixture",
     "unit/learner/test_schedule.py::test_the_rate_follows_training_steps_whatever_each_of_them_updates": "a learner of several steps",
     "unit/learner/test_session_gradient.py": "compiles a learner for a session and for each of its calls",

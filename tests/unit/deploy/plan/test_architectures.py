@@ -16,7 +16,10 @@ from tests.messages import raises
 
 # Parameters in billions, from the models' cards (Qwen, Llama, Mistral, GLM, SmolLM2, OLMo),
 # Gemma 3's report (embeddings and the rest) and those of gpt-oss (table 1), DeepSeek-V3 and Kimi
-# K2. GLM-4.5 and MiniMax M2 as their makers round them.
+# K2. GLM-4.5 and MiniMax M2 as their makers round them. Layers, widths, heads and experts: what
+# transformers has by default (DEFAULTS below); of OLMo 3, olmo3_7B and olmo3_32B of OLMo-core
+# (src/olmo_core/nn/transformer/config.py); of GLM-4.6, the config of GLM-4.5 355B in the tests of
+# NVIDIA's Megatron-Bridge.
 PUBLISHED = {
     "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61,
     "qwen2.5-14b": 14.7, "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6,
@@ -43,6 +46,33 @@ def test_a_model_has_the_published_number_of_parameters(name: str):
     )
     assert count / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
     assert not folder.exists()
+
+
+DEFAULTS = {
+    "qwen3.5-9b": "Qwen3_5TextConfig",
+    "qwen3.5-35b-a3b": "Qwen3_5MoeTextConfig",
+    "qwen3-next-80b-a3b": "Qwen3NextConfig",
+    "glm-4.5-air": "Glm4MoeConfig",
+    "deepseek-v3": "DeepseekV3Config",
+    "minimax-m2": "MiniMaxM2Config",
+    "gpt-oss-120b": "GptOssConfig",
+}
+"""Models whose sizes are the defaults of a config of transformers."""
+NO_SIZES = {"attention_bias", "eos_token_id", "max_position_embeddings"}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_sizes_are_those_that_transformers_has_by_default(name: str):
+    transformers = pytest.importorskip("transformers")
+    defaults = getattr(transformers, DEFAULTS[name])().to_dict()
+    sizes = {}
+    for field, value in ARCHITECTURES[name].items():
+        # All layers of Qwen's mixtures have experts.
+        is_unused = field == "intermediate_size" and "num_experts" in ARCHITECTURES[name]
+        if field in defaults and field not in NO_SIZES and not is_unused:
+            sizes[field] = value
+    assert sizes == {field: defaults[field] for field in sizes}
+    assert len(sizes) > 10
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_all_there_are():
