@@ -164,10 +164,7 @@ def explain(settings: VllmSettings, error: Exception, log: Log) -> ConfigError |
     if _GENERAL in cause or not cause:
         cause = root_cause(log) or cause or type(error).__name__
     if _SHARED_MEMORY.search(cause):
-        return ConfigError(
-            f"vLLM's processes got too little shared memory: {cause} Give /dev/shm more: docker run"
-            " --shm-size=8g or --ipc=host, in Kubernetes an emptyDir of medium Memory there"
-        )
+        return explain_cause("vLLM", cause, log)
     if _TOO_LITTLE_MEMORY.search(cause):
         return ConfigError(
             f"vLLM got too little memory: {cause} Now:"
@@ -179,7 +176,24 @@ def explain(settings: VllmSettings, error: Exception, log: Log) -> ConfigError |
         )
     if isinstance(error, ValueError | TypeError):
         return ConfigError(f"vLLM refused its settings: {cause}")
-    return BackendError(f"vLLM could not start: {cause} (its log: {log.file})")
+    return explain_cause("vLLM", cause, log)
+
+
+def explain_cause(engine: str, cause: str | None, log: Log) -> ConfigError | BackendError:
+    """Return the error of an engine that did not start.
+
+    Args:
+        engine: its name.
+        cause: what its log says; None: nothing.
+    """
+    if cause is None:
+        cause = "its process ended without a message (killed? out of memory?)"
+    if _SHARED_MEMORY.search(cause):
+        return ConfigError(
+            f"{engine}'s processes got too little shared memory: {cause} Give /dev/shm more: docker"
+            " run --shm-size=8g or --ipc=host, in Kubernetes an emptyDir of medium Memory there"
+        )
+    return BackendError(f"{engine} could not start: {cause} (its log: {log.file})")
 
 
 def root_cause(log: Log) -> str | None:

@@ -29,6 +29,40 @@ from jax_agent_rl.types import RoutedExperts, StopReason
 from jax_agent_rl.utils.media import FRAMES_PER_SECOND, as_frames, as_image
 
 
+def check_request(
+    request: GenerateRequest,
+    running: Container[str],
+    *,
+    max_model_len: int,
+    vocabulary: int,
+    stop_strings: bool,
+) -> None:
+    """Refuse a request that no engine of this model could serve.
+
+    Args:
+        running: ids of the running requests.
+        stop_strings: whether ids can be decoded to text, which stop strings need.
+
+    Raises:
+        PromptTooLongError: no room for one sampled id.
+        BackendError: a duplicate id, an id that the model does not have, or stop strings.
+    """
+    name = f"request {request.request_id!r}"
+    prompt_len = len(request.prompt_ids)
+    if prompt_len >= max_model_len:
+        raise PromptTooLongError(
+            f"{name}: a prompt of {prompt_len} ids leaves no room in"
+            f" rollout.max_model_len={max_model_len}; shorten the prompt or raise"
+            " rollout.max_model_len"
+        )
+    if request.request_id in running:
+        raise BackendError(f"{name} is already running; request ids must be unique while they run")
+    if not all(0 <= token_id < vocabulary for token_id in request.prompt_ids):
+        raise BackendError(f"{name}: prompt ids must be in [0, {vocabulary})")
+    if request.sampling.stop and not stop_strings:
+        raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
+
+
 class RequestAdmission:
     """Refuses what vLLM would refuse late, unclearly, or with a crash.
 
@@ -71,22 +105,14 @@ class RequestAdmission:
         """
         name = f"request {request.request_id!r}"
         max_model_len = self._settings.max_model_len
-        prompt_len = len(request.prompt_ids)
-        if prompt_len >= max_model_len:
-            raise PromptTooLongError(
-                f"{name}: a prompt of {prompt_len} ids leaves no room in"
-                f" rollout.max_model_len={max_model_len}; shorten the prompt or raise"
-                " rollout.max_model_len"
-            )
-        if request.request_id in running:
-            raise BackendError(
-                f"{name} is already running; request ids must be unique while they run"
-            )
-        if not all(0 <= token_id < self._vocabulary for token_id in request.prompt_ids):
-            raise BackendError(f"{name}: prompt ids must be in [0, {self._vocabulary})")
+        check_request(
+            request,
+            running,
+            max_model_len=max_model_len,
+            vocabulary=self._vocabulary,
+            stop_strings=self._decode_text is not None,
+        )
 
-        if request.sampling.stop and self._decode_text is None:
-            raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
         if request.sampling.grammar is not None:
             if not self._grammars:
                 raise BackendError(f"{name} has a grammar, which this engine cannot follow")
@@ -110,7 +136,7 @@ class RequestAdmission:
 
         return RunningRequest(
             request,
-            max_tokens=min(request.sampling.max_tokens, max_model_len - prompt_len),
+            max_tokens=min(request.sampling.max_tokens, max_model_len - len(request.prompt_ids)),
             eos_ids=self._eos_ids,
             seed=0,  # vLLM draws
             decode_text=self._decode_text,

@@ -22,10 +22,10 @@ Platform = Literal["cpu", "cuda", "tpu", "other"]
 """The device that vLLM was built for."""
 TRANSFER = "in_place"
 """Name of ``gpu_backend.worker.InPlaceTransferEngine`` among vLLM's weight-transfer engines."""
-_EXACT = (1e-3, 1e-4)
+EXACT = (1e-3, 1e-4)
 """Allowed (largest, mean) difference of log-probs between an engine in float32 and a float32
 learner."""
-_ROUNDED = (0.5, 0.05)
+ROUNDED = (0.5, 0.05)
 """The same for an engine in fewer bits."""
 OLDEST = (0, 32)
 NEWEST = (0, 32)
@@ -197,9 +197,9 @@ class VllmSettings:
 
     def tolerances(self, platform: Platform) -> tuple[float, float]:
         """Return the allowed (largest, mean) difference of log-probs."""
-        largest, mean = _ROUNDED
+        largest, mean = ROUNDED
         if self.resolved_dtype(platform) == "float32":
-            largest, mean = _EXACT
+            largest, mean = EXACT
         return self.max_logprob_difference or largest, self.mean_logprob_difference or mean
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -88,29 +88,19 @@ class WeightUpdater:
         """
         if self._why_fixed is not None:
             raise WeightUpdateError(self._why_fixed)
-        update.require_kind(self.kinds)
-        update.require_newer(served)
         if update.partial and self._is_tpu:
             raise WeightUpdateError(
                 "on TPUs vLLM takes whole updates only; send every tensor with partial=False"
             )
-
-        self._checkpoint.check(_shapes(update), partial=update.partial)
-        if update.probe is None:
-            if self._settings.require_probe or self._is_tpu:
-                raise WeightUpdateError(
-                    "the update brings no log-prob probe, so a wrong load could not be noticed;"
-                    " send WeightUpdate.probe, or set rollout.vllm.require_probe=false, which"
-                    " TPUs do not allow"
-                )
-            return
-
-        longest = max(len(ids) for ids in update.probe.ids)
-        if longest >= self._settings.max_model_len:
-            raise WeightUpdateError(
-                f"the probe has a sequence of {longest} ids, which does not fit max_model_len="
-                f"{self._settings.max_model_len}"
-            )
+        check_update(
+            update,
+            self._checkpoint,
+            served=served,
+            kinds=self.kinds,
+            max_model_len=self._settings.max_model_len,
+            probe_key=None if self._is_tpu else "rollout.vllm.require_probe",
+            require_probe=self._settings.require_probe or self._is_tpu,
+        )
 
     async def load(self, update: WeightUpdate) -> None:
         """Load the weights; tokens sampled from now on carry the new version.
@@ -192,17 +182,8 @@ class WeightUpdater:
         for number, ids in enumerate(probe.ids):
             log_probs.append(await self._measure(ids, f"{name}-{number}"))
 
-        largest, mean = probe.differences(log_probs)
-        self.last_difference = (largest, mean)
-        max_largest, max_mean = self._tolerances
-        is_close = largest <= max_largest and mean <= max_mean  # false if one is not a number
-        if not is_close:
-            raise WeightUpdateError(
-                f"the engine's log-probs are not the learner's: they differ by up to {largest:.2g}"
-                f" (mean {mean:.2g}), allowed are {max_largest:.2g} ({max_mean:.2g};"
-                " rollout.vllm.max_logprob_difference and mean_logprob_difference). The engine"
-                " holds a model nobody asked for"
-            )
+        self.last_difference = probe.differences(log_probs)
+        require_agreement(self.last_difference, self._tolerances, section="rollout.vllm")
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
         """Return a sample of every served tensor; empty where complete tensors cannot be read."""
@@ -228,6 +209,75 @@ class WeightUpdater:
             by_token = prompt_logprobs[position]
             log_probs.append(float(by_token[ids[position]].logprob))
         return log_probs
+
+
+def check_update(
+    update: WeightUpdate,
+    checkpoint: Checkpoint,
+    *,
+    served: int,
+    kinds: Collection[str],
+    max_model_len: int,
+    require_probe: bool,
+    probe_key: str | None,
+) -> None:
+    """Refuse an update that does not fit the model, or that could not be verified.
+
+    Args:
+        checkpoint: tensors of the engine's model.
+        served: version of the weights that are served.
+        kinds: kinds of updates that the engine takes.
+        require_probe: whether an update needs a probe.
+        probe_key: setting that allows updates without; None: none does.
+
+    Raises:
+        WeightUpdateError: refused.
+    """
+    update.require_kind(kinds)
+    update.require_newer(served)
+    checkpoint.check(_shapes(update), partial=update.partial)
+    if update.probe is None:
+        if require_probe:
+            choice = ""
+            if probe_key is not None:
+                choice = f", or set {probe_key}=false"
+            raise WeightUpdateError(
+                "the update brings no log-prob probe, so a wrong load could not be noticed; send"
+                f" WeightUpdate.probe{choice}"
+            )
+        return
+
+    longest = max(len(ids) for ids in update.probe.ids)
+    if longest >= max_model_len:
+        raise WeightUpdateError(
+            f"the probe has a sequence of {longest} ids, which does not fit max_model_len="
+            f"{max_model_len}"
+        )
+
+
+def require_agreement(
+    difference: tuple[float, float], tolerances: tuple[float, float], *, section: str
+) -> None:
+    """Check that an engine's log-probs are the learner's.
+
+    Args:
+        difference: (largest, mean) difference of log-probs.
+        tolerances: the allowed ones.
+        section: settings of the engine, for the message.
+
+    Raises:
+        WeightUpdateError: they differ by more than rounding.
+    """
+    largest, mean = difference
+    max_largest, max_mean = tolerances
+    is_close = largest <= max_largest and mean <= max_mean  # false if one is not a number
+    if not is_close:
+        raise WeightUpdateError(
+            f"the engine's log-probs are not the learner's: they differ by up to {largest:.2g}"
+            f" (mean {mean:.2g}), allowed are {max_largest:.2g} ({max_mean:.2g};"
+            f" {section}.max_logprob_difference and mean_logprob_difference). The engine holds a"
+            " model nobody asked for"
+        )
 
 
 def _shapes(update: WeightUpdate) -> Shapes:

@@ -56,6 +56,21 @@ sed -n -E 's/^((flax|jax|jaxlib|numpy|optax|orbax-checkpoint|tensorstore|tokeniz
 OPTIONS+=(--constraints "$FOLDER/jax.in")
 lock harbor harbor harbor-tests
 
+# SGLang's server on CPUs: what its modules import there, for the one Python and platform of its environment, whose torch
+# is a CPU build from pip. Its own requirements are those of CUDA.
+lock_sglang() {
+  local options=(--no-config --python-version 3.11 --python-platform x86_64-manylinux_2_34 --generate-hashes
+    --no-emit-index-url --no-annotate --no-header --quiet)
+  local file="$FOLDER/sglang-cpu.txt"
+  cp third_party/locks/sglang-cpu.txt "$file"
+  echo 'torch; sys_platform == "none"' >"$FOLDER/without_torch.in"
+  "$UV" pip compile third_party/sglang-cpu.in "${options[@]}" --overrides "$FOLDER/without_torch.in" "$@" --output-file "$file"
+  echo "sglang==0.5.23" >"$FOLDER/sglang.in"
+  "$UV" pip compile "$FOLDER/sglang.in" "${options[@]}" --no-deps --output-file "$FOLDER/sglang.part"
+  cat "$FOLDER/sglang.part" >>"$file"
+}
+lock_sglang "$@"
+
 # versions FILE: without hashes. An index may get another build of a version at any time.
 versions() { grep "==" "$1"; }
 

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Tests what is needed to trust a change: environment, model, lint, types, import rules, and the quick tests.
-#   ./launch/test.sh [--dry-run] [--all | --nightly | --only-structure | --only-vllm | --only-harbor | --only-harnesses]
-#     [pytest arguments]
+#   ./launch/test.sh [--dry-run] [--all | --nightly | --only-structure | --only-vllm | --only-sglang |
+#     --only-harbor | --only-harnesses] [pytest arguments]
 # It begins with lint, import rules and the tests that look at all sources, pages and tables, which end it where they fail;
 # --only-structure runs these alone, in half a minute.
 # --all adds the slow tests, SkyPilot's parser, tests on a real vLLM (CPU build) and trials of Harbor, as CI does; --nightly
-# adds the slowest and tests of agent harnesses (Claude Code, Codex, …), and has twenty times the examples of hypothesis;
-# --only-vllm and --only-harbor run a part of --all, --only-harnesses one of --nightly. With pytest arguments it is these
-# tests that run, quick or slow.
+# adds the slowest, tests on SGLang's server (CPU) and tests of agent harnesses (Claude Code, Codex, …), and has twenty
+# times the examples of hypothesis; --only-vllm and --only-harbor run a part of --all, --only-sglang and --only-harnesses
+# one of --nightly. With pytest arguments it is these tests that run, quick or slow.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 # shellcheck source=launch/vllm_environment.sh
 source "$ROOT/launch/vllm_environment.sh"
+# shellcheck source=launch/sglang_environment.sh
+source "$ROOT/launch/sglang_environment.sh"
 # shellcheck source=launch/harbor_environment.sh
 source "$ROOT/launch/harbor_environment.sh"
 # shellcheck source=launch/harnesses.sh
@@ -23,7 +25,7 @@ LINTED=(jax_agent_rl gpu_backend tests benchmarks examples)
 TEST_EXTRAS=clients,dev,docs,environments,math,plan,tensorboard,tinker,trace,trackio,wandb
 
 PARTS="structure main"
-SELECTED="not vllm and not harnesses and not slow"
+SELECTED="not vllm and not sglang and not harnesses and not slow"
 VLLM_SELECTED="vllm and not nightly"
 HARBOR_SELECTED="harbor and not nightly"
 TYPED=(jax_agent_rl gpu_backend) # empty: what pyproject.toml includes, benchmarks and tests too
@@ -33,10 +35,10 @@ while true; do
     --dry-run) DRY_RUN=1 ;;
     --all | --nightly)
       PARTS="structure main vllm harbor"
-      SELECTED="not vllm and not harnesses and not nightly"
+      SELECTED="not vllm and not sglang and not harnesses and not nightly"
       if [ "$1" = --nightly ]; then
-        PARTS="structure main vllm harbor harnesses"
-        SELECTED="not vllm and not harnesses"
+        PARTS="structure main vllm sglang harbor harnesses"
+        SELECTED="not vllm and not sglang and not harnesses"
         VLLM_SELECTED=vllm
         HARBOR_SELECTED=harbor
       fi
@@ -46,6 +48,7 @@ while true; do
       ;;
     --only-structure) PARTS=structure ;;
     --only-vllm) PARTS=vllm ;;
+    --only-sglang) PARTS=sglang ;;
     --only-harbor) PARTS=harbor ;;
     --only-harnesses) PARTS=harnesses ;;
     *) break ;;
@@ -59,7 +62,7 @@ if [ "$ALL" = 1 ]; then WORKERS=3; fi
 SIDE_BY_SIDE=(-n "$WORKERS" --no-loadscope-reorder)
 VLLM_SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
 if [ $# -gt 0 ]; then
-  SELECTED="not vllm and not harnesses"
+  SELECTED="not vllm and not sglang and not harnesses"
   VLLM_SELECTED=vllm
   HARBOR_SELECTED=harbor
   SIDE_BY_SIDE=()
@@ -171,6 +174,21 @@ test_vllm() {
   local tests=(tests/conformance tests/gpu_backend)
   if names_tests "$@"; then tests=(); fi
   run "$VLLM_VENV/bin/python" -m pytest -m "$VLLM_SELECTED" --durations=10 "${VLLM_SIDE_BY_SIDE[@]}" "${tests[@]}" "$@"
+}
+
+# From the project's own environment, which starts a server of the other.
+test_sglang() {
+  local python
+  if ! python="$(find_sglang_python)"; then
+    say "no Python 3.11 or 3.12: tests on SGLang are skipped"
+    return
+  fi
+  make_environment "$TEST_EXTRAS"
+  make_sglang_environment "$python"
+  say "tests on SGLang's server"
+  local tests=(tests/conformance tests/sglang)
+  if names_tests "$@"; then tests=(); fi
+  run env JAX_AGENT_RL_SGLANG_VENV="$SGLANG_VENV" "$VENV/bin/python" -m pytest -m sglang --durations=10 "${tests[@]}" "$@"
 }
 
 test_harbor() {

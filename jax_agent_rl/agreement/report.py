@@ -250,6 +250,7 @@ class Cause(StrEnum):
 
 OTHER_ENGINES = {
     "jetstream": "rollout.backend=vllm",
+    "sglang": "rollout.backend=jetstream",
     "vllm": "rollout.backend=jetstream",
     "remote": "rollout.backend=jetstream",
 }

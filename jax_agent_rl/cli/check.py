@@ -186,7 +186,9 @@ def certify(
 def conformance(
     backend: Annotated[
         str,
-        typer.Option(help="jetstream, vllm, remote, ray, or your own as package.module:function."),
+        typer.Option(
+            help=("jetstream, vllm, sglang, remote, ray, or your own as package.module:function.")
+        ),
     ],
     model: Annotated[
         Path | None, typer.Option(help="Model folder; default a tiny random one.")
@@ -194,7 +196,10 @@ def conformance(
     url: Annotated[
         str | None,
         typer.Option(
-            help="Address of a running rollout server, for remote; default one is started."
+            help=(
+                "Address of a running rollout server, for remote, or of SGLang's, for sglang;"
+                " default one is started."
+            )
         ),
     ] = None,
     engine: Annotated[

@@ -24,7 +24,12 @@ Modules::
 from jax_agent_rl.config.agent import AgentConfig, ToolFormatName
 from jax_agent_rl.config.algorithm import AlgorithmConfig, CriticConfig
 from jax_agent_rl.config.endpoint import EndpointConfig
-from jax_agent_rl.config.engines import EngineMeshConfig, JetStreamConfig, VllmConfig
+from jax_agent_rl.config.engines import (
+    EngineMeshConfig,
+    JetStreamConfig,
+    SglangConfig,
+    VllmConfig,
+)
 from jax_agent_rl.config.kl import DistillConfig, KLConfig, TeacherConfig
 from jax_agent_rl.config.learner import LearnerConfig, LoraConfig, MeshConfig, MultihostConfig
 from jax_agent_rl.config.rollout import RolloutConfig
@@ -68,6 +73,7 @@ __all__ = [
     "RolloutConfig",
     "SearchConfig",
     "ServerToolConfig",
+    "SglangConfig",
     "TeacherConfig",
     "ToolClientConfig",
     "ToolFormatName",

@@ -1,4 +1,4 @@
-"""The ``rollout.jetstream`` and ``rollout.vllm`` sections: the engines that sample."""
+"""The sections of the engines that sample: ``rollout.jetstream``, ``.vllm`` and ``.sglang``."""
 
 from __future__ import annotations
 
@@ -272,16 +272,135 @@ class VllmConfig(Section):
     @field_validator("engine_args")
     @classmethod
     def _refuse_arguments_set_elsewhere(cls, value: dict[str, Any]) -> dict[str, Any]:
-        refused = [name for name in value if name in VLLM_ARGUMENTS_SET]
-        if not refused:
-            return value
+        _refuse_set_elsewhere(value, VLLM_ARGUMENTS_SET)
+        return value
 
-        fixes = []
-        for name in refused:
-            key = VLLM_ARGUMENTS_SET[name]
-            fix = f"set {key}" if key else "the backend depends on its own value"
-            fixes.append(f"{name}: {fix}")
-        raise ValueError(
-            f"names arguments that are decided elsewhere ({'; '.join(fixes)}); remove"
-            f" {', '.join(refused)}"
+
+SGLANG_ARGUMENTS_SET: Mapping[str, str] = {
+    "model_path": "model.path",
+    "context_length": "rollout.max_model_len",
+    "random_seed": "seed",
+    "device": "rollout.sglang.device",
+    "dtype": "rollout.sglang.dtype",
+    "max_running_requests": "rollout.sglang.max_running_requests",
+    "tp_size": "rollout.sglang.tensor_parallel_size",
+    "tensor_parallel_size": "rollout.sglang.tensor_parallel_size",
+    "mem_fraction_static": "rollout.sglang.mem_fraction_static",
+    "max_total_tokens": "rollout.sglang.max_total_tokens",
+    "enable_memory_saver": "rollout.sleep_during_update",
+    "host": "",
+    "port": "",
+    "api_key": "",
+    "weight_version": "",
+    "skip_tokenizer_init": "",
+    "incremental_streaming_output": "",
+    "enable_priority_scheduling": "",
+    "schedule_low_priority_values_first": "",
+    "disable_priority_preemption": "",
+    "sampling_mask_max_tokens": "",
+    "trust_remote_code": "",
+}
+"""Argument of SGLang's server -> the key that sets it; empty if the backend does."""
+
+
+class SglangConfig(Section):
+    """An engine behind SGLang's server (rollout.backend: sglang).
+
+    The server at each of ``rollout.urls``, or else one that is started.
+    """
+
+    python: Annotated[str, Unless("rollout.urls")] = Field(
+        default=".venv-sglang/bin/python",
+        description=(
+            "The Python with SGLang, which pins other versions than this package;"
+            " launch/sglang_environment.sh makes one."
+        ),
+    )
+    device: Annotated[str, Unless("rollout.urls")] = Field(
+        default="auto",
+        description="Device of the server: cuda, cpu, …; auto: cpu where there is no GPU.",
+    )
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Unless("rollout.urls")] = (
+        Field(
+            default="auto",
+            description=(
+                "Precision of weights and activations; auto: float32 on CPUs, else the"
+                " checkpoint's."
+            ),
         )
+    )
+    max_running_requests: Annotated[Positive, Unless("rollout.urls")] = Field(
+        default=64, description="Maximum number of requests decoded together."
+    )
+    tensor_parallel_size: Annotated[Positive, Unless("rollout.urls")] = Field(
+        default=1, description="Number of devices over which one copy of the model is sharded."
+    )
+    mem_fraction_static: Annotated[float | None, Unless("rollout.urls")] = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description=(
+            "Share of the device's memory for weights and KV cache; null: SGLang's choice, which"
+            " leaves nothing for a learner on the same device."
+        ),
+    )
+    max_total_tokens: Annotated[Positive | None, Unless("rollout.urls")] = Field(
+        default=None,
+        description=(
+            "Capacity of the KV cache in tokens; null: what the memory allows, and on CPUs"
+            " rollout.max_model_len for each of max_running_requests."
+        ),
+    )
+    server_args: Annotated[dict[str, Any], Unless("rollout.urls")] = Field(
+        default_factory=dict,
+        description=(
+            "Further arguments of SGLang's server by name, such as `{attention_backend: fa3}`;"
+            " those that another key sets are refused."
+        ),
+        json_schema_extra={
+            "additionalProperties": {"type": ["boolean", "number", "string", "null"]}
+        },
+    )
+    require_probe: bool = Field(
+        default=True, description="Refuse weights that come without log-probs to verify them."
+    )
+    max_logprob_difference: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Maximum log-prob difference allowed by the verification; null: 1e-3 in float32, else"
+            " 0.5."
+        ),
+    )
+    mean_logprob_difference: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum mean log-prob difference; null: 1e-4 in float32, else 0.05.",
+    )
+
+    @field_validator("server_args")
+    @classmethod
+    def _refuse_arguments_set_elsewhere(cls, value: dict[str, Any]) -> dict[str, Any]:
+        named = {name.replace("-", "_"): argument for name, argument in value.items()}
+        _refuse_set_elsewhere(named, SGLANG_ARGUMENTS_SET)
+        return named
+
+
+def _refuse_set_elsewhere(arguments: Mapping[str, Any], set_by: Mapping[str, str]) -> None:
+    """Refuse arguments of an engine that other keys, or the backend itself, decide.
+
+    Args:
+        set_by: argument to the key that sets it; empty if the backend does.
+    """
+    refused = [name for name in arguments if name in set_by]
+    if not refused:
+        return
+    fixes = []
+    for name in refused:
+        key = set_by[name]
+        fix = f"set {key}" if key else "the backend depends on its own value"
+        fixes.append(f"{name}: {fix}")
+    raise ValueError(
+        f"names arguments that are decided elsewhere ({'; '.join(fixes)}); remove"
+        f" {', '.join(refused)}"
+    )

@@ -60,6 +60,7 @@ DEFINES = _paths(
         ),
         "rollout.jetstream": "engine_factory kv_dtype quantize",
         "rollout.vllm": "engine_args",
+        "rollout.sglang": "server_args",
         "agent": (
             "default_agent enable_search enable_agent tool_format tool_prompt adapter role_adapters"
             " n max_prompt_length max_response_length max_model_len max_assistant_turns"
@@ -174,6 +175,10 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
                 "dtype max_num_seqs tensor_parallel_size gpu_memory_utilization kv_cache_gib"
                 " enforce_eager multi_modal require_probe max_logprob_difference"
                 " mean_logprob_difference"
+            ),
+            "rollout.sglang": (
+                "python device dtype max_running_requests tensor_parallel_size mem_fraction_static"
+                " max_total_tokens require_probe max_logprob_difference mean_logprob_difference"
             ),
         }
     ),

@@ -19,7 +19,7 @@ from jax_agent_rl.config.base import (
     WhenCommand,
     WhenKey,
 )
-from jax_agent_rl.config.engines import JetStreamConfig, VllmConfig
+from jax_agent_rl.config.engines import JetStreamConfig, SglangConfig, VllmConfig
 from jax_agent_rl.utils.plugins import InstalledName
 
 _IN_ACTORS = WhenKey("rollout.placement", "separate", "hybrid")
@@ -130,27 +130,32 @@ class RolloutConfig(Section):
             " updates. With placement colocated, this needs trainer.mode=sync."
         ),
     )
-    backend: Annotated[Literal["jetstream", "vllm", "remote"], OrInstalled("backends")] = Field(
-        default="jetstream", description="The engine that samples."
-    )
+    backend: Annotated[
+        Literal["jetstream", "vllm", "sglang", "remote"], OrInstalled("backends")
+    ] = Field(default="jetstream", description="The engine that samples.")
     urls: tuple[str, ...] = Field(
-        default=(), description="Rollout servers, for backend: remote, e.g. http://10.0.0.5:8100."
+        default=(),
+        description=(
+            "Rollout servers, for backend: remote, e.g. http://10.0.0.5:8100; or SGLang's own, for"
+            " backend: sglang, which starts one where none is named."
+        ),
     )
     token_env: Annotated[
-        str | None, WhenKey("rollout.backend", "remote") | WhenCommand("rollout-server")
+        str | None, WhenKey("rollout.backend", "remote", "sglang") | WhenCommand("rollout-server")
     ] = Field(
         default=None,
-        description="Environment variable with the token of the rollout servers.",
+        description="Environment variable with the token of the servers at rollout.urls.",
     )
     weight_dir: Annotated[
-        str | None, WhenKey("rollout.backend", "vllm", "remote") | WhenCommand("rollout-server")
+        str | None,
+        WhenKey("rollout.backend", "vllm", "sglang", "remote") | WhenCommand("rollout-server"),
     ] = Field(
         default=None,
         description=(
-            "Folder through which weights reach vllm and remote engines. Engines must see it, and"
-            " rollout servers read weights from nowhere else. null: shared memory, or an upload to"
-            " rollout servers on other machines. With weight_transport: tensorstore also a bucket,"
-            " gs://bucket/path."
+            "Folder through which weights reach vllm, sglang and remote engines. Engines must see"
+            " it, and rollout servers read weights from nowhere else. null: shared memory, or an"
+            " upload to rollout servers on other machines. With weight_transport: tensorstore also"
+            " a bucket, gs://bucket/path."
         ),
     )
     weight_transport: Annotated[
@@ -268,7 +273,7 @@ class RolloutConfig(Section):
     eval_temperature: float = Field(
         default=0.0, ge=0, description="Sampling temperature of held-out evaluation; 0 is greedy."
     )
-    adapters: Annotated[dict[str, str], Unless("rollout.backend", "remote")] = Field(
+    adapters: Annotated[dict[str, str], Unless("rollout.backend", "remote", "sglang")] = Field(
         default_factory=dict,
         description=(
             "LoRA adapters that eval, rollout and serve may sample with, besides the plain model:"
@@ -288,6 +293,9 @@ class RolloutConfig(Section):
     )
     vllm: Annotated[VllmConfig, WhenKey("rollout.backend", "vllm", "remote")] = Field(
         default_factory=VllmConfig
+    )
+    sglang: Annotated[SglangConfig, WhenKey("rollout.backend", "sglang", "remote")] = Field(
+        default_factory=SglangConfig
     )
 
     @property
@@ -363,10 +371,13 @@ def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
             " of them"
         )
 
-    if (rollout.backend == "remote") != bool(rollout.urls):
+    lacks_urls = rollout.backend == "remote" and not rollout.urls
+    takes_urls = rollout.backend in ("remote", "sglang")
+    if lacks_urls or (rollout.urls and not takes_urls):
         yield (
             f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend"
-            " remote needs addresses of rollout servers, and other backends take none"
+            " remote needs addresses of rollout servers, sglang takes those of SGLang's, and other"
+            " backends take none"
         )
     repeated_urls = sorted({url for url in rollout.urls if rollout.urls.count(url) > 1})
     if repeated_urls:
@@ -426,12 +437,12 @@ def _custom_engine_problems(rollout: RolloutConfig) -> Iterator[str]:
 def _placement_problems(rollout: RolloutConfig) -> Iterator[str]:
     """Yield inconsistencies of where the engines run."""
     placement = rollout.placement
-    is_remote = rollout.backend == "remote"
+    is_remote = bool(rollout.urls)
     if placement != "colocated" and is_remote:
         yield (
             f"rollout.placement={placement} places engines that the run starts, but"
-            " rollout.backend=remote runs where its servers are; remove rollout.placement, or set"
-            " rollout.backend=jetstream or vllm"
+            f" rollout.backend={rollout.backend} runs where its servers are; remove"
+            " rollout.placement, or set rollout.backend=jetstream or vllm"
         )
     elif placement != "colocated" and rollout.deterministic:
         yield (
@@ -445,10 +456,13 @@ def _placement_problems(rollout: RolloutConfig) -> Iterator[str]:
 
 
 def _gpu_count_problems(rollout: RolloutConfig) -> Iterator[str]:
+    may_grow = False
     if rollout.backend == "vllm":
         key = "rollout.vllm.tensor_parallel_size"
         devices = rollout.vllm.tensor_parallel_size
-        may_grow = False
+    elif rollout.backend == "sglang":
+        key = "rollout.sglang.tensor_parallel_size"
+        devices = rollout.sglang.tensor_parallel_size
     else:
         mesh = rollout.jetstream.mesh
         key = "rollout.jetstream.mesh"

@@ -273,10 +273,10 @@ def check_conformance(
     Raises:
         ConfigError: options do not go together, or there is no model.
     """
-    if url is not None and (backend != "remote" or model is None):
+    if url is not None and (backend not in ("remote", "sglang") or model is None):
         raise ConfigError(
-            f"--url {url} goes with --backend remote and --model: the folder of the model that"
-            f" server serves, to compare with; got --backend {backend}, --model {model}"
+            f"--url {url} goes with --backend remote or sglang and --model: the folder of the model"
+            f" that server serves, to compare with; got --backend {backend}, --model {model}"
         )
     # --engine says what serves behind these two, and nothing of any other backend.
     serving = backend

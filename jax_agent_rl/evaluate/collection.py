@@ -51,6 +51,7 @@ _DEFINING = (
     "rollout.group_timeout",
     "rollout.strategy",
     "rollout.jetstream",
+    "rollout.sglang",
     "rollout.vllm",
 )
 """Keys and sections on which trajectories depend, besides the policy, its sampling and the rows.

@@ -407,7 +407,8 @@ def _call_advice(config: Config) -> str:
     """Return what helps against calls that do not fit the tools."""
     rollout = config.rollout
     ignores_grammars = rollout.deterministic or rollout.jetstream.engine_factory is not None
-    if config.agent.constrain_tool_calls or rollout.backend == "vllm" or ignores_grammars:
+    is_other_engine = rollout.backend in ("sglang", "vllm")
+    if config.agent.constrain_tool_calls or is_other_engine or ignores_grammars:
         return "malformed: set agent.tool_format"
 
     engine = "JAX rollout servers" if rollout.backend == "remote" else "the JAX engine"

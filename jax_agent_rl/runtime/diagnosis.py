@@ -162,6 +162,8 @@ def _learner_at(config: Config, checkpoints: Path | str, step: int) -> Learner:
 
 def _precision(config: Config) -> str:
     """Return the engine's precision according to the configuration."""
+    if config.rollout.backend == "sglang":
+        return config.rollout.sglang.dtype
     if config.rollout.backend != "jetstream":
         return config.rollout.vllm.dtype
     engine = config.rollout.jetstream

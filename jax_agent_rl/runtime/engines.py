@@ -5,10 +5,11 @@ The code of an engine is imported when it is needed::
     jetstream   engines in this process, on its devices, as one (``runtime.engine_devices``)
                 or the engine of the user's function ``rollout.jetstream.engine_factory``
     vllm        one vLLM engine in child processes of this one
+    sglang      a client per server of SGLang at ``rollout.urls``, or of one that it starts
     remote      a client per rollout server of ``rollout.urls``, each with an engine of its own
     any other   what an installed package registers (``utils.plugins``); gets a ``BackendSpec``
 
-The first two can run in other processes: :mod:`~jax_agent_rl.runtime.placement`.
+Those that are started can run in other processes: :mod:`~jax_agent_rl.runtime.placement`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def check_engine(config: Config) -> None:
     """Check, before minutes of loading, that nothing is missing.
 
     Raises:
-        ConfigError: vLLM is not installed or does not support the model or one of
+        ConfigError: vLLM or SGLang is not installed or does not support the model or one of
             ``rollout.vllm.engine_args``, a server's token is not set,
             ``rollout.jetstream.engine_factory`` does not exist, or a folder of ``rollout.adapters``
             is not an adapter, or one of another model.
@@ -73,7 +74,7 @@ def check_engine(config: Config) -> None:
         check_base(folder, config.model.path, key=key)
 
     backend = config.rollout.backend
-    if backend == "remote":
+    if backend in ("remote", "sglang"):
         token_from(config.rollout.token_env, key="rollout.token_env")
     if backend == "jetstream" and config.rollout.jetstream.engine_factory is not None:
         from jax_agent_rl.jetstream.external_engine import load_engine_function
@@ -81,16 +82,20 @@ def check_engine(config: Config) -> None:
         load_engine_function(config.rollout.jetstream.engine_factory)
     if isinstance(backend, InstalledName):
         load_installed("backends", backend)
-    if backend == "vllm":
+    if backend in ("vllm", "sglang"):
         try:
             from gpu_backend.settings import check_engine_args, check_installation
+            from gpu_backend.sglang.settings import check_python
             from gpu_backend.weight_mapping import Checkpoint
         except ImportError as error:
             raise ConfigError(
-                f"rollout.backend=vllm: the package gpu_backend is missing ({error})"
+                f"rollout.backend={backend}: the package gpu_backend is missing ({error})"
             ) from None
-        check_installation()
-        check_engine_args(config.rollout.vllm.engine_args.keys())
+        if backend == "vllm":
+            check_installation()
+            check_engine_args(config.rollout.vllm.engine_args.keys())
+        elif not config.rollout.urls:
+            check_python(config.rollout.sglang.python)
         Checkpoint.read(model_folder(config.model.path, weights=True))
 
 
@@ -167,6 +172,11 @@ def backend_factories(
             return dict(connect(config, url) for url in config.rollout.urls)
         case "vllm":
             return {"vllm": functools.partial(_vllm, config, codec, version)}
+        case "sglang":
+            make = functools.partial(_sglang, config, codec, version)
+            if not config.rollout.urls:
+                return {"sglang": functools.partial(make, None)}
+            return {url: functools.partial(make, url) for url in config.rollout.urls}
         case "jetstream":
 
             def make_jetstream() -> RolloutBackend:
@@ -379,6 +389,38 @@ def _vllm(config: Config, codec: ChatCodec, version: int) -> RolloutBackend:
         **engine,
     )
     return VllmBackend(
+        settings,
+        version=version,
+        decode_text=_decoder(codec),
+        tokenizer_eos_ids=frozenset(codec.eos_token_ids),
+    )
+
+
+def _sglang(config: Config, codec: ChatCodec, version: int, url: str | None) -> RolloutBackend:
+    """Return the engine behind the server at ``url``; None: one that is started."""
+    from gpu_backend.sglang.backend import SglangBackend
+    from gpu_backend.sglang.settings import SglangSettings
+
+    engine: dict[str, Any] = config.rollout.sglang.model_dump()
+    engine["max_running_requests"] = min(
+        engine["max_running_requests"], config.rollout.max_in_flight
+    )
+    token = None
+    if url is not None:
+        token = token_from(config.rollout.token_env, key="rollout.token_env")
+    settings = SglangSettings(
+        model=config.model.path,
+        vocab_size=load_config(config.model.path, weights=True).vocab_size,
+        max_model_len=config.rollout.max_model_len,
+        url=url,
+        token=token,
+        weight_dir=config.rollout.weight_dir,
+        seed=config.seed,
+        sleep=config.rollout.sleep_during_update,
+        log_file=str(Path(config.run_dir) / "sglang.log"),
+        **engine,
+    )
+    return SglangBackend(
         settings,
         version=version,
         decode_text=_decoder(codec),

@@ -179,8 +179,8 @@ def _actor_engines(
     )
     model = config.model.model_copy(update={"path": absolute_model_path(config.model.path)})
 
-    # The learner's GPU platform would fail where Ray shows no GPU; vLLM needs none for JAX.
-    on_cpu = not rollout.gpus_per_engine or rollout.backend == "vllm"
+    # The learner's GPU platform would fail where Ray shows no GPU; other engines need no JAX.
+    on_cpu = not rollout.gpus_per_engine or rollout.backend in ("vllm", "sglang")
     env_vars = {"JAX_PLATFORMS": "cpu"} if on_cpu else {}
 
     factories: dict[str, BackendFactory] = {}
@@ -242,7 +242,7 @@ def room_for_learning(
     if sleeps and not all(server.backend.capabilities.sleep for server in servers):
         raise ConfigError(
             f"rollout.sleep_during_update: the {config.rollout.backend} engine cannot release its"
-            " memory (vllm can on CUDA); set rollout.sleep_during_update=false"
+            " memory (vllm and sglang can on CUDA); set rollout.sleep_during_update=false"
         )
     return functools.partial(_make_room, client, names, leaves=leaves, sleeps=sleeps)
 

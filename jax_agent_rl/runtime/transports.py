@@ -89,7 +89,8 @@ def make_transport(
 
     # Engines of this machine, and those that see the folder, map the files and get no bytes sent.
     hosts = [urlsplit(url).hostname or "" for url in rollout.urls]
-    is_sent = rollout.weight_dir is None and not all(is_loopback(host) for host in hosts)
+    is_elsewhere = not all(is_loopback(host) for host in hosts)
+    is_sent = rollout.backend == "remote" and rollout.weight_dir is None and is_elsewhere
     files = FileTransport(
         model,
         engines,

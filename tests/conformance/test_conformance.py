@@ -135,6 +135,14 @@ def vllm(request):
         pytest.skip(str(error))
 
 
+def sglang(request):
+    pytest.importorskip("torch")
+    try:
+        return select_backend("sglang", request.getfixturevalue("options"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
 def remote_toy(request):
     folder = request.getfixturevalue("tmp_path_factory").mktemp("weights")
     return toy_subject(served_toy, payload=toy_files(folder))
@@ -177,7 +185,12 @@ ON_VLLM = [
 ]
 
 
-@pytest.fixture(scope="session", params=[*SUBJECTS, *ON_VLLM], ids=lambda subject: subject.__name__)
+ON_SGLANG = [pytest.param(sglang, marks=pytest.mark.sglang)]
+
+
+@pytest.fixture(
+    scope="session", params=[*SUBJECTS, *ON_VLLM, *ON_SGLANG], ids=lambda subject: subject.__name__
+)
 def backend_session(request):
     with BackendSession(request.param(request)) as session:
         yield session

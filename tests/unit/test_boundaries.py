@@ -133,8 +133,8 @@ CLIENTS = {
     "jax_agent_rl/utils/network.py": (
         "JsonService: read_answer, decode_json, a time limit for each attempt"
     ),
-    "jax_agent_rl/rollout/http/client.py": (
-        "read_answer, LineBuffer, decode_json, a limit of silence"
+    "jax_agent_rl/rollout/http/connection.py": (
+        "of rollout servers and SGLang's: read_answer, LineBuffer, decode_json, a limit of silence"
     ),
     "jax_agent_rl/rollout/http/membership.py": "read_answer, decode_json, COMMAND_SECONDS",
     "jax_agent_rl/environments/server_session.py": (
@@ -189,13 +189,18 @@ def test_clients_ask_for_plain_answers_and_follow_no_redirect():
 def test_every_request_by_aiohttp_follows_no_redirect():
     """Its sessions follow them by default, with the token."""
     requests = ("get", "post", "put", "delete", "request")
-    for name in ("rollout/http/client.py", "rollout/http/membership.py"):
+    for name in (
+        "rollout/http/client.py",
+        "rollout/http/connection.py",
+        "rollout/http/membership.py",
+    ):
         file = ROOT / "jax_agent_rl" / name
         request_calls = [
             call
             for _, call, called in calls([file])
             if called.rpartition(".")[2] in requests
-            and called.rpartition(".")[0] in ("self._client()", "session")
+            and called.rpartition(".")[0]
+            in ("self.client()", "self._connection.client()", "session")
         ]
         assert request_calls
         for call in request_calls:
@@ -219,6 +224,7 @@ STARTS = {
     "jax_agent_rl/deploy/launch/__main__.py": "start_service_blocking",
     "jax_agent_rl/deploy/launch/ray_driver.py": "start_service_blocking",
     "jax_agent_rl/runtime/multihost.py": "initialization_timeout",
+    "gpu_backend/sglang/process.py": "ENGINE_START_SECONDS",
     "gpu_backend/launch.py": "start_service in gpu_backend/backend.py",
     "jax_agent_rl/observe/sinks/metrics.py": (
         "start_service_blocking, else the thread of a sink, which nothing awaits"

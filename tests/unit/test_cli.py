@@ -205,7 +205,7 @@ def test_keys_and_values_complete_wherever_they_may_stand(words: str):
         assert complete(f"{words} rollout.back") == ["rollout.backend="]
     assert in_fish(f"{words} rollout.backend=v") == ["rollout.backend=vllm"]
     assert in_bash(f"{words} rollout.backend=v") == ["vllm"]
-    assert in_bash(f"{words} seed=1 rollout.backend=") == ["jetstream", "vllm", "remote"]
+    assert in_bash(f"{words} seed=1 rollout.backend=") == ["jetstream", "vllm", "sglang", "remote"]
 
 
 @pytest.mark.parametrize(

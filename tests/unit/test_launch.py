@@ -65,6 +65,7 @@ def dry_run(script: str, tmp_path: Path, *arguments: str, **variables: str) -> l
     folders = {
         "JAX_AGENT_RL_VENV": str(tmp_path / "venv"),
         "JAX_AGENT_RL_VLLM_VENV": str(tmp_path / "venv-vllm"),
+        "JAX_AGENT_RL_SGLANG_VENV": str(tmp_path / "venv-sglang"),
         "JAX_AGENT_RL_HARBOR_VENV": str(tmp_path / "venv-harbor"),
     }
     # This Python: looking for one starts each that there is, and takes seconds.
@@ -125,11 +126,14 @@ def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Pat
     )
     assert imports == "lint-imports"
     assert types.startswith("pyright --pythonpath")
-    assert tests == "python -m pytest -m not vllm and not harnesses --durations=10 -k config"
+    assert (
+        tests
+        == "python -m pytest -m not vllm and not sglang and not harnesses --durations=10 -k config"
+    )
 
 
 def test_what_any_change_may_break_is_tested_first_or_alone(tmp_path: Path):
-    selected = "not vllm and not harnesses and not slow"
+    selected = "not vllm and not sglang and not harnesses and not slow"
     pytest_command = f"{tmp_path}/venv/bin/python -m pytest -q"
     alone = dry_run("test.sh", tmp_path, "--only-structure")
     assert alone[-3:] == [
@@ -157,15 +161,15 @@ def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path
         " tests/conformance tests/gpu_backend",
     ]
     assert any(command.endswith("torchvision/_meta_registrations.py") for command in commands)
-    selected = "pytest -m not vllm and not harnesses and not nightly and not structural --durations"
+    selected = "pytest -m not vllm and not sglang and not harnesses and not nightly and not structural --durations"
     assert any(selected in command for command in commands)
     nightly = dry_run("test.sh", tmp_path, "--nightly")
-    selected = "pytest -m not vllm and not harnesses and not structural --durations"
+    selected = "pytest -m not vllm and not sglang and not harnesses and not structural --durations"
     assert any(selected in command for command in nightly)
     assert any("pytest -m vllm --durations" in command for command in nightly)
     quick = dry_run("test.sh", tmp_path)
     assert not any("venv-vllm" in command for command in quick)
-    selected = "pytest -m not vllm and not harnesses and not slow and not structural --durations"
+    selected = "pytest -m not vllm and not sglang and not harnesses and not slow and not structural --durations"
     assert selected in quick[-2]
     assert not any(
         f"{tmp_path}/venv/" in command
@@ -198,6 +202,24 @@ def test_trials_of_harbor_run_in_their_own_environment_and_python(
     assert commands[-1].startswith(f"{folder}/venv-harbor/bin/python -m pytest -m harbor")
     assert "tests/unit/agents/test_harbor.py" in commands[-1]
     assert dry_run("test.sh", folder, "--only-harbor", PYTHON=str(pythons / "old"), **nowhere) == []
+
+
+def test_sglang_has_an_environment_of_its_own_and_is_tested_from_the_projects(tmp_path: Path):
+    claim_version(tmp_path / "new", 11)
+    run = tmp_path / "run"
+    run.mkdir()
+    place = {"SGLANG_PYTHON": str(tmp_path / "new")}
+    commands = dry_run("test.sh", run, "--only-sglang", "-x", **place)
+    venv = f"{run}/venv-sglang"
+    assert f"{tmp_path}/new -m venv {venv}" in commands
+    (install,) = [command for command in commands if "locks/sglang-cpu.txt" in command]
+    assert install.startswith(f"{venv}/bin/uv pip install") and "--require-hashes" in install
+    assert commands[-1] == (
+        f"env JAX_AGENT_RL_SGLANG_VENV={venv} {run}/venv/bin/python -m pytest -m sglang"
+        " --durations=10 tests/conformance tests/sglang -x"
+    )
+    assert any("-m sglang" in command for command in dry_run("test.sh", run, "--nightly", **place))
+    assert not any("sglang/bin" in command for command in dry_run("test.sh", run, "--all", **place))
 
 
 def test_harnesses_are_installed_from_one_list_of_versions_and_tested_at_night(tmp_path: Path):

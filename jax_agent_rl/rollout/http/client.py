@@ -11,21 +11,15 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
 import aiohttp
 
-from jax_agent_rl.errors import (
-    BackendClosedError,
-    BackendError,
-    ConfigError,
-    EngineDiedError,
-    WeightUpdateError,
-)
+from jax_agent_rl.errors import BackendError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.rollout.http import wire
+from jax_agent_rl.rollout.http.connection import MAX_LINE_VALUES, ServerConnection
 from jax_agent_rl.rollout.http.wire import encode_request
 from jax_agent_rl.rollout.protocol import (
     MESH,
@@ -40,28 +34,10 @@ from jax_agent_rl.rollout.proxy import ProxyBackend
 from jax_agent_rl.types import TokenOutput, TokenScores
 from jax_agent_rl.utils.bounded_json import decode_json
 from jax_agent_rl.utils.fingerprints import read_fingerprint
-from jax_agent_rl.utils.network import (
-    IDENTITY,
-    LineBuffer,
-    UnreadableAnswerError,
-    is_loopback,
-    read_answer,
-    read_beginning,
-    require_identity,
-)
+from jax_agent_rl.utils.network import is_loopback, read_beginning
 
-T = TypeVar("T")
 _RETRY_SECONDS = 0.5
-CONNECT_SECONDS = 10.0
 _GATEWAY = frozenset({502, 503, 504})  # what a proxy answers for a server that it cannot reach
-MAX_STATE_BYTES = 1 << 20
-"""Limit of an answer about a server's state."""
-MAX_LINE_BYTES = 1 << 28
-MAX_LINE_VALUES = 16_000_000
-"""Limits of one message: with the engine's experts and support, an output takes thousands of bytes
-per token."""
-_LOST = (aiohttp.ClientError, ConnectionError, TimeoutError)
-"""What is raised where the server is lost."""
 
 
 class RemoteBackend(ProxyBackend):
@@ -90,49 +66,49 @@ class RemoteBackend(ProxyBackend):
         start_seconds: float = 60.0,
         silence_seconds: float = 30.0,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"rollout.urls: {url!r} is not an address like http://10.0.0.5:8100")
-        self.url = url.rstrip("/")
-        super().__init__(self.url)
-        self._headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
+        headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
         if token:
-            self._headers["Authorization"] = f"Bearer {token}"
+            headers["Authorization"] = f"Bearer {token}"
+        self._connection = ServerConnection(
+            url,
+            kind="rollout server",
+            headers=headers,
+            silence_seconds=silence_seconds,
+            check=self._check,
+        )
+        super().__init__(self.url)
         self._may_share_disk = shares_disk
         if shares_disk is None:
-            self._may_share_disk = is_loopback(parts.hostname)
+            self._may_share_disk = is_loopback(self._connection.host)
         self._start_seconds = start_seconds
-        self._silence_seconds = silence_seconds
-        self._session: aiohttp.ClientSession | None = None
         self.weights_fingerprint = ""
         """Which weights the server has: see ``rollout.protocol.IdentifiesWeights``."""
-        self._deadlines: set[asyncio.Timeout] = set()  # of reads that wait for the server
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self._connection.url
+
+    @url.setter
+    def url(self, url: str) -> None:
+        """Set the address of a server that is known once it listens."""
+        self._connection.url = url
 
     # --- life -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        if self._session is not None:
+        if self._connection.is_open:
             raise BackendError("the backend was already started")
-        self._session = aiohttp.ClientSession(
-            headers={**self._headers, **IDENTITY},
-            auto_decompress=False,
-            # A connection per request in flight; idle ones are dropped before the server would drop
-            # them.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=CONNECT_SECONDS, sock_read=self._silence_seconds
-            ),
-        )
+        self._connection.open()
         try:
             greeting = await self._greet()
-            with self._malformed_is_an_error():
-                self._session.headers[wire.INSTANCE_HEADER] = greeting["instance"]
+            with self._connection.malformed_is_an_error():
+                self._connection.client().headers[wire.INSTANCE_HEADER] = greeting["instance"]
                 self._capabilities = wire.decode_capabilities(greeting["capabilities"])
                 self._version = int(greeting["policy_version"])
                 self.weights_fingerprint = str(greeting.get("weights", ""))
         except BaseException:
-            await self._session.close()
-            self._session = None
+            await self._connection.abandon()
             raise
 
     async def close(self) -> None:
@@ -141,18 +117,14 @@ class RemoteBackend(ProxyBackend):
         Requests in flight fail, and the server aborts them.
         """
         self._closed = True
-        while self._deadlines:
-            # Each only once: a deadline that is about to fire cannot be rescheduled.
-            self._deadlines.pop().reschedule(0.0)
-        if self._session is not None:
-            await self._session.close()
+        await self._connection.close()
 
     async def _greet(self) -> Mapping[str, Any]:
         """Return the server's answer to the handshake, once it listens."""
         deadline = time.monotonic() + self._start_seconds
         while True:
             try:
-                return await self._get("handshake")
+                return await self._connection.get("/v1/handshake")
             except EngineDiedError:
                 if time.monotonic() > deadline:
                     raise
@@ -163,7 +135,7 @@ class RemoteBackend(ProxyBackend):
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         async with contextlib.aclosing(self._lines("generate", await self._body(request))) as lines:
             async for message in lines:
-                with self._malformed_is_an_error():
+                with self._connection.malformed_is_an_error():
                     output = wire.decode_output(message["final"])
         return output
 
@@ -171,7 +143,7 @@ class RemoteBackend(ProxyBackend):
         body = await self._body(request) | {"chunks": True}
         async with contextlib.aclosing(self._lines("generate", body)) as lines:
             async for message in lines:
-                with self._malformed_is_an_error():
+                with self._connection.malformed_is_an_error():
                     chunk = wire.decode_chunk(message)
                 yield chunk
 
@@ -179,7 +151,7 @@ class RemoteBackend(ProxyBackend):
         self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0
     ) -> TokenScores:
         scores = await self._call("score", token_ids=list(token_ids), start=start, top_k=top_k)
-        with self._malformed_is_an_error():
+        with self._connection.malformed_is_an_error():
             return wire.decode_scores(scores)
 
     async def _body(self, request: GenerateRequest) -> dict[str, Any]:
@@ -256,8 +228,10 @@ class RemoteBackend(ProxyBackend):
             url = f"{self.url}/v1/uploads/{upload}/{file.name}"
             digest = digests.get(file.name) or await asyncio.to_thread(read_fingerprint, file)
             headers = {wire.DIGEST_HEADER: digest}
-            with file.open("rb") as stream, self._loss_is_an_error():
-                put = self._client().put(url, data=stream, headers=headers, allow_redirects=False)
+            with file.open("rb") as stream, self._connection.loss_is_an_error():
+                put = self._connection.client().put(
+                    url, data=stream, headers=headers, allow_redirects=False
+                )
                 async with put as response:
                     await self._check(response)
         return upload
@@ -267,8 +241,8 @@ class RemoteBackend(ProxyBackend):
     async def health(self) -> Health:
         """Never raise: a server that cannot be reached is not ok."""
         try:
-            answer = await self._get("health")
-            with self._malformed_is_an_error():
+            answer = await self._connection.get("/v1/health")
+            with self._connection.malformed_is_an_error():
                 health = Health(**answer)
                 self._version = max(self._version, health.policy_version)
         except BackendError as error:
@@ -276,31 +250,16 @@ class RemoteBackend(ProxyBackend):
         return health
 
     async def metrics(self) -> BackendMetrics:
-        answer = await self._get("metrics")
-        with self._malformed_is_an_error():
+        answer = await self._connection.get("/v1/metrics")
+        with self._connection.malformed_is_an_error():
             return BackendMetrics(**answer)
 
     # --- HTTP -------------------------------------------------------------------------------------
 
-    async def _get(self, path: str) -> Any:
-        """Return the answer to ``GET /v1/{path}``, about the server's state."""
-        with self._loss_is_an_error():
-            get = self._client().get(f"{self.url}/v1/{path}", allow_redirects=False)
-            async with get as response:
-                await self._check(response)
-                content = await read_answer(
-                    response.headers, response.content.iter_any(), MAX_STATE_BYTES
-                )
-                # HTTP reports an early end only where the answer has a length.
-                if content.startswith(b"{") and not content.rstrip().endswith(b"}"):
-                    raise aiohttp.ClientPayloadError("the answer ended early")
-                with self._malformed_is_an_error():
-                    return decode_json(content, non_finite=True)
-
     async def _call(self, method: str, **arguments: Any) -> Any:
         async with contextlib.aclosing(self._lines(method, arguments)) as lines:
             async for message in lines:
-                with self._malformed_is_an_error():
+                with self._connection.malformed_is_an_error():
                     self._version = max(self._version, message["policy_version"])
                     result = message["result"]
         return result
@@ -308,50 +267,16 @@ class RemoteBackend(ProxyBackend):
     async def _lines(
         self, method: str, body: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the messages of one answer.
-
-        Leaving early drops the connection, by which the server sees that nobody waits any more.
+        """Yield the messages of one answer, as :meth:`ServerConnection.lines` gives them.
 
         Raises:
             Exception: the error the answer ends with.
             EngineDiedError: the server is lost.
         """
-        with self._loss_is_an_error():
-            post = self._client().post(
-                f"{self.url}/v1/{method}",
-                data=wire.line(body),
-                headers=_JSON,
-                allow_redirects=False,
-            )
-
-            async with await self._until_closed(post) as response:
-                await self._check(response)
-                require_identity(response.headers)
-
-                num_lines = 0
-                lines = LineBuffer(MAX_LINE_BYTES)
-                try:
-                    while data := await self._until_closed(response.content.readany()):
-                        for line in lines.add(data):
-                            num_lines += 1
-                            yield _message(line)
-                finally:
-                    # Left early: the connection cannot be used again.
-                    if not response.content.at_eof():
-                        response.close()
-
-                if num_lines == 0 or lines.unfinished:
-                    raise aiohttp.ClientPayloadError("the answer ended early")
-
-    async def _until_closed(self, awaitable: Awaitable[T]) -> T:
-        """Await, but not past :meth:`close`: aiohttp does not wake readers of a closed session."""
-        deadline = asyncio.timeout(None)
-        async with deadline:
-            self._deadlines.add(deadline)
-            try:
-                return await awaitable
-            finally:
-                self._deadlines.discard(deadline)
+        lines = self._connection.lines(f"/v1/{method}", wire.line(body))
+        async with contextlib.aclosing(lines):
+            async for line in lines:
+                yield _message(line)
 
     async def _check(self, response: aiohttp.ClientResponse) -> None:
         """Raise the error of a refusal."""
@@ -378,50 +303,6 @@ class RemoteBackend(ProxyBackend):
                 " rollout.token_env"
             )
         raise error
-
-    def _client(self) -> aiohttp.ClientSession:
-        if self._closed:
-            raise BackendClosedError(f"the connection to {self.url} is closed")
-        if self._session is None:
-            raise BackendClosedError(f"the connection to {self.url} was not started")
-        return self._session
-
-    @contextlib.contextmanager
-    def _malformed_is_an_error(self) -> Iterator[None]:
-        """Turn what is raised for an answer of another shape into BackendError."""
-        try:
-            yield
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise BackendError(
-                f"{self.url} gave an answer that no rollout server of this version gives "
-                f"({type(error).__name__}: {str(error)[:300]})"
-            ) from error
-
-    @contextlib.contextmanager
-    def _loss_is_an_error(self) -> Iterator[None]:
-        """Raise the errors of a backend where the server is lost, or was closed here."""
-        try:
-            yield
-        except UnreadableAnswerError as error:
-            raise BackendError(f"{self.url} {error}") from None
-        except _LOST as error:
-            if self._closed:
-                raise BackendClosedError(f"the connection to {self.url} was closed") from error
-            if isinstance(error, aiohttp.ConnectionTimeoutError):
-                reason = f"no connection within {CONNECT_SECONDS:g} s"
-            elif isinstance(error, TimeoutError):
-                reason = f"silent for {self._silence_seconds:g} s"
-            else:
-                reason = str(error)
-            raise EngineDiedError(f"the rollout server at {self.url} is gone: {reason}") from error
-        except RuntimeError as error:
-            # aiohttp raises it where close() meets a connection that is being made.
-            if not self._closed:
-                raise
-            raise BackendClosedError(f"the connection to {self.url} was closed") from error
-
-
-_JSON = {"Content-Type": "application/json"}
 
 
 def _message(line: bytes) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -114,7 +115,8 @@ class BackendOptions:
         max_concurrent: decode slots; few, so that requests wait.
         tolerance: see :class:`BackendUnderTest`.
         timeout: see :class:`BackendUnderTest`.
-        url: address of a running rollout server, for ``remote``; None starts one on loopback.
+        url: address of a running rollout server, for ``remote``, or of SGLang's, for ``sglang``;
+            None starts one on loopback.
         token: the server's token, if it needs one.
         engine: name of the backend behind the server that is started, or in the Ray actor.
         engine_factory: ``rollout.jetstream.engine_factory`` of ``jetstream``; None for the built-in
@@ -382,6 +384,35 @@ def vllm(options: BackendOptions) -> BackendUnderTest:
     return describe("vllm", lambda: VllmBackend(settings, decode_text=decode), options)
 
 
+def sglang(options: BackendOptions) -> BackendUnderTest:
+    """Build the subject of a server of SGLang, a running one or one that is started here."""
+    from gpu_backend.sglang.backend import SglangBackend
+    from gpu_backend.sglang.settings import DEFAULT_PYTHON, SglangSettings, check_python
+
+    python = DEFAULT_PYTHON
+    venv = os.environ.get("JAX_AGENT_RL_SGLANG_VENV")
+    if venv:
+        python = f"{venv}/bin/python"
+    if options.url is None:
+        check_python(python)
+    dtype = "auto"
+    if options.tolerance < 0.01:
+        dtype = "float32"
+    config = json.loads((options.folders.base / "config.json").read_text())
+    settings = SglangSettings(
+        model=str(options.folders.base),
+        vocab_size=config.get("text_config", config)["vocab_size"],
+        max_model_len=options.max_model_len,
+        max_running_requests=options.max_concurrent,
+        url=options.url,
+        token=options.token,
+        python=python,
+        dtype=dtype,
+    )
+    decode = decoder(read_tokenizer(options.folders.base))
+    return describe("sglang", lambda: SglangBackend(settings, decode_text=decode), options)
+
+
 def registered(name: str, options: BackendOptions) -> BackendUnderTest | None:
     """Build the subject of a backend that an installed package registers; None if none does."""
     make = load_installed("backends", name)
@@ -476,5 +507,6 @@ BACKENDS: dict[str, Callable[[BackendOptions], BackendUnderTest]] = {
     "jetstream": jetstream,
     "ray": ray_actor,
     "remote": remote,
+    "sglang": sglang,
     "vllm": vllm,
 }

@@ -238,7 +238,7 @@ async def make_engines(folder: Path, patch: pytest.MonkeyPatch) -> None:
         async with open_scorer(config, {"judge", "sandbox"}, client=client, codec=codec):
             pass
 
-    for backend in ("jetstream", "vllm", "remote"):
+    for backend in ("jetstream", "vllm", "sglang", "remote"):
         rollout = config.rollout.model_copy(update={"backend": backend, "urls": ("http://a:1",)})
         pixels = config.model.model_copy(update={"min_pixels": 1, "max_pixels": 2})
         changed = config.model_copy(update={"rollout": rollout, "model": pixels})

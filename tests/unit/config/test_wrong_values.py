@@ -84,7 +84,10 @@ def test_no_value_of_any_key_brings_up_foreign_words(place: tuple[str, KeyInfo],
     [
         ({"trainer": {"steps": "many"}}, "trainer.steps='many': must be integer >= 1"),
         ({"trainer": {"steps": 0}}, "trainer.steps=0: must be integer >= 1"),
-        ({"rollout": {"backend": 3}}, "rollout.backend=3: must be jetstream | vllm | remote"),
+        (
+            {"rollout": {"backend": 3}},
+            "rollout.backend=3: must be jetstream | vllm | sglang | remote",
+        ),
         ({"rollout": 3}, "rollout=3: must be a section"),
         ({"learner": {"learning_rate": [1]}}, "learner.learning_rate=[1]: must be number"),
         ({"seed": 1.5}, "seed=1.5: must be integer >= 0"),
