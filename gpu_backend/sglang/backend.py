@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 _FIRST_IN_QUEUE = -(1 << 30)
 _DEATH_SECONDS = 2.0
 """Time for a server's process to end after its connections broke."""
-_SILENCE_SECONDS = 600.0
+SILENCE_SECONDS = 600.0
 """A server that sends nothing for so long is lost: it sends no heartbeats while requests wait, and
 nothing while it loads weights."""
 
@@ -260,6 +260,7 @@ class SglangBackend:
         version: policy version of the weights in ``settings.model``.
         decode_text: ids to text; without it requests with stop strings are refused.
         tokenizer_eos_ids: ids that end a generation if the model's files name none.
+        silence_seconds: a server that owes an answer and sends nothing for so long is lost.
     """
 
     def __init__(
@@ -269,8 +270,10 @@ class SglangBackend:
         version: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
         tokenizer_eos_ids: frozenset[int] = frozenset(),
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         self._settings = settings
+        self._silence_seconds = silence_seconds
         self._version = version
         self._decode_text = decode_text
         self._tokenizer_eos_ids = tokenizer_eos_ids
@@ -359,7 +362,7 @@ class SglangBackend:
             url,
             kind="SGLang server",
             headers=headers,
-            silence_seconds=_SILENCE_SECONDS,
+            silence_seconds=self._silence_seconds,
             check=self._check_answer,
         )
         self._connection.open()

@@ -154,6 +154,7 @@ def _open_log(file: str | None) -> Log:
 def _environment(settings: SglangSettings) -> Mapping[str, str]:
     """Return the server's environment: this one, and what the arguments cannot say."""
     environment = dict(os.environ)
+    environment.setdefault("HF_HUB_OFFLINE", "1")  # the model is a folder
     # Of the margin alone: no request is longer than the model's own limit allows.
     environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if settings.on_cpu:

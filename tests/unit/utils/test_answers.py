@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_backend.sglang.backend import SglangBackend
+from gpu_backend.sglang.settings import SglangSettings
 from jax_agent_rl.config.kl import TeacherConfig
 from jax_agent_rl.environments import EnvironmentPool, get_environment
 from jax_agent_rl.environments.users.builtin import OpenAIChat
@@ -30,6 +32,7 @@ from jax_agent_rl.tools.mcp import MAX_TOOLS, MCPConnection, MCPServerConfig
 from jax_agent_rl.types import FinishReason, SamplingParams
 from jax_agent_rl.utils.bounded_json import MAX_NESTING, MAX_VALUES
 from jax_agent_rl.utils.network import JsonService, LineBuffer, UnreadableAnswerError
+from tests.fake_sglang import CONTEXT, VOCABULARY, write_model
 from tests.messages import raises
 from tests.served import behind_server
 from tests.toy_backend import ToyBackend
@@ -158,6 +161,16 @@ async def ask_started_engine(url: str, path: Path) -> Any:
         return await remote.generate(request)
 
 
+async def ask_sglang(url: str, path: Path) -> Any:
+    folder = write_model(path / "model", 0)
+    settings = SglangSettings(
+        model=str(folder), vocab_size=VOCABULARY, max_model_len=CONTEXT, url=url
+    )
+    backend = SglangBackend(settings, silence_seconds=SECONDS)
+    async with contextlib.aclosing(Closing(backend)):
+        await backend.start()
+
+
 async def ask_run(url: str, path: Path) -> Any:
     (path / membership.ADDRESS_FILE).write_text(json.dumps({"url": url, "token": "t", "host": "h"}))
     return await membership.command_run(path, "engines")
@@ -187,6 +200,7 @@ CLIENTS = {
     "teacher": ask_teacher,
     "rollout server, greeting": ask_engine,
     "rollout server": ask_started_engine,
+    "SGLang's server": ask_sglang,
     "run": ask_run,
     "MCP": ask_mcp,
 }
