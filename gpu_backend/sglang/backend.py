@@ -432,12 +432,18 @@ class SglangBackend:
                 f" with --context-length {settings.max_model_len + CONTEXT_MARGIN} and as many"
                 " --max-total-tokens"
             )
-        if settings.url is not None and not model.weight_version.isdecimal():
+        await self._take_version(model.weight_version)
+        return info
+
+    async def _take_version(self, weight_version: str) -> None:
+        """Take the version of a server that has served a run, and give one to a fresh server."""
+        try:
+            self._version = int(weight_version)
+        except ValueError:
             # Spans of outputs name it until the first update.
             await self._command(
                 "/update_weight_version", {"new_version": str(self._version)}, "name its weights"
             )
-        return info
 
     @property
     def _address(self) -> str:
@@ -711,6 +717,8 @@ class SglangBackend:
         # Before the call: if it is cancelled, the server has paused nevertheless.
         self._is_frozen = True
         await self._command("/pause_generation", {"mode": "retract"}, "pause")
+        # That was answered before the scheduler had heard of it; this answer comes from there.
+        await self._state("/server_info", wire.ServerInfo)
 
     async def _unfreeze(self) -> None:
         if self._is_frozen:

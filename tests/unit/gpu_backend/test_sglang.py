@@ -180,6 +180,19 @@ async def test_a_server_that_was_started_for_something_else_is_refused(
             pass
 
 
+@pytest.mark.parametrize(("version", "served"), [("default", 0), ("7", 7), ("-1", -1)])
+async def test_a_server_that_has_served_a_run_keeps_its_version(
+    model: Path, version: str, served: int
+):
+    async with connected(model, change=lambda server: setattr(server, "version", version)) as (
+        _,
+        backend,
+    ):
+        assert backend.policy_version == served
+        output = await backend.generate(request())
+        assert set(output.policy_versions) == {served}
+
+
 MALFORMED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no ids": lambda chunk: {"meta_info": chunk["meta_info"] | {"output_token_logprobs": []}},
     "an id of no vocabulary": lambda chunk: _with_entry(chunk, [-1.0, VOCABULARY, None]),
