@@ -61,6 +61,10 @@ def test_help_says_how_a_script_is_called_and_runs_nothing(
     assert {file.name for file in tmp_path.iterdir()} == {"bash", "dirname", "sed"}
 
 
+ELSEWHERE = "not vllm and not sglang and not harnesses"
+"""What has a part of its own."""
+
+
 def dry_run(script: str, tmp_path: Path, *arguments: str, **variables: str) -> list[str]:
     folders = {
         "JAX_AGENT_RL_VENV": str(tmp_path / "venv"),
@@ -126,14 +130,11 @@ def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Pat
     )
     assert imports == "lint-imports"
     assert types.startswith("pyright --pythonpath")
-    assert (
-        tests
-        == "python -m pytest -m not vllm and not sglang and not harnesses --durations=10 -k config"
-    )
+    assert tests == f"python -m pytest -m {ELSEWHERE} --durations=10 -k config"
 
 
 def test_what_any_change_may_break_is_tested_first_or_alone(tmp_path: Path):
-    selected = "not vllm and not sglang and not harnesses and not slow"
+    selected = f"{ELSEWHERE} and not slow"
     pytest_command = f"{tmp_path}/venv/bin/python -m pytest -q"
     alone = dry_run("test.sh", tmp_path, "--only-structure")
     assert alone[-3:] == [
@@ -161,15 +162,15 @@ def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path
         " tests/conformance tests/gpu_backend",
     ]
     assert any(command.endswith("torchvision/_meta_registrations.py") for command in commands)
-    selected = "pytest -m not vllm and not sglang and not harnesses and not nightly and not structural --durations"
+    selected = f"pytest -m {ELSEWHERE} and not nightly and not structural --durations"
     assert any(selected in command for command in commands)
     nightly = dry_run("test.sh", tmp_path, "--nightly")
-    selected = "pytest -m not vllm and not sglang and not harnesses and not structural --durations"
+    selected = f"pytest -m {ELSEWHERE} and not structural --durations"
     assert any(selected in command for command in nightly)
     assert any("pytest -m vllm --durations" in command for command in nightly)
     quick = dry_run("test.sh", tmp_path)
     assert not any("venv-vllm" in command for command in quick)
-    selected = "pytest -m not vllm and not sglang and not harnesses and not slow and not structural --durations"
+    selected = f"pytest -m {ELSEWHERE} and not slow and not structural --durations"
     assert selected in quick[-2]
     assert not any(
         f"{tmp_path}/venv/" in command
