@@ -121,7 +121,7 @@ def cases() -> Iterator[tuple[str, list[str], str]]:
     yield (
         "conformance",
         ["conformance", "--backend", "remote", "--url", "http://localhost:1"],
-        "--url http://localhost:1 goes with --backend remote and --model",
+        "--url http://localhost:1 goes with --backend remote or sglang and --model",
     )
 
 
