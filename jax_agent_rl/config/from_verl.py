@@ -204,7 +204,9 @@ def _derive(  # noqa: C901  # one case after another
         if value == "vllm":
             return {"rollout.backend": "vllm"}
         return {
-            "choice": "set rollout.backend (jetstream, vllm, sglang, remote); jetstream is the default"
+            "choice": (
+                "set rollout.backend (jetstream, vllm, sglang, remote); jetstream is the default"
+            )
         }
     if key == f"{ROLLOUT}top_k":
         return {"rollout.top_k": max(value, 0)}
