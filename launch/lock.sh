@@ -62,7 +62,7 @@ lock_sglang() {
   local options=(--no-config --python-version 3.11 --python-platform x86_64-manylinux_2_34 --generate-hashes
     --no-emit-index-url --no-annotate --no-header --quiet)
   local file="$FOLDER/sglang-cpu.txt"
-  cp third_party/locks/sglang-cpu.txt "$file"
+  cp third_party/sglang-cpu.txt "$file"
   echo 'torch; sys_platform == "none"' >"$FOLDER/without_torch.in"
   "$UV" pip compile third_party/sglang-cpu.in "${options[@]}" --overrides "$FOLDER/without_torch.in" "$@" --output-file "$file"
   echo "sglang==0.5.23" >"$FOLDER/sglang.in"
@@ -71,19 +71,28 @@ lock_sglang() {
 }
 lock_sglang "$@"
 
+# home_of NAME: the file that a lock is written to.
+home_of() {
+  if [ "$1" = sglang-cpu.txt ]; then
+    echo "third_party/$1" # no extra of the project is in it
+  else
+    echo "third_party/locks/$1"
+  fi
+}
+
 # versions FILE: without hashes. An index may get another build of a version at any time.
 versions() { grep "==" "$1"; }
 
 if [ "$CHECK" = 1 ]; then
   for file in "$FOLDER"/*.txt; do
-    name="$(basename "$file")"
-    diff <(versions "third_party/locks/$name") <(versions "$file") || {
-      echo "error: third_party/locks/$name is not what pyproject.toml asks for: run ./launch/lock.sh" >&2
+    locked="$(home_of "$(basename "$file")")"
+    diff <(versions "$locked") <(versions "$file") || {
+      echo "error: $locked is not what pyproject.toml asks for: run ./launch/lock.sh" >&2
       exit 1
     }
   done
   say "the locks are those of pyproject.toml"
 else
-  cp "$FOLDER"/*.txt third_party/locks/
+  for file in "$FOLDER"/*.txt; do cp "$file" "$(home_of "$(basename "$file")")"; done
   say "third_party/locks is written"
 fi

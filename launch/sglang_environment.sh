@@ -6,7 +6,7 @@
 # With GPUs: pip install sglang, into an environment of its own, and rollout.sglang.python is its Python.
 
 SGLANG_VENV="${JAX_AGENT_RL_SGLANG_VENV:-$ROOT/.venv-sglang}"
-SGLANG_LOCK="$ROOT/third_party/locks/sglang-cpu.txt" # what SGLang's modules import on a CPU; see third_party/sglang.md
+SGLANG_LOCK="$ROOT/third_party/sglang-cpu.txt" # what SGLang's modules import on a CPU; see third_party/sglang.md
 
 # find_sglang_python: the Python of its environment; fails where there is none.
 find_sglang_python() {

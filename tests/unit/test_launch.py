@@ -213,7 +213,7 @@ def test_sglang_has_an_environment_of_its_own_and_is_tested_from_the_projects(tm
     commands = dry_run("test.sh", run, "--only-sglang", "-x", **place)
     venv = f"{run}/venv-sglang"
     assert f"{tmp_path}/new -m venv {venv}" in commands
-    (install,) = [command for command in commands if "locks/sglang-cpu.txt" in command]
+    (install,) = [command for command in commands if "third_party/sglang-cpu.txt" in command]
     assert install.startswith(f"{venv}/bin/uv pip install") and "--require-hashes" in install
     assert commands[-1] == (
         f"env JAX_AGENT_RL_SGLANG_VENV={venv} {run}/venv/bin/python -m pytest -m sglang"
