@@ -16,6 +16,7 @@ from jax_agent_rl.config import AlgorithmConfig, Config
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.outcomes import accuracy
 from jax_agent_rl.rollout.protocol import BackendMetrics
+from jax_agent_rl.trainer.diversity import diversity_metrics
 from jax_agent_rl.trainer.step import all_trajectories, recorded
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import DropReason, Group, Trajectory
@@ -202,6 +203,7 @@ def step_record(
         "finish_reasons": dict(Counter(str(t.finish_reason) for t in trajectories)),
         "truncated_share": _share(t.finish_reason.truncated for t in trajectories),
         "zero_variance_share": _zero_variance_share(groups, algorithm),
+        **diversity_metrics(groups),
         **_role_metrics(groups),
         "rollout_seconds": rollout_seconds,
         "rollout_tokens_per_second": _num_sampled_once(trajectories) / rollout_seconds,

@@ -84,10 +84,8 @@ async def test_a_resumed_run_does_not_repeat_its_warnings(tmp_path: Path):
     with observers(
         trainer.runtime.config, trainer.folder, step=4, rows=[], progress=trainer.progress
     ) as watchers:
-        assert [w["name"] for w in watchers.summary()["warnings"]][:2] == [
-            "no_reward",
-            "zero_variance",
-        ]
+        warned = [w["name"] for w in watchers.summary()["warnings"]]
+        assert warned[0] == "no_reward" and {"zero_variance", "duplicates"} <= set(warned)
         assert lines == []
 
 
