@@ -452,13 +452,23 @@ class _Cuts:
             shape = (None, sizes.chunk, sizes.group * size)
             return pl.BlockSpec(shape, lambda b, h, step: (b, number(step), h))
 
+        # What stays for a whole row has one buffer: two of a long row would not fit.
+        once = pl.Buffered(1)
         in_scalars = pl.BlockSpec(
-            (None, 1, length), lambda b, h, step: (b, 0, 0), memory_space=pltpu.SMEM
+            (None, 1, length),
+            lambda b, h, step: (b, 0, 0),
+            memory_space=pltpu.SMEM,
+            pipeline_mode=once,
         )
-        ends = pl.BlockSpec((None, sizes.chunks, 1, sizes.chunk), lambda b, h, step: (b, 0, 0, 0))
+        ends = pl.BlockSpec(
+            (None, sizes.chunks, 1, sizes.chunk),
+            lambda b, h, step: (b, 0, 0, 0),
+            pipeline_mode=once,
+        )
         of_all_chunks = pl.BlockSpec(
             (None, None, sizes.chunks, sizes.group, sizes.chunk),
             lambda b, h, step: (b, h, 0, 0, 0),
+            pipeline_mode=once,
         )
         self.keys = channels(sizes.key)
         self.values = channels(sizes.value)

@@ -72,7 +72,7 @@ def tree_delta_rule(tokens: DeltaTokens, forest: TokenForest) -> jax.Array:
         Outputs float32 [B, T, H, v].
     """
     if not compiles_for_tpus():
-        return _by_chunks(tokens, forest)
+        return delta_rule_by_chunks(tokens, forest)
     return _on_platform(tokens, forest)
 
 
@@ -93,7 +93,7 @@ def _platform_forward(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         _, corrections, starts = shapes
         empty = jnp.zeros(corrections.shape, corrections.dtype)
-        return _by_chunks(tokens, forest), empty, jnp.zeros(starts.shape, starts.dtype)
+        return delta_rule_by_chunks(tokens, forest), empty, jnp.zeros(starts.shape, starts.dtype)
 
     return by_platform(tokens, forest, tpu=delta_kernel.forward, default=by_chunks)
 
@@ -114,7 +114,7 @@ def _platform_backward(saved: tuple, d_outputs: jax.Array) -> tuple[DeltaTokens,
         starts: jax.Array,
         d_outputs: jax.Array,
     ) -> DeltaTokens:
-        _, pull = jax.vjp(lambda tokens: _by_chunks(tokens, forest), tokens)
+        _, pull = jax.vjp(lambda tokens: delta_rule_by_chunks(tokens, forest), tokens)
         return pull(d_outputs)[0]
 
     d_tokens = by_platform(*saved, d_outputs, tpu=delta_kernel.backward, default=by_chunks)
@@ -124,7 +124,8 @@ def _platform_backward(saved: tuple, d_outputs: jax.Array) -> tuple[DeltaTokens,
 _on_platform.defvjp(_platform_save, _platform_backward)
 
 
-def _by_chunks(tokens: DeltaTokens, forest: TokenForest) -> jax.Array:
+def delta_rule_by_chunks(tokens: DeltaTokens, forest: TokenForest) -> jax.Array:
+    """Apply the rule by XLA's operations; see :func:`tree_delta_rule`."""
     rows, count = tokens.beta.shape[:2]
     solved = solve_chunks(cut_into_chunks(tokens, forest.chunk), forest.is_ancestor)
     outputs, corrections = _between_chunks(solved._replace(mixing=None), forest)
