@@ -85,7 +85,7 @@ def _read_local_rope(raw: Fields, section: Fields) -> Rope:
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
     assert config.local_rope is not None and config.attention_scale is not None
-    written = write_common(config, "Gemma3ForCausalLM") | {
+    raw = write_common(config, "Gemma3ForCausalLM") | {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
         "query_pre_attn_scalar": _without_rounding_error(config.attention_scale**-2),
@@ -94,13 +94,13 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "rope_local_base_freq": config.local_rope.theta,
     }
     if config.local_rope.scaling is None:
-        return written
+        return raw
 
     # Only the newer form has scaling of windowed layers.
-    written["rope_parameters"] = write_ropes(config)
+    raw["rope_parameters"] = write_ropes(config)
     for name in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
-        del written[name]
-    return written
+        del raw[name]
+    return raw
 
 
 def _without_rounding_error(value: float) -> float:

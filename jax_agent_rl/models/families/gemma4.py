@@ -210,7 +210,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
     heads = config.global_attention
     assert heads is not None and config.local_rope is not None
-    written = write_common(config, "Gemma4ForCausalLM") | {
+    raw = write_common(config, "Gemma4ForCausalLM") | {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
         "enable_moe_block": False,
@@ -226,20 +226,20 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "rope_parameters": write_ropes(config),
     }
     for name in ("rope_scaling", "rope_theta"):
-        del written[name]
+        del raw[name]
     if config.per_layer_inputs is not None:
-        written["vocab_size_per_layer_input"] = config.per_layer_inputs.vocab_size
-        written["hidden_size_per_layer_input"] = config.per_layer_inputs.size
+        raw["vocab_size_per_layer_input"] = config.per_layer_inputs.vocab_size
+        raw["hidden_size_per_layer_input"] = config.per_layer_inputs.size
 
     if heads.num_kv_heads != config.num_kv_heads and not heads.keys_as_values:
         # Only the newer form has other key/value heads with values of their own.
         override = {"head_dim": heads.head_dim, "num_key_value_heads": heads.num_kv_heads}
-        written["per_layer_config"] = {
+        raw["per_layer_config"] = {
             str(layer): override
             for layer in range(config.num_layers)
             if not config.is_windowed(layer)
         }
-    return written
+    return raw
 
 
 def left_out(config: DecoderConfig) -> tuple[str, ...]:

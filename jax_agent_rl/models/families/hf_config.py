@@ -265,12 +265,12 @@ def carried_fields(unread: Mapping[str, Any]) -> dict[str, Any]:
     return carried
 
 
-def merge_fields(written: Mapping[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
+def merge_fields(raw: Mapping[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ``config.json`` with the fields carried over from the file it was read from.
 
     Sections are merged field by field.
     """
-    merged = dict(written)
+    merged = dict(raw)
     for name, value in carried.items():
         section = merged.get(name)
         if isinstance(section, Mapping) and isinstance(value, Mapping):
@@ -709,13 +709,13 @@ def _scaling_fields(scaling: Llama3Scaling | YarnScaling) -> dict[str, float]:
     vLLM computes with ``mscale`` and ``mscale_all_dim``, not with the ``attention_factor`` that
     follows from them; so it is only written if it was read.
     """
-    written: dict[str, float] = {}
+    scaling: dict[str, float] = {}
     for name, value in asdict(scaling).items():
         if value is not None:
-            written[name] = value
+            scaling[name] = value
 
     # transformers warns of positions that are not an integer.
     positions = scaling.original_max_position_embeddings
     if positions == int(positions):
-        written["original_max_position_embeddings"] = int(positions)
-    return written
+        scaling["original_max_position_embeddings"] = int(positions)
+    return scaling

@@ -86,21 +86,21 @@ def read(raw: Fields) -> DecoderConfig:
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
-    written = write_common(config, _ARCHITECTURES[config.family])
-    written |= {"hidden_act": "silu", **_FIXED[config.family]}
+    raw = write_common(config, _ARCHITECTURES[config.family])
+    raw |= {"hidden_act": "silu", **_FIXED[config.family]}
     if config.family in ("mistral", "ministral"):
-        written["sliding_window"] = config.sliding_window
+        raw["sliding_window"] = config.sliding_window
     if config.family == "ministral":
-        written["layer_types"] = write_layer_kinds(config)
+        raw["layer_types"] = write_layer_kinds(config)
     if config.experts is not None:
-        written |= {
+        raw |= {
             "num_experts": config.experts.count,
             "num_experts_per_tok": config.experts.per_token,
             "moe_intermediate_size": config.experts.intermediate_size,
             "norm_topk_prob": config.experts.normalize,
             "mlp_only_layers": list(range(config.experts.first_dense_layers)),
         }
-    return written
+    return raw
 
 
 def _read_experts(raw: Fields, num_layers: int) -> Experts:

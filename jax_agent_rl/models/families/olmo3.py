@@ -64,7 +64,7 @@ def _rope_sections(raw: Fields) -> tuple[Fields, Fields]:
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
-    written = write_common(config, "Olmo3ForCausalLM") | {
+    raw = write_common(config, "Olmo3ForCausalLM") | {
         "hidden_act": "silu",
         "attention_bias": False,
         "sliding_window": config.sliding_window,
@@ -72,8 +72,8 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "rope_parameters": write_ropes(config),
     }
     for name in ("rope_scaling", "rope_theta"):
-        del written[name]
-    return written
+        del raw[name]
+    return raw
 
 
 FAMILY = ModelFamily(

@@ -113,9 +113,9 @@ def write_text(config: DecoderConfig) -> dict[str, Any]:
     if config.experts is not None:
         architecture = "Qwen3_5MoeForCausalLM"
         experts = write_experts(config.experts)
-    written = write_common(config, architecture)
-    written |= {"hidden_act": "silu", "attention_bias": False}
-    return written | write_delta_net(config) | experts
+    raw = write_common(config, architecture)
+    raw |= {"hidden_act": "silu", "attention_bias": False}
+    return raw | write_delta_net(config) | experts
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
@@ -125,16 +125,16 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     if config.experts is not None:
         architecture = "Qwen3_5MoeForConditionalGeneration"
 
-    written = write_text(config)
-    rope = written.pop("rope_scaling") or {"rope_type": "default"}
+    raw = write_text(config)
+    rope = raw.pop("rope_scaling") or {"rope_type": "default"}
     rope |= {
         "rope_theta": config.rope.theta,
         "partial_rotary_factor": config.rope.partial_rotary,
         "mrope_section": list(config.rope.sections),
         "mrope_interleaved": True,
     }
-    written |= {"architectures": [architecture], "rope_parameters": rope}
-    return written | QWEN3_5_TOWER.write(config)
+    raw |= {"architectures": [architecture], "rope_parameters": rope}
+    return raw | QWEN3_5_TOWER.write(config)
 
 
 def left_out_of_text(_: DecoderConfig) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
 def write_config(config: DecoderConfig) -> dict[str, Any]:
     """Return the content of a ``config.json``."""
     family = FAMILIES[config.family]
-    written = merge_fields(family.write(config), config.carried)
+    raw = merge_fields(family.write(config), config.carried)
     if family.nest is not None:
-        written = family.nest(written)
-    return written
+        raw = family.nest(raw)
+    return raw

@@ -107,7 +107,7 @@ def test_a_convolution_sees_a_tokens_ancestors_and_no_others(
         assert_close(actual, reference)
 
 
-def test_a_program_for_this_machine_is_the_same_in_a_process_that_compiles_for_tpus_as_well(
+def test_a_local_program_is_the_same_where_others_are_compiled_for_tpus(
     monkeypatch: pytest.MonkeyPatch,
 ):
     rows = [depth_first([1.0] * 20 + [0.9, 0.7, 0.5] * 3)] * ROWS
