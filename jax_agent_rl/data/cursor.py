@@ -38,11 +38,11 @@ class GroupedRows(Protocol):
 
     Attributes:
         row_groups: sizes of the groups, in the order of the rows.
-        held: number of groups that may be in memory at a time.
+        max_groups: number of groups that may be in memory at a time.
     """
 
     row_groups: Sequence[int]
-    held: int
+    max_groups: int
 
 
 @runtime_checkable
@@ -104,8 +104,8 @@ class DataCursor(Generic[T]):
             key = (number,) if len(self._parts) > 1 else ()
             self._orders.append(_EpochOrder(part, seed, key))
         self._shuffle = shuffle
-        self._drawn = 0
-        self._again: list[int] = []
+        self._num_drawn = 0
+        self._repeats: list[int] = []
 
     @functools.cached_property
     def fingerprints(self) -> list[str]:
@@ -121,11 +121,11 @@ class DataCursor(Generic[T]):
 
     def draw(self) -> tuple[int, T]:
         """Return the number of the next draw and its row."""
-        if self._again:
-            number = self._again.pop(0)
+        if self._repeats:
+            number = self._repeats.pop(0)
         else:
-            number = self._drawn
-            self._drawn += 1
+            number = self._num_drawn
+            self._num_drawn += 1
 
         if len(self._parts) > 1:
             source, turn = self._blocks.locate(number)
@@ -146,14 +146,14 @@ class DataCursor(Generic[T]):
             again: numbers of draws to repeat first.
         """
         return {
-            "drawn": self._drawn,
+            "drawn": self._num_drawn,
             "rows": [len(part) for part in self._parts],
             "fingerprints": self.fingerprints,
             "weights": list(self._weights),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "windows": [order.windows for order in self._orders] if self._shuffle else [],
-            "again": sorted({*self._again, *again}),
+            "again": sorted({*self._repeats, *again}),
         }
 
     def restore(self, state: dict[str, Any], *, accepted: Collection[str] = ()) -> None:
@@ -178,8 +178,8 @@ class DataCursor(Generic[T]):
                 " the old value or start a new run (or accept another order of rows:"
                 f" --accept-change {key})"
             )
-        self._drawn = state["drawn"]
-        self._again = list(state["again"])
+        self._num_drawn = state["drawn"]
+        self._repeats = list(state["again"])
 
 
 _ORDER_KEYS = (
@@ -206,21 +206,21 @@ class _EpochOrder:
 
     def __init__(self, rows: Sequence[Any], seed: int, key: tuple[int, ...]) -> None:
         groups: Sequence[int] = (len(rows),)
-        held = 1
+        max_groups = 1
         if isinstance(rows, GroupedRows):
             groups = rows.row_groups
-            held = rows.held
+            max_groups = rows.max_groups
         self._row_count = len(rows)
         self._seed = seed
         self._key = key
-        self._held = held
+        self._max_groups = max_groups
         self._group_sizes = np.asarray(groups)
         self._group_begins = np.cumsum([0, *groups[:-1]])
         self.windows: str | None = None
         """Fingerprint of the groups that are shuffled together; None if the rows are shuffled as a
         whole."""
-        if len(groups) > held:
-            self.windows = fingerprint([[int(size) for size in groups], held])
+        if len(groups) > max_groups:
+            self.windows = fingerprint([[int(size) for size in groups], max_groups])
 
         self._epoch = -1
         # Of this epoch: the groups of each window, and the position after its last row.
@@ -243,11 +243,11 @@ class _EpochOrder:
 
     def _begin_epoch(self, epoch: int) -> None:
         groups = np.arange(len(self._group_sizes))
-        if len(groups) > self._held:
+        if len(groups) > self._max_groups:
             groups = self._generator(epoch, *self._key).permutation(len(groups))
         self._windows = []
-        for begin in range(0, len(groups), self._held):
-            self._windows.append(groups[begin : begin + self._held])
+        for begin in range(0, len(groups), self._max_groups):
+            self._windows.append(groups[begin : begin + self._max_groups])
         self._window_ends = np.cumsum([self._group_sizes[window].sum() for window in self._windows])
         self._epoch = epoch
         self._window = -1

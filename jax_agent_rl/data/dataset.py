@@ -216,11 +216,11 @@ class Dataset(Sequence[Row]):
 
     Args:
         parts: the rows of each file.
-        held: number of row groups that may be in memory at a time.
+        max_groups: number of row groups that may be in memory at a time.
         fingerprint: of the rows, whatever files they are in.
     """
 
-    def __init__(self, parts: Sequence[Part], held: int, fingerprint: str) -> None:
+    def __init__(self, parts: Sequence[Part], max_groups: int, fingerprint: str) -> None:
         self.parts = tuple(parts)
         self.fingerprint = fingerprint
 
@@ -231,7 +231,8 @@ class Dataset(Sequence[Row]):
             if isinstance(part, ParquetRows):
                 streamed_groups += len(part.row_groups)
         # What fits into memory is shuffled as a whole.
-        self.held = held if streamed_groups > held else len(self.row_groups)
+        is_streamed = streamed_groups > max_groups
+        self.max_groups = max_groups if is_streamed else len(self.row_groups)
         self._ends = np.cumsum([len(part) for part in self.parts])
 
     def __len__(self) -> int:

@@ -20,7 +20,7 @@ class Grouped(list):
     """Row numbers in groups, as a Parquet file has them."""
 
     row_groups: list[int]
-    held: int
+    max_groups: int
 
     def __post_init__(self) -> None:
         self += range(sum(self.row_groups))
@@ -48,11 +48,11 @@ def test_no_more_groups_are_needed_at_a_time_than_may_be_held(rows: Grouped, see
     for position in range(len(order)):
         earlier = set(order[: position + 1])
         needed = set(order[position:])
-        assert len(earlier & needed) <= rows.held
+        assert len(earlier & needed) <= rows.max_groups
 
 
 def test_rows_of_a_window_and_the_groups_in_it_differ_from_epoch_to_epoch():
-    rows = Grouped([50] * 8, held=2)
+    rows = Grouped([50] * 8, max_groups=2)
     cursor = DataCursor(rows, seed=0)
     epochs = [cursor.next_rows(400) for _ in range(2)]
     windows = []
