@@ -709,13 +709,13 @@ def _scaling_fields(scaling: Llama3Scaling | YarnScaling) -> dict[str, float]:
     vLLM computes with ``mscale`` and ``mscale_all_dim``, not with the ``attention_factor`` that
     follows from them; so it is only written if it was read.
     """
-    scaling: dict[str, float] = {}
+    section: dict[str, float] = {}
     for name, value in asdict(scaling).items():
         if value is not None:
-            scaling[name] = value
+            section[name] = value
 
     # transformers warns of positions that are not an integer.
     positions = scaling.original_max_position_embeddings
     if positions == int(positions):
-        scaling["original_max_position_embeddings"] = int(positions)
-    return scaling
+        section["original_max_position_embeddings"] = int(positions)
+    return section
