@@ -45,6 +45,8 @@ SMALL = DecoderConfig(
     eos_token_ids=(2,),
 )
 MAX_MODEL_LEN = 256
+ENGINE_ARGS = {"max_num_batched_tokens": 1000}
+"""Further arguments of the shared engine: no default, and more than a step of any test has."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROBE = [list(range(3, 40)), [50, 60, 70, 80, 90, 3, 4, 5]]
 
@@ -186,7 +188,7 @@ async def shared(
 ) -> AsyncIterator[Engine]:
     folder = tmp_path_factory.mktemp("weights")
     files = FileTransport(SMALL, probe_ids=PROBE, folder=folder)
-    async with running(model_folder) as backend:
+    async with running(model_folder, engine_args=ENGINE_ARGS) as backend:
         yield Engine(backend, files, folder)
 
 

@@ -15,7 +15,16 @@ from jax_agent_rl.rollout.protocol import FILES, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import PauseMode, SamplingParams
-from tests.gpu_backend.conftest import PROBE, SMALL, Reference, prompt_of, request, running
+from tests.gpu_backend.conftest import (
+    ENGINE_ARGS,
+    PROBE,
+    SMALL,
+    Engine,
+    Reference,
+    prompt_of,
+    request,
+    running,
+)
 from tests.messages import raises
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -115,9 +124,9 @@ async def test_arguments_read_from_its_source_are_those_vllm_has():
     assert argument_names() == {argument.name for argument in fields(AsyncEngineArgs)}
 
 
-async def test_further_arguments_reach_the_engine(model_folder: Path):
-    async with running(model_folder, engine_args={"max_num_batched_tokens": 192}) as backend:
-        assert backend.engine.vllm_config.scheduler_config.max_num_batched_tokens == 192
+async def test_further_arguments_reach_the_engine(shared: Engine):
+    scheduler = shared.backend.engine.vllm_config.scheduler_config
+    assert scheduler.max_num_batched_tokens == ENGINE_ARGS["max_num_batched_tokens"]
 
 
 async def test_a_closed_engine_ends_its_requests_and_leaves_no_process(model_folder: Path):
