@@ -35,13 +35,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("data/reasoning_gym"))
     arguments = parser.parse_args()
     easy = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    config = (
-        arguments.config
-        if arguments.config is not None
-        else easy
-        if arguments.dataset == "chain_sum"
-        else {}
-    )
+    config = arguments.config
+    if config is None:
+        config = easy if arguments.dataset == "chain_sum" else {}
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, count, seed in (
         ("train", arguments.train, 0),

@@ -277,7 +277,7 @@ def _instructions(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the first line's number and the text of each instruction, with its continued lines.
 
     Raises:
-        DataError: the file is no text.
+        DataError: the file is not text.
     """
     try:
         text = _read(path, path.parent).decode()

@@ -1,8 +1,8 @@
 """The connection of a backend to its engine's server: a rollout server, or the engine's own.
 
 Answers are bounded before they are kept. A server that cannot be reached, closes the connection or
-sends nothing for ``silence_seconds`` is lost, which is ``EngineDiedError``; what is no answer of
-such a server is ``BackendError``; and whatever waits when the connection is closed here ends with
+sends nothing for ``silence_seconds`` is lost: ``EngineDiedError``. What is not an answer of such a
+server is ``BackendError``, and whatever waits when the connection is closed here ends with
 ``BackendClosedError``.
 """
 
@@ -169,7 +169,7 @@ class ServerConnection:
                     raise aiohttp.ClientPayloadError("the answer ended early")
 
     async def _read_state(self, response: aiohttp.ClientResponse) -> bytes:
-        """Return the content of an answer that is no refusal."""
+        """Return the content of an answer that is not a refusal."""
         await self._check(response)
         return await read_answer(response.headers, response.content.iter_any(), MAX_STATE_BYTES)
 

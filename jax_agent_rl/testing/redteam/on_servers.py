@@ -127,7 +127,7 @@ async def send_deep_json(target: ServerTarget) -> str:
 
 @attack("server-no-text", Surface.SERVER)
 async def send_no_text(target: ServerTarget) -> str:
-    """Fail a server by bytes that are no text."""
+    """Fail a server by bytes that are not text."""
     status = await _request(target, b'{"a": "\xff\xfe\xed\xa0\x80"}')
     if not _is_refusal(status):
         return f"status {status} for bytes that are not UTF-8"
