@@ -97,6 +97,7 @@ SLOW = {
     "unit/agents/test_endpoint_images.py::test_images_of_two_turns_are_in_one_exact_trajectory_that_is_trained_on": "compiles an engine and a learner with a tower",
     "unit/agents/test_token_ids.py::test_harbors_terminus_finds_the_ids": "imports LiteLLM",
     "unit/agents/test_shell_environment.py::test_a_tree_of_forked_shells_is_the_tree_of_replayed_ones": "some twenty sandboxes, one after the other",
+    "unit/agreement/test_inspection.py::test_the_first_layer_that_differs_is_named_without_keys_and_values": "diagnoses engines",
     "unit/agreement/test_inspection.py::test_the_replica_that_was_not_updated_is_named": "two engines",
     "unit/agreement/test_sampling_replay.py::test_old_logprobs_are_the_rollouts_whatever_restricted_the_draws": "an engine and a learner for every restriction",
     "unit/agreement/test_search.py::test_a_diagnosis_that_has_no_more_time_says_what_it_did_not_try": "diagnoses an engine",

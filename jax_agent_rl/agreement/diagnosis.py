@@ -448,10 +448,6 @@ def _check_layers(
             "layers", "not tested", "the engine's activations cannot be read from here"
         )
 
-    if not forward.remembers_ids_apart(excerpt.model):
-        detail = "activations are compared in models of attention with keys and values alone"
-        return None, HypothesisResult("layers", "not tested", detail)
-
     learner_outputs = outputs_of_layers(excerpt.model, search.activations, len(ids))
     difference = first_difference(engine_outputs, learner_outputs, precision=engine.precision)
     if difference is not None:

@@ -71,14 +71,15 @@ class Activations:
         embedded: [B, T, D], the input of the first layer.
         hidden: [L, B, T, D], the output of each layer.
         keys: [L, B, K, T, h]; of layers with fewer or smaller heads the first, see
-            ``unpadded_heads``. Zeros of layers that read another layer's.
-        values: [L, B, K, T, h].
+            ``unpadded_heads``. Zeros of layers that read another layer's. None unless
+            :func:`remembers_ids_apart`.
+        values: [L, B, K, T, h], or None.
     """
 
     embedded: jax.Array
     hidden: jax.Array
-    keys: jax.Array
-    values: jax.Array
+    keys: jax.Array | None
+    values: jax.Array | None
 
     def input_of(self, layer: int) -> jax.Array:
         """Return the input [B, T, D] of a layer."""
@@ -184,6 +185,14 @@ def _decoder_states(config: DecoderConfig, params: Params, token_ids: jax.Array)
     return hidden
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _decoder_outputs(
+    config: DecoderConfig, params: Params, token_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return ``Decoder.layer_outputs`` of plain rows."""
+    return Decoder.from_params(config, params).layer_outputs(token_ids)
+
+
 def hidden_states(
     config: DecoderConfig,
     params: Params,
@@ -217,7 +226,17 @@ def hidden_states(
 
 
 def activations(config: DecoderConfig, params: Params, inputs: Inputs) -> Activations:
-    """Return the activations between the layers."""
+    """Return the activations between the layers.
+
+    Args:
+        inputs: plain ones, unless :func:`remembers_ids_apart`.
+    """
+    if not remembers_ids_apart(config):
+        assert inputs.are_plain
+        token_ids = jnp.asarray(inputs.token_ids)
+        embedded, hidden = _decoder_outputs(config, params, token_ids)
+        return Activations(embedded=embedded, hidden=hidden, keys=None, values=None)
+
     _, outputs = _run(
         config,
         params,
@@ -252,6 +271,7 @@ def _run(
 
     old_kv = None
     if old is not None:
+        assert old.keys is not None and old.values is not None
         old_kv = (old.keys, old.values)
     layer_change = None
     if change is not None:

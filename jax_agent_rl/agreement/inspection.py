@@ -233,6 +233,9 @@ def outputs_of_layers(
 
     outputs = [LayerOutput(hidden=on_host(activations.embedded[0, :count]))]
     hidden_LTD = on_host(activations.hidden[:, 0, :count])
+    if activations.keys is None or activations.values is None:
+        return outputs + [LayerOutput(hidden=hidden_TD) for hidden_TD in hidden_LTD]
+
     keys_LKTh = on_host(activations.keys[:, 0, :, :count])
     values_LKTh = on_host(activations.values[:, 0, :, :count])
     for layer, kind in enumerate(model.layer_kinds):
@@ -257,12 +260,14 @@ class LayerDifference:
         parts: which of its ``keys``, ``values`` and ``hidden`` differ.
         difference: the largest difference, as a fraction of the activations' size.
         begin: index of the first id whose activations differ.
+        has_keys: whether its keys and values were compared; a layer need not have any.
     """
 
     layer: int
     parts: tuple[str, ...]
     difference: float
     begin: int
+    has_keys: bool = True
 
     @property
     def is_late(self) -> bool:
@@ -300,6 +305,8 @@ class LayerDifference:
         return f"{agreeing}; {layer}: {self._describe_parts()}"
 
     def _describe_parts(self) -> str:
+        if not self.has_keys:
+            return "what mixes its ids, or what follows"
         keys_differ = "keys" in self.parts
         values_differ = "values" in self.parts
         if keys_differ and values_differ:
@@ -368,6 +375,7 @@ def first_difference(
                 parts=tuple(differences),
                 difference=float(largest_T[is_over_T].max()),
                 begin=int(np.argmax(is_over_T)),
+                has_keys=pairs["keys"][0] is not None and pairs["keys"][1] is not None,
             )
     return None
 

@@ -451,6 +451,7 @@ class DiagnosisSubject:
         suffix = row.since(first)
         inputs = self.inputs([suffix])
 
+        assert activations.keys is not None and activations.values is not None
         # The prefix is the whole context, so that each `first` has the same shape. Its ids from
         # `first` on are hidden, and the indices of the suffix are higher for it.
         prefix_len = activations.keys.shape[3]

@@ -280,7 +280,10 @@ def _split(
         by_head = arrays.pop(fused)  # [K, (G + 2) h, ...]; fewer without keys or values
         heads = model.heads(kind.mixer)
         repeats = len(by_head) // heads.num_kv_heads
-        num_queries = model.num_heads // len(by_head) * heads.head_dim
+        query_size = heads.head_dim
+        if model.attention_gate:
+            query_size *= 2  # each query is followed by its gate
+        num_queries = model.num_heads // len(by_head) * query_size
         bounds = range(num_queries, by_head.shape[1], heads.head_dim)
         queries, *keys_and_values = np.split(by_head, bounds, axis=1)
         parts = [queries, *(x[::repeats] for x in keys_and_values)]

@@ -762,14 +762,17 @@ class DecoderConfig:
         key = heads.num_kv_heads * h
         has_keys = kind.keys != "shared"
 
-        shapes: Shapes = {"q": (2 * query if self.attention_gate else query, d)}
+        query_rows = query
+        if self.attention_gate:
+            query_rows *= 2
+        shapes: Shapes = {"q": (query_rows, d)}
         if has_keys:
             shapes["k"] = (key, d)
             if not heads.keys_as_values:
                 shapes["v"] = (key, d)
         shapes["o"] = (d, query)
         if self.qkv_bias:
-            shapes |= {"q_bias": (query,), "k_bias": (key,), "v_bias": (key,)}
+            shapes |= {"q_bias": (query_rows,), "k_bias": (key,), "v_bias": (key,)}
         if self.o_bias:
             shapes["o_bias"] = (d,)
         if self.attention_sinks:

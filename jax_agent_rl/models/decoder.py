@@ -124,6 +124,59 @@ class Decoder(Module):
             Hidden states [B, T, D], and the sum over layers of ``moe.router_load``, float32 [2, E],
             or None.
         """
+        _, x, (loads, _) = self._run_layers(
+            token_ids,
+            positions,
+            subtree_end,
+            copies=copies,
+            routed_experts=routed_experts,
+            images=images,
+            remat=remat,
+            mesh=mesh,
+        )
+        hidden = rms_norm(self.config, x, self.final_norm[...])
+        if loads is None:
+            return hidden, None
+        return hidden, jnp.sum(loads, axis=0)
+
+    def layer_outputs(
+        self, token_ids: jax.Array, routed_experts: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Compute what is between the layers, for plain rows of text.
+
+        Args:
+            token_ids: int32 [B, T].
+            routed_experts: as in a call.
+
+        Returns:
+            The input [B, T, D] of the first layer, and the output of each layer, [L, B, T, D].
+        """
+        embedded, _, (_, outputs) = self._run_layers(
+            token_ids, routed_experts=routed_experts, keep_outputs=True
+        )
+        assert outputs is not None
+        return embedded, outputs
+
+    def _run_layers(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array | None = None,
+        subtree_end: jax.Array | None = None,
+        *,
+        copies: jax.Array | None = None,
+        routed_experts: jax.Array | None = None,
+        images: ImageInputs | None = None,
+        remat: str = "none",
+        mesh: Mesh | None = None,
+        keep_outputs: bool = False,
+    ) -> tuple[jax.Array, jax.Array, tuple[jax.Array | None, jax.Array | None]]:
+        """Compute embeddings and layers; arguments as in a call.
+
+        Returns:
+            The input [B, T, D] of the first layer and the output of the last one, and of all layers
+            the loads of their experts, float32 [L, 2, E], and with ``keep_outputs`` their outputs
+            [L, B, T, D].
+        """
         config = self.config
         count = token_ids.shape[1]
         if positions is None:
@@ -143,7 +196,7 @@ class Decoder(Module):
             stacked: dict[str, Any],
             values: tuple[Any, ...],
             source_keys: Mapping[MixerName, Any],
-        ) -> tuple[jax.Array, jax.Array | None, dict[MixerName, Any]]:
+        ) -> tuple[jax.Array, tuple[jax.Array | None, ...], dict[MixerName, Any]]:
             number, window_choice, routed, per_layer_input = values
             layer = self._layer(kind, stacked, mesh)
             mixer = MIXERS[kind.mixer]
@@ -182,28 +235,25 @@ class Decoder(Module):
                     return x + layer_features(number).astype(x.dtype)
 
                 x = jax.lax.cond(number < deepstack_count, add_features, lambda: x)
-            return x, load, new_source_keys
+            return x, (load, x if keep_outputs else None), new_source_keys
 
         if remat != "none":
             compute = jax.checkpoint(compute, policy=REMAT_POLICIES[remat], static_argnums=1)
 
-        x = embed(config, self.embed[...], token_ids)
+        embedded = embed(config, self.embed[...], token_ids)
         if images is not None:
-            x = place_features(x, images)
-        x = constrain(x, mesh, ROWS, "context", None)
+            embedded = place_features(embedded, images)
+        embedded = constrain(embedded, mesh, ROWS, "context", None)
 
         numbers = jnp.arange(config.num_layers)
         values = (
             numbers,
             _window_choices(config),
             _routed_by_layer(config, routed_experts),
-            self._per_layer_inputs(token_ids, x),
+            self._per_layer_inputs(token_ids, embedded),
         )
-        x, loads = scan_layers(config, compute, x, self._stacks(), values)
-        hidden = rms_norm(config, x, self.final_norm[...])
-        if loads is None:
-            return hidden, None
-        return hidden, jnp.sum(loads, axis=0)
+        x, outputs = scan_layers(config, compute, embedded, self._stacks(), values)
+        return embedded, x, outputs
 
     def _per_layer_inputs(self, token_ids: jax.Array, embedded: jax.Array) -> jax.Array | None:
         """Return each layer's inputs [L, B, T, p] of ids [B, T] and their embeddings, if any."""

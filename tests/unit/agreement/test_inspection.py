@@ -23,8 +23,16 @@ from jax_agent_rl.agreement.report import Cause, Tolerance
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import HEAD
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
-from tests.agreement_testbed import GEMMA, LLAMA, MOE, diagnosis, jax_engine, rollouts
-from tests.tiny import tiny_params
+from tests.agreement_testbed import (
+    GEMMA,
+    LLAMA,
+    MOE,
+    diagnosed_engine,
+    diagnosis,
+    jax_engine,
+    rollouts,
+)
+from tests.tiny import DELTA_NETS, LATENT, tiny_params
 
 UNTIED = replace(LLAMA, tie_word_embeddings=False)
 EMBED = "model.embed_tokens.weight"
@@ -231,3 +239,23 @@ def test_embeddings_that_differ_speak_for_their_scale():
     assert difference is not None
     assert difference.layer == -1
     assert "the embeddings differ already" in difference.describe()
+
+
+@pytest.mark.parametrize(
+    ("model", "first"),
+    [
+        pytest.param(replace(LATENT, family="deepseek_v3"), 0, id="latent attention"),
+        pytest.param(replace(DELTA_NETS, family="qwen3_next"), 1, id="delta nets"),
+    ],
+)
+async def test_the_first_layer_that_differs_is_named_without_keys_and_values(
+    model: DecoderConfig, first: int
+):
+    """Nothing rotates in the delta net, which is layer 0."""
+    served = replace(model, rope=replace(model.rope, theta=1e6))
+    diagnosed = await diagnosed_engine(model, served, inspected=True)
+    (layers,) = (finding for finding in diagnosed.findings if finding.name == "layers")
+    assert layers.verdict == "found"
+    assert f"layer {first} is the first that differs" in layers.detail
+    assert layers.detail.endswith("what mixes its ids, or what follows")
+    assert diagnosed.cause is Cause.ROTARY
