@@ -289,6 +289,7 @@ REPRESENTATIVES = {
         ("[rope theta]",),
         "an engine for every fault",
     ),
+    "unit/agreement/test_rounding.py": (("[latent]",), "an engine and a learner for every mixer"),
     "unit/agreement/test_healthy_engines.py": (
         ("[llama]", "test_an_engine_whose_weights_change"),
         "an engine for every family and precision",

@@ -220,6 +220,35 @@ def test_new_weights_begin_with_new_states():
     assert_exact(context, second, weights(1))
 
 
+def test_no_turn_of_a_trajectory_of_several_versions_begins_with_a_state_of_older_weights():
+    on = scheduler(replace(SHAPES, kv_offloading_bytes=1 << 20))
+    context = list(PROMPTS[0])
+    for version in (1, 2, 3):
+        on.set_weights(on.engine.load_params(weights(version)), version)
+        output = run(on, f"turn {version}", context, session="s", max_tokens=8)
+        assert output.policy_versions == (version,) * 8
+        assert output.cached_tokens == 0
+        assert_exact(context, output, weights(version))
+        context += [*output.token_ids, 5, 6]
+
+
+def test_who_is_preempted_after_an_update_has_a_state_of_the_new_weights_alone():
+    on = scheduler(replace(SHAPES, kv_cache_tokens=160))
+    for number, prompt in enumerate(PROMPTS):
+        submit(on, str(number), prompt, seed=number, max_tokens=30)
+    on.step()
+    on.set_weights(on.engine.load_params(weights(1)), 2)
+    output = finished_cleanly(on)["2"]
+    assert output.num_preempted > 0
+    assert set(output.policy_versions) == {1, 2}
+
+    expected = logprobs_of(weights(1), PROMPTS[2], output.token_ids, config=DELTA_NETS)
+    errors = np.abs(output.log_probs - expected)
+    assert errors[-3:].max() < 5e-5, "the last ids came after the preemption"
+    updated = output.policy_versions.index(2)
+    assert errors[updated] > 1e-3, "what runs on keeps its state through an update"
+
+
 @pytest.mark.parametrize("wrong", [1, 3, 100])
 def test_speculation_leaves_the_state_after_the_accepted_ids(wrong: int):
     plain = scheduler()
