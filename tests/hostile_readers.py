@@ -96,6 +96,7 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
 FURTHER_FRAGMENTS = {
     "hermes": ("<think>", "</think>", "a"),
     "qwen3_coder": ("<function=f>", "<parameter=x>", "\n"),
+    "olmo3": ('f(x="', "f()\n", "'''", "\\ud83d"),
 }
 """Of formats, beside their own markup."""
 

@@ -80,6 +80,7 @@ SLOW = {
     "faults/test_nan_batches.py": "whole runs",
     "faults/test_tpu_faults.py": "thirty launches in a made-up cloud",
     "parity/test_delta_net_vs_transformers.py": "a layer of torch; tests/unit/models has the recurrence",
+    "parity/test_fp8_vs_transformers.py": "models of transformers, wide enough for blocks",
     "parity/test_gemma4_vs_transformers.py": "a model with a tower; the tests of all families have its text model",
     "parity/test_jetstream_driver.py::test_the_driver_and_the_scheduler_sample_the_same_ids": "two engines",
     "parity/test_llama_vs_transformers.py::test_the_real_model_equals_transformers_on_a_conversation": "135M parameters, twice",

@@ -89,6 +89,19 @@ GEMMA4 = replace(
     global_attention=GlobalAttention(num_kv_heads=1, head_dim=12, keys_as_values=True),
 )
 """As Gemma 4 31B: full layers with heads of their own, and keys as values."""
+GEMMA4_EXPERTS = replace(
+    GEMMA4,
+    experts=Experts(
+        count=8,
+        per_token=2,
+        intermediate_size=16,
+        normalize=True,
+        beside_dense=True,
+        router_norm=True,
+        weight_factors=True,
+    ),
+)
+"""As Gemma 4 26B-A4B: the same with experts beside dense networks."""
 GEMMA4_SMALL = replace(
     _GEMMA4,
     num_layers=5,

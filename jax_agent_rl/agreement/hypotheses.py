@@ -1188,9 +1188,12 @@ def _with_layers(subject: DiagnosisSubject, first: int, tensors: LayerPair) -> P
 
 
 def _blank(model: DecoderConfig, key: str, x: jax.Array) -> jax.Array:
-    """Return a tensor as it is before anything is loaded: norms the identity, all others zeros."""
+    """Return a tensor as it is before anything is loaded: the identity if it is a norm or a factor.
+
+    All others are zeros.
+    """
     kind = parameter_at(["layers", key]).kind
-    if kind is Kind.PLAIN_NORM or (kind is Kind.NORM and not model.norm_offset):
+    if kind in (Kind.PLAIN_NORM, Kind.FACTOR) or (kind is Kind.NORM and not model.norm_offset):
         return jnp.ones_like(x)
     return jnp.zeros_like(x)
 

@@ -28,6 +28,7 @@ ToolFormatName = Literal[
     "llama3_json",
     "minimax",
     "mistral",
+    "olmo3",
     "pythonic",
     "qwen3_coder",
     "seed",

@@ -1,4 +1,4 @@
-"""Feed-forward networks of an engine's layers: a gated one, or a mixture of experts.
+"""Feed-forward networks of an engine's layers: a gated one, a mixture of experts, or both.
 
 Shapes as in ``jetstream.forward``.
 """
@@ -18,6 +18,7 @@ from jax_agent_rl.models.layers import ACTIVATIONS, rms_norm
 from jax_agent_rl.models.moe import (
     mixture_of_experts,
     replicated_mixture_of_experts,
+    router_inputs,
     shared_expert_weight,
 )
 from jax_agent_rl.models.sharding import constrain
@@ -59,21 +60,34 @@ def _experts(
 ) -> tuple[jax.Array, jax.Array]:
     assert config.experts is not None
     activation = ACTIVATIONS[config.activation]
+    router_x = None
+    if "router_norm" in layer.params:
+        router_x = router_inputs(config, layer.params["router_norm"], x.T)
     if norm is not None:
         x = rms_norm(config, x, layer.params[norm], axis=0)
     tokens = x.T
     if mesh is None:
         out, chosen = mixture_of_experts(
-            config.experts, layer.params, tokens, activation, transposed=True
+            config.experts, layer.params, tokens, activation, router_x=router_x, transposed=True
         )
     else:
         out, chosen = replicated_mixture_of_experts(
-            config.experts, layer.params, tokens, activation, mesh
+            config.experts, layer.params, tokens, activation, mesh, router_x=router_x
         )
     out = out.T
     if config.experts.shared_size:
         out = out + _shared_expert(config, mesh, layer, x)
     return out, chosen
+
+
+def _dense_and_experts(
+    config: DecoderConfig, mesh: Mesh | None, layer: AdaptedLayer, x: jax.Array, norm: str | None
+) -> tuple[jax.Array, jax.Array]:
+    dense, _ = _dense(config, mesh, layer, x, norm)
+    mixed, chosen = _experts(config, mesh, layer, x, config.experts_norm)
+    dense = rms_norm(config, dense, layer.params["post_dense_norm"], axis=0)
+    mixed = rms_norm(config, mixed, layer.params["post_experts_norm"], axis=0)
+    return dense + mixed, chosen
 
 
 def _shared_expert(
@@ -97,4 +111,5 @@ ENGINE_FEED_FORWARDS: dict[FeedForwardName, EngineFeedForward] = {
     "dense": _dense,
     "wide": _wide,
     "experts": _experts,
+    "dense_and_experts": _dense_and_experts,
 }

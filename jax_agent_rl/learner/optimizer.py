@@ -187,7 +187,15 @@ def _factored_or_whole(path: Any, _: Any) -> str:
     return "whole" if kind in _VECTORS else "factored"
 
 
-_VECTORS = (Kind.BIAS, Kind.NORM, Kind.PLAIN_NORM, Kind.SINK, Kind.DECAY, Kind.CONVOLUTION)
+_VECTORS = (
+    Kind.BIAS,
+    Kind.NORM,
+    Kind.PLAIN_NORM,
+    Kind.FACTOR,
+    Kind.SINK,
+    Kind.DECAY,
+    Kind.CONVOLUTION,
+)
 
 
 def is_decayed(path: Any, config: OptimizerSection) -> bool:

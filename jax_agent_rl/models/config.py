@@ -207,6 +207,11 @@ class Experts:
         scale: of the chosen experts' weights, after they are normalized.
         shared_size: F of the shared expert, a dense network that every token passes; 0 for none.
         shared_gated: the shared expert's output is multiplied by the sigmoid of a score of its own.
+        beside_dense: these layers have a dense network as well, which reads the same residual
+            stream. It and the experts have norms of their own, and their outputs are added.
+        router_norm: the router reads the residual stream through a norm of its own, divided by the
+            square root of its size, instead of what the experts read.
+        weight_factors: the chosen experts' weights are multiplied by a parameter of each.
     """
 
     count: int
@@ -222,6 +227,9 @@ class Experts:
     scale: float = 1.0
     shared_size: int = 0
     shared_gated: bool = False
+    beside_dense: bool = False
+    router_norm: bool = False
+    weight_factors: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -579,6 +587,13 @@ class DecoderConfig:
                 return None
 
     @property
+    def experts_norm(self) -> str | None:
+        """Name of the norm of what experts read, if they have one."""
+        if self.experts is not None and self.experts.beside_dense:
+            return "pre_experts_norm"
+        return self.feed_forward_norm
+
+    @property
     def has_output_norms(self) -> bool:
         """Whether the outputs of mixers and feed-forward networks have norms.
 
@@ -629,7 +644,7 @@ class DecoderConfig:
         keys = self._keys_of(layer)
         feed_forward: FeedForwardName = "dense"
         if self.experts is not None and layer >= self.experts.first_dense_layers:
-            feed_forward = "experts"
+            feed_forward = "dense_and_experts" if self.experts.beside_dense else "experts"
         elif keys == "shared" and self.wide_shared_layers:
             feed_forward = "wide"
         return LayerKind(mixer=mixer, keys=keys, feed_forward=feed_forward)
@@ -740,6 +755,10 @@ class DecoderConfig:
                 shapes |= {"wide_gate": (f, d), "wide_up": (f, d), "wide_down": (d, f)}
             case "experts":
                 shapes |= self._expert_shapes()
+            case "dense_and_experts":
+                shapes |= self._dense_shapes() | self._expert_shapes()
+                for name in ("post_dense_norm", "pre_experts_norm", "post_experts_norm"):
+                    shapes[name] = (d,)
 
         for name in self.norm_names:
             shapes[name] = (d,)
@@ -857,6 +876,10 @@ class DecoderConfig:
             }
         if self.experts.correction:
             shapes["router_correction"] = (e,)
+        if self.experts.router_norm:
+            shapes["router_norm"] = (d,)
+        if self.experts.weight_factors:
+            shapes["router_factors"] = (e,)
 
         f = self.experts.shared_size
         if f:

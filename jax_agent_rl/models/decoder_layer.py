@@ -43,13 +43,12 @@ def decoder_layer(
     if config.has_output_norms:
         mixed = layer.norm("post_attention_norm", mixed)
     x = x + mixed
-    inputs = layer.norm(config.feed_forward_norm, x)
 
     load = None
     if copies is not None and config.experts is not None:
-        load = router_load(layer, inputs, copies, routed)
+        load = router_load(layer, x, copies, routed)
 
-    out = FEED_FORWARDS[layer.kind.feed_forward](layer, inputs, routed)
+    out = FEED_FORWARDS[layer.kind.feed_forward](layer, x, routed)
     if config.has_output_norms:
         out = layer.norm("post_feedforward_norm", out)
     x = x + out

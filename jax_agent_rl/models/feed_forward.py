@@ -1,4 +1,4 @@
-"""Feed-forward networks of decoder layers: a gated one, or a mixture of experts.
+"""Feed-forward networks of decoder layers: a gated one, a mixture of experts, or both.
 
 Shapes as in ``models.decoder``.
 """
@@ -18,11 +18,15 @@ from jax_agent_rl.models.layers import ACTIVATIONS
 
 
 def _dense(layer: LayerWeights, x: jax.Array, _: jax.Array | None) -> jax.Array:
-    return _gated(layer, x)
+    return _gated(layer, _normalized(layer, x))
 
 
 def _wide(layer: LayerWeights, x: jax.Array, _: jax.Array | None) -> jax.Array:
-    return _gated(layer, x, "wide_")
+    return _gated(layer, _normalized(layer, x), "wide_")
+
+
+def _normalized(layer: LayerWeights, x: jax.Array) -> jax.Array:
+    return layer.norm(layer.config.feed_forward_norm, x)
 
 
 def _gated(layer: LayerWeights, x: jax.Array, prefix: str = "") -> jax.Array:
@@ -37,17 +41,36 @@ def _experts(layer: LayerWeights, x: jax.Array, routed: jax.Array | None) -> jax
     assert experts is not None
     activation = ACTIVATIONS[layer.config.activation]
     weights = _expert_params(layer)
+    router_x = _router_inputs(layer, x)
+    x = layer.norm(layer.config.experts_norm, x)
     if layer.mesh is not None:
-        out = moe.sharded_mixture_of_experts(experts, weights, x, activation, layer.mesh, routed)
+        out = moe.sharded_mixture_of_experts(
+            experts, weights, x, activation, layer.mesh, routed, router_x=router_x
+        )
     else:
         tokens = x.reshape(-1, x.shape[-1])
+        router_x = router_x.reshape(tokens.shape)
         if routed is not None:
             routed = routed.reshape(-1, experts.per_token)
-        out, _ = moe.mixture_of_experts(experts, weights, tokens, activation, routed)
+        out, _ = moe.mixture_of_experts(
+            experts, weights, tokens, activation, routed, router_x=router_x
+        )
         out = out.reshape(x.shape)
     if not experts.shared_size:
         return out
     return out + _shared_expert(layer, x)
+
+
+def _dense_and_experts(layer: LayerWeights, x: jax.Array, routed: jax.Array | None) -> jax.Array:
+    dense = layer.norm("post_dense_norm", _dense(layer, x, None))
+    return dense + layer.norm("post_experts_norm", _experts(layer, x, routed))
+
+
+def _router_inputs(layer: LayerWeights, x: jax.Array) -> jax.Array:
+    """Return what the router reads of the residual stream."""
+    if "router_norm" in layer.params:
+        return moe.router_inputs(layer.config, layer.params["router_norm"], x)
+    return layer.norm(layer.config.experts_norm, x)
 
 
 def _shared_expert(layer: LayerWeights, x: jax.Array) -> jax.Array:
@@ -64,12 +87,13 @@ def _expert_params(layer: LayerWeights) -> Params:
 
 
 FeedForward = Callable[[LayerWeights, jax.Array, jax.Array | None], jax.Array]
-"""From a layer, its normalized input [B, T, D] and the experts to take [B, T, k] (``moe.route``) to
-its output [B, T, D]; None chooses all."""
+"""From a layer, the residual stream [B, T, D] and the experts to take [B, T, k] (``moe.route``) to
+what is added to it [B, T, D]; None chooses all."""
 FEED_FORWARDS: dict[FeedForwardName, FeedForward] = {
     "dense": _dense,
     "wide": _wide,
     "experts": _experts,
+    "dense_and_experts": _dense_and_experts,
 }
 
 
@@ -79,12 +103,13 @@ def router_load(
     """Return ``moe.router_load`` float32 [2, E] of a layer's input; zeros if it has no experts.
 
     Args:
-        x: normalized, [B, T, D].
+        x: the residual stream, [B, T, D].
         copies: int32 [B, T], how often each token counts.
         routed: [B, T, k], see :data:`FeedForward`.
     """
     experts = layer.config.experts
     assert experts is not None
-    if layer.kind.feed_forward != "experts":
+    if "router" not in layer.params:
         return jnp.zeros((2, experts.count), jnp.float32)
-    return moe.router_load(experts, _expert_params(layer), x, copies, routed)
+    router_x = _router_inputs(layer, x)
+    return moe.router_load(experts, _expert_params(layer), router_x, copies, routed)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 MixerName = Literal["attention", "global_attention", "latent_attention", "delta_net"]
 """What lets tokens see each other, see ``models.mixers``."""
-FeedForwardName = Literal["dense", "wide", "experts"]
+FeedForwardName = Literal["dense", "wide", "experts", "dense_and_experts"]
 """What follows it, see ``models.feed_forward``."""
 KeysName = Literal["private", "source", "shared"]
 """Whose keys and values a layer attends to: ``private``, its own, which no other layer reads;

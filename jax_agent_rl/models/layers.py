@@ -310,7 +310,7 @@ class Module(nnx.Module):
     def _draw(self, kind: Kind, shape: tuple[int, ...], rngs: nnx.Rngs) -> jax.Array:
         if kind is Kind.NORM:
             return jnp.full(shape, 1.0 - self.config.norm_offset)
-        if kind in (Kind.CONSTANT, Kind.PLAIN_NORM, Kind.DECAY):
+        if kind in (Kind.CONSTANT, Kind.PLAIN_NORM, Kind.FACTOR, Kind.DECAY):
             return jnp.ones(shape)
         if kind in (Kind.BIAS, Kind.SINK, Kind.CORRECTION):
             return jnp.zeros(shape)

@@ -30,8 +30,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_agent_rl.models.config import Experts, Params
-from jax_agent_rl.models.layers import split_weight
+from jax_agent_rl.models.config import DecoderConfig, Experts, Params
+from jax_agent_rl.models.layers import rms_norm, split_weight
 from jax_agent_rl.models.parameters import PARAMETERS
 from jax_agent_rl.models.sharding import ROWS, RULES, by_platform
 
@@ -83,7 +83,8 @@ def route(
     """Choose the experts of each token: weights float32 [N, k] and indices int32 [N, k].
 
     Args:
-        layer: ``router`` [E, D], and perhaps ``router_bias`` and ``router_correction`` [E].
+        layer: ``router`` [E, D], and perhaps ``router_bias``, ``router_correction`` and
+            ``router_factors`` [E].
         x: inputs of the router, [N, D].
         routed: [N, k], experts to take instead; a token of -1 chooses its own.
     """
@@ -92,6 +93,8 @@ def route(
     weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
     if experts.normalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _LEAST_SUM)
+    if experts.weight_factors:
+        weights = weights * layer["router_factors"].astype(jnp.float32)[chosen]
     return weights * experts.scale, chosen
 
 
@@ -121,6 +124,15 @@ def _is_in_chosen_group(experts: Experts, ranking: jax.Array) -> jax.Array:
     _, chosen_groups = jax.lax.top_k(jnp.sum(best_two, axis=-1), experts.groups_per_token)
     is_chosen = jnp.any(jax.nn.one_hot(chosen_groups, experts.groups, dtype=bool), axis=-2)
     return jnp.repeat(is_chosen, experts.count // experts.groups, axis=-1)
+
+
+def router_inputs(config: DecoderConfig, norm: jax.Array, x: jax.Array) -> jax.Array:
+    """Return what a router with a norm of its own reads of the residual stream x [.., D], float32.
+
+    Args:
+        norm: ``router_norm`` [D].
+    """
+    return rms_norm(config, x.astype(jnp.float32), norm) * config.hidden_size**-0.5
 
 
 def shared_expert_weight(router: jax.Array, x: jax.Array) -> jax.Array:
@@ -183,6 +195,7 @@ def mixture_of_experts(
     activation: Activation,
     routed: jax.Array | None = None,
     *,
+    router_x: jax.Array | None = None,
     transposed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Apply each token's experts, weighted: [N, D] -> [N, D] and the choices int32 [N, k].
@@ -191,9 +204,12 @@ def mixture_of_experts(
         layer: the router's parameters (:func:`route`), ``expert_gate`` and ``expert_up`` [E, F, D],
             ``expert_down`` [E, D, F]; and a bias ``…_bias`` [E, out] of each, or none.
         routed: [N, k], see :func:`route`.
+        router_x: inputs of the router, [N, D]; None for ``x``.
         transposed: the experts' matrices are [E, in, out].
     """
-    weights, chosen = route(experts, layer, x, routed)
+    if router_x is None:
+        router_x = x
+    weights, chosen = route(experts, layer, router_x, routed)
     return weighted_outputs(layer, x, weights, chosen, activation, transposed=transposed), chosen
 
 
@@ -204,12 +220,17 @@ def sharded_mixture_of_experts(
     activation: Activation,
     mesh: Mesh,
     routed: jax.Array | None = None,
+    *,
+    router_x: jax.Array | None = None,
 ) -> jax.Array:
     """Apply :func:`mixture_of_experts` to [B, T, D], rows and tokens split over the mesh.
 
     Args:
         routed: [B, T, k], see :func:`route`.
+        router_x: inputs of the router, [B, T, D]; None for ``x``.
     """
+    if router_x is None:
+        router_x = x
     experts_per_shard = experts.count // mesh.shape["expert"]
 
     def gather(name: str, weight: jax.Array) -> jax.Array:
@@ -219,13 +240,15 @@ def sharded_mixture_of_experts(
             return weight
         return jax.lax.all_gather(weight, "fsdp", axis=spec.index("fsdp"), tiled=True)
 
-    def shard(layer: Params, x: jax.Array, routed: jax.Array | None) -> jax.Array:
+    def shard(
+        layer: Params, x: jax.Array, router_x: jax.Array, routed: jax.Array | None
+    ) -> jax.Array:
         layer = {name: gather(name, weight) for name, weight in layer.items()}
         layer = _bias_on_one_shard(layer)
         tokens = x.reshape(-1, x.shape[-1])
         if routed is not None:
             routed = routed.reshape(-1, experts.per_token)
-        weights, chosen = route(experts, layer, tokens, routed)
+        weights, chosen = route(experts, layer, router_x.reshape(tokens.shape), routed)
 
         tokens = jax.lax.all_gather(tokens, "expert", tiled=True)
         weights = jax.lax.all_gather(weights, "expert", tiled=True)
@@ -240,25 +263,36 @@ def sharded_mixture_of_experts(
     run = jax.shard_map(
         shard,
         mesh=mesh,
-        in_specs=(weight_specs, token_spec, token_spec),
+        in_specs=(weight_specs, token_spec, token_spec, token_spec),
         out_specs=token_spec,
         check_vma=False,
     )
-    return run(layer, x, routed)
+    return run(layer, x, router_x, routed)
 
 
 def replicated_mixture_of_experts(
-    experts: Experts, layer: Params, x: jax.Array, activation: Activation, mesh: Mesh
+    experts: Experts,
+    layer: Params,
+    x: jax.Array,
+    activation: Activation,
+    mesh: Mesh,
+    *,
+    router_x: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Apply :func:`mixture_of_experts` with matrices [E, in, out] to [N, D] that is replicated.
 
     Experts are split over ``expert`` and their hidden units over ``tensor``; devices all-reduce
     their parts.
+
+    Args:
+        router_x: inputs of the router, [N, D]; None for ``x``.
     """
+    if router_x is None:
+        router_x = x
     experts_per_shard = experts.count // mesh.shape["expert"]
 
-    def shard(layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weights, chosen = route(experts, layer, x)
+    def shard(layer: Params, x: jax.Array, router_x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights, chosen = route(experts, layer, router_x)
         layer = _bias_on_one_shard(layer)
         shard_chosen = _shard_indices(chosen, experts_per_shard)
         mixed = weighted_outputs(layer, x, weights, shard_chosen, activation, transposed=True)
@@ -271,11 +305,11 @@ def replicated_mixture_of_experts(
     run = jax.shard_map(
         shard,
         mesh=mesh,
-        in_specs=(specs, PartitionSpec()),
+        in_specs=(specs, PartitionSpec(), PartitionSpec()),
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    return run(weights, x)
+    return run(weights, x, router_x)
 
 
 def _bias_on_one_shard(layer: Params) -> Params:

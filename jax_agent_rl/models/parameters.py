@@ -50,6 +50,8 @@ class Kind(StrEnum):
     NORM = "norm"
     PLAIN_NORM = "plain_norm"
     """A norm that multiplies by its weight, whatever the model's ``norm_offset``."""
+    FACTOR = "factor"
+    """Multiplies the weights of an expert."""
     SINK = "sink"
     """A further score of each head's softmax."""
     CONSTANT = "constant"
@@ -133,6 +135,8 @@ PARAMETERS: dict[str, Parameter] = {
     "router": Parameter(Kind.ROUTER, ("layers", "choices", "embed")),
     "router_bias": _bias("layers", "choices"),
     "router_correction": Parameter(Kind.CORRECTION, ("layers", "choices")),
+    "router_norm": _norm("layers", "norm"),
+    "router_factors": Parameter(Kind.FACTOR, ("layers", "choices")),
     "expert_gate": _matrix("layers", "experts", "mlp", "embed"),
     "expert_up": _matrix("layers", "experts", "mlp", "embed"),
     "expert_down": _matrix("layers", "experts", "embed", "mlp"),
@@ -147,6 +151,10 @@ PARAMETERS: dict[str, Parameter] = {
     "post_attention_norm": _norm("layers", "norm"),
     "pre_feedforward_norm": _norm("layers", "norm"),
     "post_feedforward_norm": _norm("layers", "norm"),
+    # Experts beside a dense network (Experts.beside_dense).
+    "post_dense_norm": _norm("layers", "norm"),
+    "pre_experts_norm": _norm("layers", "norm"),
+    "post_experts_norm": _norm("layers", "norm"),
     # Layers that are not windowed, where their heads are others (DecoderConfig.global_attention).
     "global_q": _matrix("layers", "heads", "embed"),
     "global_k": _matrix("layers", "heads", "embed"),

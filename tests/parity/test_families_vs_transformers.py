@@ -235,6 +235,29 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bidirectional_attention": "vision",
         },
     ),
+    # As 26B-A4B: experts beside the dense network of every layer.
+    "gemma4 with experts": (
+        "Gemma4TextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 7,
+            "layer_types": [
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+                "full_attention",
+            ],
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 3.0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
     "qwen3_next": ("Qwen3NextConfig", DELTA_NET | GATED_EXPERTS),
     "qwen3_5_text": (
         "Qwen3_5TextConfig",
@@ -300,9 +323,8 @@ def peer(request, tmp_path: Path):
     ).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if (
-                "norm" in key or "bias" in key or "sinks" in key
-            ):  # random too: else a wrong one would not show
+            # Random too: else a wrong one would not show.
+            if any(part in key for part in ("norm", "bias", "sinks", "scale")):
                 parameter += torch.randn_like(parameter) * 0.2
         for buffer in untrained(model):
             buffer += torch.randn_like(buffer) * 0.2

@@ -1,5 +1,5 @@
 """Tool calls as the package renderers writes and reads them: Kimi K2, MiniMax M2, GLM 4.5, Qwen
-3.5.
+3.5, DeepSeek V3.
 
 Its writers follow the models' own templates token by token. Ours must read what they write, and
 find what its readers find. Its readers are no substitute: two tests show where they run what must
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.chat.formats import get_format
 from tests.examples import examples
-from tests.unit.chat.test_template_families import tokenizer_with
+from tests.unit.chat.test_template_families import codec_of, tokenizer_with
 
 renderers = pytest.importorskip("renderers")
 
@@ -64,6 +64,17 @@ FAMILIES = {
         (*CHATML, *TAGS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
         "<|im_end|>",
     ),
+    "deepseek_v3": (
+        "deepseek-v3",
+        (
+            *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+            *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+            *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
+            *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+        ),
+        "<｜end▁of▁sentence｜>",
+    ),
 }
 TOOLS = [
     {
@@ -105,7 +116,12 @@ def turn_of(renderer, calls):
     ]
     ids = renderer.render_ids(messages)
     openings = renderer._tokenizer.convert_tokens_to_ids(
-        ["<tool_call>", "<minimax:tool_call>", "<|tool_calls_section_begin|>"]
+        [
+            "<tool_call>",
+            "<minimax:tool_call>",
+            "<|tool_calls_section_begin|>",
+            "<｜tool▁calls▁begin｜>",
+        ]
     )
     return ids[next(place for place, token in enumerate(ids) if token in openings) :]
 
@@ -142,6 +158,37 @@ def test_what_it_writes_is_read_alike_by_both(name, calls):
         (call.name.removeprefix("functions."), without_edges(call.arguments)) for call in theirs
     ]
     assert parsed == stripped
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [("kimi", "kimi-k2"), ("minimax", "minimax-m2")], ids=["kimi", "minimax"]
+)
+def test_our_templates_of_families_without_a_shipped_one_write_what_it_writes(name, family):
+    def call(tool, number, arguments):
+        function = {"name": tool, "arguments": arguments}
+        return {"id": f"functions.{tool}:{number}", "type": "function", "function": function}
+
+    def result(tool, number, content):
+        call_id = f"functions.{tool}:{number}"
+        return {"role": "tool", "name": tool, "tool_call_id": call_id, "content": content}
+
+    calls = [call("search", 0, {"a": "x y", "b": 'a "quoted" é'}), call("look", 1, {"a": "z"})]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "first question"},
+        {"role": "assistant", "content": "an answer"},
+        {"role": "user", "content": "second question"},
+        {"role": "assistant", "content": "so", "tool_calls": calls},
+        result("search", 0, "found\nmuch"),
+        result("look", 1, "seen"),
+    ]
+    renderer = renderer_of(name)
+    for count in range(2, len(messages) + 1):
+        if count == len(messages) - 1:
+            continue  # one of two results
+        ids = renderer.render_ids(messages[:count], add_generation_prompt=True)
+        written = codec_of(family).template.render(messages[:count], (), generation_prompt=True)
+        assert written == renderer._tokenizer.decode(ids)
 
 
 def test_a_call_inside_open_reasoning_is_run_by_it_and_not_by_us():

@@ -109,13 +109,11 @@ def test_tensors_of_neither_tower_nor_text_model_are_refused(multimodal, tmp_pat
         load_hf(tmp_path)
 
 
-def test_levels_of_a_file_that_disagree_and_experts_are_refused(multimodal):
+def test_levels_of_a_file_that_disagree_are_refused(multimodal):
     raw = json.loads((multimodal[1] / "config.json").read_text())
     text = raw["text_config"]
     with pytest.raises(ModelError, match="tie_word_embeddings"):
         read_config(raw | {"tie_word_embeddings": not text["tie_word_embeddings"]})
-    with pytest.raises(ModelError, match="enable_moe_block"):
-        read_config(text | {"enable_moe_block": True})
     assert read_config(raw | {"eos_token_id": [1, 106]}).eos_token_ids == (1, 106)
 
 

@@ -1,15 +1,16 @@
-"""Formats that write a call in a language of literals: Python's and Gemma's.
+r"""Formats that write a call in a language of literals: Python's and Gemma's.
 
 ::
 
     pythonic  [f(a=1, b="x"), g()]
+    olmo3     <function_calls>f(a=1, b="x")\ng()</function_calls>
     gemma     <start_function_call>call:f{city:<escape>Paris<escape>,days:3}<end_function_call>
     gemma4    <|tool_call>call:f{city:<|"|>Paris<|"|>,days:3}<tool_call|>
 
-Pythonic calls are alone in the turn, or between special tokens (Llama 4, LFM2); ``gemma`` is
-FunctionGemma's format. Calls are read as literals and never evaluated: a name, a comprehension or
-an expression as an argument makes the call malformed. One parser (:class:`Literals`) reads both
-notations, with bounded depth in linear time.
+Pythonic calls are alone in the turn, or between special tokens (Llama 4, LFM2); OLMo 3 writes them
+one a line between tags. ``gemma`` is FunctionGemma's format. Calls are read as literals and never
+evaluated: a name, a comprehension or an expression as an argument makes the call malformed. One
+parser (:class:`Literals`) reads both notations, with bounded depth in linear time.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _PYTHON_STRING = re.compile(
     re.DOTALL,
 )
 _ESCAPE = re.compile(
-    r"\\(?:([\\'\"abfnrtv])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n))", re.DOTALL
+    r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})"  # JSON's pair of a character
+    r"|\\(?:([\\'\"abfnrtv])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n))",
+    re.DOTALL,
 )
 _ESCAPED = {
     "\\": "\\",
@@ -212,7 +215,9 @@ _GEMMA_KEY = re.compile(r"[^\s{}\[\],:<>][^{}\[\],:<>]*")
 
 def _unescape(escape: re.Match[str]) -> str:
     """Return the character that an escape stands for."""
-    simple, two_digits, four_digits, eight_digits, newline = escape.groups()
+    high, low, simple, two_digits, four_digits, eight_digits, newline = escape.groups()
+    if high:
+        return chr(0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00)
     if newline:
         return ""
     if simple:
@@ -285,6 +290,34 @@ PYTHONIC = ToolFormat(
     result="Result: {}",
     example="[NAME(KEY=VALUE, …)], with strings in quotes",
     markers=(("<|tool_call_start|>[",), ("<|tool_list_start|>",)),
+)
+
+
+_OLMO3_TAGS = ("<function_calls>", "</function_calls>")
+
+
+def _read_olmo3(text: str, opening: re.Match[str]) -> Read:
+    open_tag, close = _OLMO3_TAGS
+    source = Literals(text, opening.end())
+    calls: list[ToolCall | str] = []
+    try:
+        while not source.accept(close):
+            if len(calls) > MAX_CALLS:
+                raise source.error(f"more than {MAX_CALLS} calls")
+            calls.append(_read_call(source))
+    except LiteralError as error:
+        return Read([str(error)], resume_after(text, opening.end(), close, open_tag))
+    return Read(calls or [f"no call between {open_tag} and {close}"], source.at)
+
+
+_OLMO3_SCANNER = Scanner(re.escape(_OLMO3_TAGS[0]), _read_olmo3)
+OLMO3 = ToolFormat(
+    name="olmo3",
+    parse=_OLMO3_SCANNER.parse,
+    scanner=_OLMO3_SCANNER,
+    call_end=_OLMO3_TAGS[1],
+    example="<function_calls>NAME(KEY=VALUE, …)</function_calls>, with strings in quotes",
+    markers=(_OLMO3_TAGS,),
 )
 
 

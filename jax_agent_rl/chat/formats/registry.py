@@ -17,6 +17,7 @@ _ORDERED = (
     sections.MISTRAL,
     literal_calls.GEMMA,
     literal_calls.GEMMA4,
+    literal_calls.OLMO3,
     sections.HARMONY,
     json_calls.HERMES,
     json_calls.LLAMA3,

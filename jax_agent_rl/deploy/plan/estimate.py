@@ -137,6 +137,8 @@ def _activation_bytes(config: Config, model: DecoderConfig) -> float:
             assert model.experts is not None
             intermediate = model.experts.per_token * model.experts.intermediate_size
             intermediate += model.experts.shared_size
+            if model.experts.beside_dense:
+                intermediate += model.intermediate_size
 
         # Numbers per token, by what the backward pass does not recompute.
         mixer = _mixer_numbers(model, kind.mixer, mesh.context)

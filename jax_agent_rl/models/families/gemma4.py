@@ -1,7 +1,8 @@
 """Gemma 4 (``gemma4_text``, and the text model of ``gemma4``).
 
 Windowed layers between full ones, whose heads have sizes of their own. The small models (E2B, E4B)
-have per-layer inputs, and their last layers read the keys and values of earlier ones.
+have per-layer inputs, and their last layers read the keys and values of earlier ones. The sparse
+one (26B-A4B) has experts beside the dense network of each layer.
 
 Of a ``gemma4`` folder the text model is read, as transformers' ``Gemma4ForCausalLM`` does; it is
 written as ``gemma4_text``. Towers for images and sounds are left out.
@@ -15,6 +16,7 @@ from typing import Any
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import (
     DecoderConfig,
+    Experts,
     GlobalAttention,
     PerLayerInputs,
     ProportionalScaling,
@@ -39,6 +41,7 @@ from jax_agent_rl.models.families.hf_config import (
     write_layer_kinds,
     write_ropes,
 )
+from jax_agent_rl.models.tensors import Packed
 
 _DEFAULTS = Defaults(
     eos_token_ids=(1,),
@@ -75,12 +78,7 @@ def text_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
-    refuse(
-        raw,
-        attention_bias=False,
-        hidden_activation="gelu_pytorch_tanh",
-        enable_moe_block=False,
-    )
+    refuse(raw, attention_bias=False, hidden_activation="gelu_pytorch_tanh")
     # "vision" concerns images only.
     if raw.get("use_bidirectional_attention") not in (None, "vision"):
         raise bad_field(raw, "use_bidirectional_attention", "null or 'vision'")
@@ -93,6 +91,9 @@ def read(raw: Fields) -> DecoderConfig:
     if raw.get("final_logit_softcapping") is not None:
         softcap = number(raw, "final_logit_softcapping")
     shared = _read_shared(raw, windowed)
+    experts = _read_experts(raw)
+    if experts is not None and shared > 0:
+        refuse(raw, use_double_wide_mlp=False)
     return DecoderConfig(
         **common,
         rope=_read_rope(raw, FULL_ATTENTION, Rope(theta=1e6, scaling=_PROPORTIONAL)),
@@ -113,6 +114,7 @@ def read(raw: Fields) -> DecoderConfig:
         shared_kv_layers=shared,
         # Without shared layers there are no wide ones.
         wide_shared_layers=switch(raw, "use_double_wide_mlp", False) and shared > 0,
+        experts=experts,
     )
 
 
@@ -206,6 +208,29 @@ def _read_shared(raw: Fields, windowed: tuple[bool, ...]) -> int:
     return shared
 
 
+def _read_experts(raw: Fields) -> Experts | None:
+    """Read the experts, which every layer has or none."""
+    if not switch(raw, "enable_moe_block", False):
+        for name in _EXPERT_FIELDS:
+            raw.get(name)  # read only to count as known
+        return None
+    experts = Experts(
+        count=integer(raw, "num_experts"),
+        per_token=integer(raw, "top_k_experts"),
+        intermediate_size=integer(raw, "moe_intermediate_size"),
+        normalize=True,
+        beside_dense=True,
+        router_norm=True,
+        weight_factors=True,
+    )
+    if experts.per_token > experts.count:
+        raise bad_field(raw, "top_k_experts", f"at most num_experts={experts.count}")
+    return experts
+
+
+_EXPERT_FIELDS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+
+
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
     heads = config.global_attention
@@ -213,7 +238,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     raw = write_common(config, "Gemma4ForCausalLM") | {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
-        "enable_moe_block": False,
+        "enable_moe_block": config.experts is not None,
         "final_logit_softcapping": config.logit_softcap,
         "sliding_window": config.sliding_window,
         "layer_types": write_layer_kinds(config),
@@ -230,6 +255,11 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     if config.per_layer_inputs is not None:
         raw["vocab_size_per_layer_input"] = config.per_layer_inputs.vocab_size
         raw["hidden_size_per_layer_input"] = config.per_layer_inputs.size
+
+    if config.experts is not None:
+        raw["num_experts"] = config.experts.count
+        raw["top_k_experts"] = config.experts.per_token
+        raw["moe_intermediate_size"] = config.experts.intermediate_size
 
     if heads.num_kv_heads != config.num_kv_heads and not heads.keys_as_values:
         # Only the newer form has other key/value heads with values of their own.
@@ -278,10 +308,21 @@ FAMILY = ModelFamily(
         "wide_down": "mlp.down_proj",
         "pre_feedforward_norm": "pre_feedforward_layernorm",
         "post_feedforward_norm": "post_feedforward_layernorm",
+        "router": "router.proj",
+        "post_dense_norm": "post_feedforward_layernorm_1",
+        "pre_experts_norm": "pre_feedforward_layernorm_2",
+        "post_experts_norm": "post_feedforward_layernorm_2",
         "per_layer_gate": "per_layer_input_gate",
         "per_layer_projection": "per_layer_projection",
         "post_per_layer_norm": "post_per_layer_input_norm",
         "layer_scalar": "layer_scalar",
+    },
+    packed={
+        "router_norm": Packed(name="router.scale"),
+        "router_factors": Packed(name="router.per_expert_scale"),
+        "expert_gate": Packed(name="experts.gate_up_proj", number=0, count=2, axis=1),
+        "expert_up": Packed(name="experts.gate_up_proj", number=1, count=2, axis=1),
+        "expert_down": Packed(name="experts.down_proj"),
     },
     prefixes={"model.language_model.": "model."},
 )

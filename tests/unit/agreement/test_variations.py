@@ -29,7 +29,7 @@ from jax_agent_rl.models.config import (
     YarnScaling,
 )
 from tests.agreement_testbed import GEMMA, LLAMA, MOE
-from tests.tiny import GEMMA4, GEMMA4_SMALL, LATENT, tiny_params
+from tests.tiny import GEMMA4, GEMMA4_EXPERTS, GEMMA4_SMALL, LATENT, tiny_params
 
 CLASSES = (
     DecoderConfig,
@@ -75,6 +75,7 @@ MODELS = (
     GEMMA,
     GEMMA4,
     GEMMA4_SMALL,
+    GEMMA4_EXPERTS,
     replace(LATENT, rope=Rope(scaling=SCALINGS[2], interleaved=True)),
     *(replace(LLAMA, rope=Rope(scaling=scaling)) for scaling in SCALINGS),
 )

@@ -96,6 +96,11 @@ def pythonic(name, arguments):
     return f"<|tool_call_start|>[{name}({body})]<|tool_call_end|>"
 
 
+def olmo3(name, arguments):
+    body = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+    return f"<function_calls>{name}({body})</function_calls>"
+
+
 def gemma_value(value, quote):
     if isinstance(value, str):
         return f"{quote}{value}{quote}"
@@ -146,6 +151,7 @@ WRITERS = {
         deepseek_v31,
         mistral,
         pythonic,
+        olmo3,
         gemma,
         gemma4,
         harmony,
@@ -172,6 +178,7 @@ CLOSING = {
     "deepseek_v31": "<｜tool▁call▁end｜>",
     "mistral": "[TOOL_CALLS]",
     "pythonic": ")]<|tool_call_end|>",
+    "olmo3": ")</function_calls>",
     "gemma": "}<end_function_call>",
     "gemma4": "}<tool_call|>",
     "harmony": "<|call|><|end|>",
@@ -316,7 +323,7 @@ def test_a_good_call_after_a_malformed_one_still_counts(name):
     good = WRITERS[name]("f", {"x": "1"})
     opening = (
         good[: good.index("f")]
-        if name not in ("pythonic", "gemma")
+        if name not in ("pythonic", "olmo3", "gemma")
         else good[: good.index(">") + 1]
     )
     bad = {

@@ -1,7 +1,7 @@
 """Each family's own chat template writes calls; the format found from that template reads the same
 calls back.
 
-The templates are those of TRL and Axolotl; for families they lack see
+The templates are those of test_template_families.py; see also
 tests/parity/test_formats_vs_renderers.py.
 """
 
@@ -26,6 +26,7 @@ FORMAT_OF = {
     "qwen3": "hermes",
     "qwen3-vl": "hermes",
     "qwen3.5": "qwen3_coder",
+    "qwen3.5 thinking": "qwen3_coder",
     "nemotron3": "qwen3_coder",
     "glm4": "glm",
     "llama3.1": "llama3_json",
@@ -35,6 +36,10 @@ FORMAT_OF = {
     "gpt-oss": "harmony",
     "mistral": "mistral",
     "lfm2": "pythonic",
+    "kimi-k2": "kimi",
+    "minimax-m2": "minimax",
+    "olmo3": "olmo3",
+    "deepseek-v3.1": "deepseek_v31",
 }
 QUESTION = "QUESTION5d2e81"
 ONE_CALL = {"llama3.1", "llama3.2", "gpt-oss"}
@@ -82,7 +87,7 @@ def written(name: str, calls: list[tuple[str, dict]]) -> str:
     quoted = name == "deepseek"  # its template wants the arguments as text
     tool_calls = [
         {
-            "id": f"{number:09d}",
+            "id": f"functions.{tool}:{number}" if name == "kimi-k2" else f"{number:09d}",
             "type": "function",
             "function": {"name": tool, "arguments": json.dumps(arguments) if quoted else arguments},
         }

@@ -170,7 +170,7 @@ def through_responses_api(messages):
             items.append({**output, "output": message["content"]})
         else:
             items.append({"type": "message", **message})
-    return ResponsesAnswer(ApiCall(body={"model": "m", "input": items})).asked.messages
+    return ResponsesAnswer(ApiCall(body={"model": "m", "input": items})).model_request.messages
 
 
 WAYS = {

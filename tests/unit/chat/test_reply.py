@@ -44,6 +44,7 @@ BROKEN = {
     "deepseek_v31": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{broken<｜tool▁call▁end｜>",
     "mistral": "[TOOL_CALLS]f[ARGS]{broken",
     "pythonic": "<|tool_call_start|>[f(x=broken)]<|tool_call_end|>",
+    "olmo3": "<function_calls>f(x=broken)</function_calls>",
     "gemma": "<start_function_call>broken<end_function_call>",
     "gemma4": "<|tool_call>broken<tool_call|>",
     "harmony": "<|start|>assistant<|channel|>commentary to=functions.f<|message|>{broken<|call|>",

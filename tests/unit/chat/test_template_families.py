@@ -2,9 +2,11 @@
 conversations.
 
 The templates are those that TRL and Axolotl ship (read as data, the packages are not imported) and
-SmolLM2's own. The tokenizers are small byte-level BPEs with each family's special tokens: what
-matters is where text is cut and joined. The reference is the whole conversation rendered and
-tokenized anew.
+SmolLM2's own. Kimi K2's, MiniMax M2's, OLMo 3's and DeepSeek V3.1's, which neither ships, were
+written for these tests in the notation of their makers (``templates/``);
+tests/parity/test_formats_vs_renderers.py compares the first two. The tokenizers are small
+byte-level BPEs with each family's special tokens: what matters is where text is cut and joined. The
+reference is the whole conversation rendered and tokenized anew.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ CONVERSATIONS = 150  # per family and kind of turn
 
 @dataclass(frozen=True)
 class Family:
-    """A template: its source, special tokens, stop tokens, and added tokens of no special kind."""
+    """A template: its source, special tokens, stop tokens, and added tokens of no special kind.
+
+    ``package`` is :data:`WRITTEN` for a template in ``templates/``.
+    """
 
     package: str
     file: str
@@ -38,6 +43,7 @@ class Family:
     tags: tuple[str, ...] = ()
 
 
+WRITTEN = "written for these tests"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
 FAMILIES = {
@@ -204,15 +210,81 @@ FAMILIES = {
         ("<|begin_of_text|>", "<end_of_utterance>", "<image>"),
         "<end_of_utterance>",
     ),
+    "qwen3.5 thinking": Family(
+        "trl", "qwen3_5_think.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>", tags=TAGS
+    ),
+    "kimi-k2": Family(
+        WRITTEN,
+        "kimi_k2.jinja",
+        (
+            "[BOS]",
+            "<|im_system|>",
+            "<|im_user|>",
+            "<|im_assistant|>",
+            "<|im_middle|>",
+            "<|im_end|>",
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+        ),
+        "<|im_end|>",
+    ),
+    "minimax-m2": Family(
+        WRITTEN,
+        "minimax_m2.jinja",
+        ("]~!b[", "]~b]", "[e~["),
+        "[e~[",
+        tags=("<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    "olmo3": Family(
+        WRITTEN,
+        "olmo3.jinja",
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        "<|im_end|>",
+        stops=("<|endoftext|>",),
+        tags=("<functions>", "</functions>", "<function_calls>", "</function_calls>"),
+    ),
+    "deepseek-v3.1": Family(
+        WRITTEN,
+        "deepseek_v3_1.jinja",
+        (
+            "<｜begin▁of▁sentence｜>",
+            "<｜end▁of▁sentence｜>",
+            "<｜User｜>",
+            "<｜Assistant｜>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁output▁begin｜>",
+            "<｜tool▁output▁end｜>",
+        ),
+        "<｜end▁of▁sentence｜>",
+        tags=("<think>", "</think>"),
+    ),
     "smollm2": Family("", "", (), "<|im_end|>"),
 }
 
 
-FORMAT_OF = {"gemma4": "gemma4", "glm4": "glm", "gpt-oss": "harmony", "lfm2": "pythonic"}
+FORMAT_OF = {
+    "gemma4": "gemma4",
+    "glm4": "glm",
+    "gpt-oss": "harmony",
+    "lfm2": "pythonic",
+    "kimi-k2": "kimi",
+    "minimax-m2": "minimax",
+    "olmo3": "olmo3",
+    "deepseek-v3.1": "deepseek_v31",
+}
 """Families whose own notation says where a call ends; hermes does for the others here."""
 
 
 def template_of(family: Family) -> str:
+    if family.package == WRITTEN:
+        return (Path(__file__).parent / "templates" / family.file).read_text(encoding="utf-8")
     (place,) = [
         f
         for f in files(family.package) or []

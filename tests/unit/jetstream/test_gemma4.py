@@ -1,7 +1,7 @@
 """Gemma 4 in the engine, on every path of a request.
 
-Layers share keys and values, heads have two sizes, and there are per-layer inputs. Expected
-log-probs are those of one full pass of the learner's model.
+Layers share keys and values, heads have two sizes, there are per-layer inputs, and experts beside
+dense networks. Expected log-probs are those of one full pass of the learner's model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, TokenOutput
 from tests.driven_engine import finished
-from tests.tiny import GEMMA4, GEMMA4_SMALL, logprobs_of, tiny_adapter, tiny_params, with_adapter
+from tests.tiny import (
+    GEMMA4,
+    GEMMA4_EXPERTS,
+    GEMMA4_SMALL,
+    logprobs_of,
+    tiny_adapter,
+    tiny_params,
+    with_adapter,
+)
 from tests.unit.jetstream.test_speculation import KERNELS, Eager, Known
 
 SHAPES = EngineShapes(
@@ -35,7 +43,12 @@ SHAPES = EngineShapes(
     prefill_buckets=(16,),
 )
 SHARED = np.random.default_rng(9).integers(3, 97, 33).tolist()
-MODELS = pytest.mark.parametrize("config", [GEMMA4, GEMMA4_SMALL], ids=["heads", "shared keys"])
+MODELS = pytest.mark.parametrize(
+    "config", [GEMMA4, GEMMA4_SMALL, GEMMA4_EXPERTS], ids=["heads", "shared keys", "experts"]
+)
+SMALL_AND_EXPERTS = pytest.mark.parametrize(
+    "config", [GEMMA4_SMALL, GEMMA4_EXPERTS], ids=["shared keys", "experts"]
+)
 
 
 def scheduler(config: DecoderConfig, kernels: str, shapes: EngineShapes = SHAPES, **options: Any):
@@ -81,11 +94,12 @@ def test_chunked_shared_and_preempted_contexts_are_sampled_as_they_are_scored(co
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_speculated_ids_are_those_of_plain_decoding(kernels: str):
+@SMALL_AND_EXPERTS
+def test_speculated_ids_are_those_of_plain_decoding(config: DecoderConfig, kernels: str):
     wanted = {}
     for drafts in (0, 4):
         shapes = replace(SHAPES, num_speculative_tokens=drafts, kv_cache_tokens=192)
-        on = scheduler(GEMMA4_SMALL, kernels, shapes)
+        on = scheduler(config, kernels, shapes)
         if drafts:
             on.speculation = Eager(on.engine, Known(wanted), on.counters)
         submit(on, "a", SHARED[:20])
@@ -96,18 +110,19 @@ def test_speculated_ids_are_those_of_plain_decoding(kernels: str):
         wanted = wanted or outputs
         for name, prompt in (("a", SHARED[:20]), ("bb", SHARED[5:17])):
             assert outputs[name].token_ids == wanted[name].token_ids
-            assert_scored(GEMMA4_SMALL, prompt, outputs[name])
+            assert_scored(config, prompt, outputs[name])
 
 
-def test_pages_come_back_from_the_host_with_all_heads():
-    page_bytes = sum(x.nbytes for x in jax.tree.leaves(pages(GEMMA4_SMALL, 1)))
+@SMALL_AND_EXPERTS
+def test_pages_come_back_from_the_host_with_all_heads(config: DecoderConfig):
+    page_bytes = sum(x.nbytes for x in jax.tree.leaves(pages(config, 1)))
     shapes = replace(
         SHAPES,
         max_concurrent_decodes=1,
         kv_cache_tokens=64,
         kv_offloading_bytes=8 * page_bytes,
     )
-    on = scheduler(GEMMA4_SMALL, "xla", shapes)
+    on = scheduler(config, "xla", shapes)
     submit(on, "a", SHARED, count=3, session_id="a")
     first = finished(on)["a"]
     submit(on, "other", SHARED[::-1], count=20, session_id="other")
@@ -117,7 +132,7 @@ def test_pages_come_back_from_the_host_with_all_heads():
     second = finished(on)["a"]
     assert on.metrics().restored_pages > 0
     assert second.cached_tokens >= 32
-    assert_scored(GEMMA4_SMALL, context, second)
+    assert_scored(config, context, second)
 
 
 def pages(config: DecoderConfig, count: int) -> Any:
@@ -147,17 +162,20 @@ def test_an_adapter_of_every_matrix_computes_what_the_merged_matrices_do(config)
 
 
 @functools.cache
-def greedy(weights: str, kv: str) -> TokenOutput:
+def greedy(config: DecoderConfig, weights: str, kv: str) -> TokenOutput:
     options = {"quantize": weights, "kv_dtype": kv}
     chosen: dict[str, Any] = {name: value for name, value in options.items() if value != "none"}
-    on = scheduler(GEMMA4_SMALL, "xla", **chosen)
+    on = scheduler(config, "xla", **chosen)
     submit(on, "a", SHARED[:20], count=8)
     return finished(on)["a"]
 
 
+@SMALL_AND_EXPERTS
 @pytest.mark.parametrize(("weights", "kv"), [("int8", "none"), ("fp8", "none"), ("none", "int8")])
-def test_eight_bits_round_weights_and_keys_only_a_little(weights: str, kv: str):
-    exact = greedy("none", "none")
-    rounded = greedy(weights, kv)
+def test_eight_bits_round_weights_and_keys_only_a_little(
+    config: DecoderConfig, weights: str, kv: str
+):
+    exact = greedy(config, "none", "none")
+    rounded = greedy(config, weights, kv)
     difference = abs(np.array(exact.log_probs[0]) - rounded.log_probs[0])
     assert 0 < difference < 0.5

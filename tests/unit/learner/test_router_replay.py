@@ -31,7 +31,7 @@ from jax_agent_rl.types import (
     Turn,
 )
 from tests.gradients import policy_gradient
-from tests.tiny import EXPERTS, QWEN3_5_MOE, tiny_params
+from tests.tiny import EXPERTS, GEMMA4_EXPERTS, QWEN3_5_MOE, tiny_params
 from tests.trajectories import random_groups, trajectory, with_routed_experts
 
 SHAPES = EngineShapes(
@@ -163,6 +163,13 @@ def test_corrected_choices_in_groups_are_replayed_beside_a_shared_expert():
     assert replayed.max() < 0.3 and replayed.mean() < 0.03
     others = gaps(group("bfloat16", CORRECTED, replay=True, shifted_by=1), CORRECTED)
     assert others.max() > 2 and others.mean() > 0.3
+
+
+def test_choices_of_experts_beside_dense_networks_are_replayed():
+    replayed = gaps(group("float32", GEMMA4_EXPERTS, replay=True), GEMMA4_EXPERTS)
+    assert replayed.max() < 1e-4
+    others = gaps(group("float32", GEMMA4_EXPERTS, replay=True, shifted_by=1), GEMMA4_EXPERTS)
+    assert others.max() > 0.1
 
 
 def test_in_float32_both_choose_alike_and_replay_changes_nothing():

@@ -123,6 +123,59 @@ MINIMAX_M2: dict[str, Any] = {
 }
 
 
+GEMMA_4_26B: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "eos_token_id": [1, 106],
+    "image_token_id": 258880,
+    "vision_config": {"model_type": "gemma4_vision", "hidden_size": 1152},
+    "text_config": {
+        "model_type": "gemma4_text",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attention_k_eq_v": True,
+        "bos_token_id": 2,
+        "enable_moe_block": True,
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2816,
+        "hidden_size_per_layer_input": 0,
+        "initializer_range": 0.02,
+        "intermediate_size": 2112,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        "max_position_embeddings": 262144,
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 16,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "num_kv_shared_layers": 0,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+        "top_k_experts": 8,
+        "use_bidirectional_attention": "vision",
+        "use_double_wide_mlp": False,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    },
+    "tie_word_embeddings": True,
+}
+
+
 def billions(config: DecoderConfig) -> float:
     shapes = jax.tree.leaves(config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
     return sum(math.prod(shape) for shape in shapes) / 1e9
@@ -156,6 +209,21 @@ def test_minimax_m2_is_read_with_all_its_parameters():
         read_config(MINIMAX_M2 | {"quantization_config": {"quant_method": "awq"}})
     with raises(ModelError, key="attn_type_list"):
         read_config(MINIMAX_M2 | {"attn_type_list": [0] * 62})
+
+
+def test_gemma_4_with_experts_is_read_with_all_its_parameters():
+    config = read_config(GEMMA_4_26B)
+    assert billions(config) == pytest.approx(25.2, abs=0.1)  # as its makers say
+    assert config.experts is not None
+    assert config.layers_with("gate") == config.expert_layers == tuple(range(30))
+    text = GEMMA_4_26B["text_config"]
+    with raises(ModelError, key="top_k_experts", value=200):
+        read_config(text | {"top_k_experts": 200})
+    with raises(ModelError, key="num_experts"):
+        read_config({name: value for name, value in text.items() if name != "num_experts"})
+    wide = {"num_kv_shared_layers": 6, "use_double_wide_mlp": True}
+    with raises(ModelError, key="use_double_wide_mlp", value=True):
+        read_config(text | wide)
 
 
 assert EXPERTS.experts is not None

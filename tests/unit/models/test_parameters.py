@@ -23,7 +23,7 @@ from jax_agent_rl.models.config import DecoderConfig, Experts, VisionConfig
 from jax_agent_rl.models.families import FAMILIES, read_config
 from jax_agent_rl.models.lora import ADAPTABLE, TARGETS
 from jax_agent_rl.models.parameters import PARAMETERS, STACKS, VISION_PARAMETERS, Kind, parameter_at
-from tests.tiny import GEMMA4, GEMMA4_SMALL, LATENT, TINY
+from tests.tiny import GEMMA4, GEMMA4_EXPERTS, GEMMA4_SMALL, LATENT, TINY
 from tests.tiny_vision import TINY_QWEN3_5, TINY_VL
 
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=16, normalize=True)
@@ -58,6 +58,7 @@ TINY_FAMILIES = {
     "qwen3_moe": replace(TINY, family="qwen3_moe", qk_norm=True, experts=EXPERTS),
     "gemma4_text": GEMMA4,
     "gemma4 small": GEMMA4_SMALL,
+    "gemma4 with experts": GEMMA4_EXPERTS,
     "gpt_oss": GPT_OSS,
     "deepseek_v3": replace(LATENT, family="deepseek_v3", experts=SHARED),
     "kimi_k2": replace(LATENT, family="kimi_k2", experts=SHARED),
@@ -105,7 +106,7 @@ def test_a_matrix_has_two_axes_behind_those_that_stack(parameters: dict):
         assert list(parameter.axes[: len(stacks)]) == stacks, "stacks come first"
         if parameter.is_matrix:
             assert len(parameter.axes) - len(stacks) == 2, name
-        if parameter.kind in (Kind.BIAS, Kind.NORM, Kind.SINK, Kind.CORRECTION):
+        if parameter.kind in (Kind.BIAS, Kind.NORM, Kind.FACTOR, Kind.SINK, Kind.CORRECTION):
             assert len(parameter.axes) - len(stacks) == 1, name
 
 

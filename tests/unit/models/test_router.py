@@ -40,6 +40,7 @@ def routers(draw: st.DrawFn) -> Experts:
         groups=groups,
         groups_per_token=groups_per_token,
         scale=draw(st.sampled_from([1.0, 2.5])),
+        weight_factors=draw(st.booleans()),
     )
 
 
@@ -50,6 +51,8 @@ def parameters(experts: Experts, seed: int) -> Params:
         layer["router_bias"] = draw(experts.count)
     if experts.correction:
         layer["router_correction"] = draw(experts.count) / 2
+    if experts.weight_factors:
+        layer["router_factors"] = 1 + draw(experts.count) / 4
     return {name: jnp.asarray(x, jnp.float32) for name, x in layer.items()}
 
 
@@ -83,10 +86,14 @@ def choice_of(experts: Experts, layer: Params, probabilities: np.ndarray) -> lis
     return candidates[: experts.per_token]
 
 
-def weights_of(experts: Experts, probabilities: np.ndarray, chosen: list[int]) -> np.ndarray:
+def weights_of(
+    experts: Experts, layer: Params, probabilities: np.ndarray, chosen: list[int]
+) -> np.ndarray:
     weights = probabilities[chosen]
     if experts.normalize:
         weights = weights / weights.sum()
+    if experts.weight_factors:
+        weights = weights * np.asarray(layer["router_factors"], np.float64)[chosen]
     return weights * experts.scale
 
 
@@ -101,7 +108,7 @@ def test_choices_and_weights_are_those_of_the_formulas(experts: Experts, seed: i
         expected = choice_of(experts, layer, probabilities[token])
         assert chosen[token].tolist() == expected
         np.testing.assert_allclose(
-            weights[token], weights_of(experts, probabilities[token], expected), rtol=1e-5
+            weights[token], weights_of(experts, layer, probabilities[token], expected), rtol=1e-5
         )
 
 
@@ -122,7 +129,7 @@ def test_given_experts_get_the_weights_of_the_routers_own_probabilities(
     given_experts[0] = choice_of(experts, layer, probabilities[0])
     np.testing.assert_array_equal(chosen, given_experts)
     for token in range(TOKENS):
-        expected = weights_of(experts, probabilities[token], given_experts[token].tolist())
+        expected = weights_of(experts, layer, probabilities[token], given_experts[token].tolist())
         np.testing.assert_allclose(weights[token], expected, rtol=1e-5)
 
 

@@ -16,7 +16,7 @@ from jax_agent_rl.models.config import (
     DecoderConfig, Experts, LatentAttention, PerLayerInputs, Rope,
 )
 from jax_agent_rl.models.hf import load_hf, save_hf
-from tests.tiny import GEMMA4, GEMMA4_SMALL, OLMO3, TINY, tiny_params
+from tests.tiny import GEMMA4, GEMMA4_EXPERTS, GEMMA4_SMALL, OLMO3, TINY, tiny_params
 from tests.trajectories import random_groups
 
 base = replace(TINY, vocab_size=96, num_layers=2)
@@ -81,11 +81,13 @@ FAMILIES = {
     "gemma4_text": replace(GEMMA4, vocab_size=96),
     "gemma4_text, per-layer inputs": replace(
         GEMMA4_SMALL, vocab_size=96, per_layer_inputs=PerLayerInputs(vocab_size=96, size=4)),
+    "gemma4_text, experts": replace(GEMMA4_EXPERTS, vocab_size=96),
 }
+EXPERT_MESHES = ("glm4_moe", "minimax_m2", "gemma4_text, experts")
 for name in sys.argv[1:]:
     config = FAMILIES[name]
     results = []
-    third_axis = "expert" if config in (glm4_moe, minimax_m2) else "data"
+    third_axis = "expert" if name in EXPERT_MESHES else "data"
     mesh = {"fsdp": 2, "tensor": 2, third_axis: 2}
     if config is deepseek_v3:
         mesh = {"expert": 2, "context": 2, "tensor": 2}
@@ -175,6 +177,7 @@ EXACTLY = ""
         ("deepseek_v3", "gemma4_text, per-layer inputs"),
         ("qwen2", "glm4", "qwen3_moe"),
         ("olmo3", "gemma4_text"),
+        ("gemma4_text, experts",),
     ],
     ids=", ".join,
 )

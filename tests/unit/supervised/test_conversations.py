@@ -23,7 +23,12 @@ from tests.messages import raises
 from tests.tiny_chat import tokenizer
 from tests.unit.chat.test_template_families import FAMILIES, codec_of, text
 
-OPEN_THINKING = {"deepseek": "</think>\n\n", "nemotron3": "</think>"}
+OPEN_THINKING = {
+    "deepseek": "</think>\n\n",
+    "minimax-m2": "</think>\n\n",
+    "nemotron3": "</think>",
+    "qwen3.5 thinking": "\n</think>\n\n",
+}
 """Families whose generation prompt opens a think block, and how a turn without reasoning closes it.
 """
 REWRITTEN = {"qwen3", "qwen3.5", "glm4", "gpt-oss", "gemma4", "qwen3-vl"}

@@ -29,7 +29,7 @@ PUBLISHED = {
     "mistral-7b": 7.25, "mistral-nemo-12b": 12.2, "mistral-small-24b": 23.6, "ministral-8b": 8.02,
     "glm-4-9b": 9.4, "glm-4-32b": 32.6, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
     "gemma-3-12b": 11.77, "gemma-3-27b": 27.0, "smollm2-135m": 0.135, "smollm2-360m": 0.362,
-    "smollm2-1.7b": 1.71, "gemma-4-31b": 30.7, "gemma-4-e2b": 4.63,
+    "smollm2-1.7b": 1.71, "gemma-4-31b": 30.7, "gemma-4-e2b": 4.63, "gemma-4-26b-a4b": 25.2,
     "glm-4.5-air": 106, "glm-4.6": 355, "minimax-m2": 230, "deepseek-v3": 671, "kimi-k2": 1040,
     "olmo-3-7b": 7.3, "olmo-3-32b": 32.2,
     "qwen3-next-80b-a3b": 79.7, "qwen3.5-9b": 9.0, "qwen3.5-35b-a3b": 34.7,

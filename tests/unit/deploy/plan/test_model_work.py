@@ -125,7 +125,13 @@ def test_an_estimate_counts_key_value_heads_in_layers_that_have_some():
 
 
 @pytest.mark.parametrize(
-    ("name", "card"), [("qwen3-30b-a3b", 3.3e9), ("deepseek-v3", 37e9), ("kimi-k2", 32e9)]
+    ("name", "card"),
+    [
+        ("qwen3-30b-a3b", 3.3e9),
+        ("gemma-4-26b-a4b", 3.8e9),
+        ("deepseek-v3", 37e9),
+        ("kimi-k2", 32e9),
+    ],
 )
 def test_a_token_meets_the_experts_that_it_chooses(name: str, card: float):
     with architecture_folder(name) as folder:

@@ -153,6 +153,9 @@ def test_an_estimate_counts_supports_and_experts(tmp_path):
     three_per_token = dataclasses.replace(EXPERTS, experts=three)
     one_more = passes(plain, three_per_token) - passes(plain, EXPERTS)
     assert one_more >= 128 * 2 * EXPERTS.num_layers  # and its activations
+    beside_dense = dataclasses.replace(three, per_token=2, beside_dense=True)
+    with_dense = dataclasses.replace(EXPERTS, experts=beside_dense)
+    assert passes(plain, with_dense) > passes(plain, EXPERTS)
     cache = next(r for r in planned_inventory(plain, EXPERTS).residents if r.name == CACHE)
     shapes_ = engine_shapes(plain)
     position = ResidentBytes.estimate(plain, EXPERTS, devices=1).position
