@@ -161,6 +161,19 @@ MINI_SWE_AGENT_REPLIES = (
     call("bash", command="python3 total.py"),
     call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
 )
+OPENCODE_REPLIES = (
+    call("read", filePath="/tmp/app/total.py"),
+    call("edit", filePath="/tmp/app/total.py", oldString="4", newString="3"),
+    call("bash", command="python3 total.py", description="run it"),
+    "It prints 6 now.",
+)
+OPENCODE_TITLE = {"title generator": ["Wrong sum"]}
+OPENHANDS_REPLIES = (
+    call("run", command="cat total.py"),
+    call("run", command="sed -i s/4/3/ total.py"),
+    call("run", command="python3 total.py"),
+    call("finish", message="It prints 6 now."),
+)
 
 
 def mounts() -> dict[str, str]:

@@ -17,6 +17,9 @@ from tests.capabilities import needs_bwrap
 from tests.harnesses.running import (
     INSTALLED,
     MINI_SWE_AGENT_REPLIES,
+    OPENCODE_REPLIES,
+    OPENCODE_TITLE,
+    OPENHANDS_REPLIES,
     TASK_MARK,
     WITH_PYTHON,
     Run,
@@ -81,6 +84,13 @@ async def test_openhands():
     assert result.refused == []
 
 
+@WITH_PYTHON
+async def test_openhands_for_a_small_context():
+    result = await finished("sh /tmp/agent/openhands.sh small", OPENHANDS_REPLIES)
+    assert graph(result.trajectory) == [(4, 0)]
+    assert result.refused == []
+
+
 async def test_codex_and_an_agent_that_it_starts():
     agent = "multi_agent_v1.spawn_agent"
     replies = [
@@ -96,16 +106,10 @@ async def test_codex_and_an_agent_that_it_starts():
     assert result.refused == []
 
 
-async def test_opencode_and_the_title_it_asks_for():
-    replies = [
-        call("read", filePath="/tmp/app/total.py"),
-        call("edit", filePath="/tmp/app/total.py", oldString="4", newString="3"),
-        call("bash", command="python3 total.py", description="run it"),
-        "It prints 6 now.",
-    ]
-    result = await finished(
-        "sh /tmp/agent/opencode.sh", replies, {"title generator": ["Wrong sum"]}
-    )
+@pytest.mark.parametrize("size", ["", "small"])
+async def test_opencode_and_the_title_it_asks_for(size: str):
+    script = f"sh /tmp/agent/opencode.sh {size}"
+    result = await finished(script, OPENCODE_REPLIES, OPENCODE_TITLE)
     assert sorted(graph(result.trajectory)) == [(1, 0), (4, 0)]
     assert result.refused == []
 

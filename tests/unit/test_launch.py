@@ -237,7 +237,8 @@ def test_harnesses_are_installed_from_one_list_of_versions_and_tested_at_night(t
         installer, _, package = line.partition(" ")
         if installer in ("npm", "pip"):
             assert package in {"npm": npm, "pip": pip}[installer].split()
-    assert pip.startswith(f"{folder}/python/bin/python -m pip install")
+    assert "uv pip install" in pip
+    assert f"--python {folder}/python/bin/python" in pip
     assert commands[-1].endswith("pytest -m harnesses --durations=10 tests/harnesses -x")
 
     assert dry_run("test.sh", run, "--nightly", **place)[-1].endswith(

@@ -1,10 +1,14 @@
 """An agent of OpenHands' SDK: its editor, and a tool that runs commands without a terminal.
 
 The SDK's own terminal tool needs a pseudo-terminal, which the sandbox has none of.
+
+With the argument ``small``, for models of small contexts, the agent has a prompt of one line, and
+of the SDK's tools the one that ends the task.
 """
 
 import os
 import subprocess
+import sys
 
 from openhands.sdk import LLM, Agent, Conversation, Tool
 from openhands.sdk.tool import Action, Observation, ToolDefinition, ToolExecutor, register_tool
@@ -56,7 +60,15 @@ llm = LLM(
     base_url=os.environ["OPENAI_BASE_URL"],
     api_key=os.environ["OPENAI_API_KEY"],
 )
-agent = Agent(llm=llm, tools=[Tool(name=RunTool.name), Tool(name=FileEditorTool.name)])
+tools = [Tool(name=RunTool.name), Tool(name=FileEditorTool.name)]
+settings = {}
+if sys.argv[1:] == ["small"]:
+    tools = [Tool(name=RunTool.name)]
+    settings = {
+        "system_prompt": "Work in the current folder. Call one tool at a time.",
+        "include_default_tools": ["FinishTool"],
+    }
+agent = Agent(llm=llm, tools=tools, **settings)
 conversation = Conversation(agent=agent, workspace=os.getcwd())
 conversation.send_message(os.environ["TASK_INSTRUCTION"])
 conversation.run()
