@@ -13,6 +13,7 @@ import asyncio
 import base64
 import io
 import socket
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -46,6 +47,26 @@ async def serve(app: Any) -> AsyncIterator[str]:
         server.should_exit = True
         await task
         listening.close()
+
+
+@asynccontextmanager
+async def serve_apart(app: Any) -> AsyncIterator[str]:
+    """Serves an ASGI app as :func:`serve` does, in an event loop of its own: for clients that block
+    the loop in which they are used.
+    """
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(512)
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        )
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await asyncio.to_thread(thread.join)
 
 
 class ToolServer:

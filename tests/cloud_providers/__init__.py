@@ -2,8 +2,9 @@
 
 ::
 
-    Harbor ──► the provider's SDK ──HTTP──► DaytonaServer, E2BServer ──► CloudMachine: a folder
+    Harbor ──► the provider's SDK ──HTTP, gRPC──► DaytonaServer, … ──► CloudMachine: a folder
 
 - ``machine``: a sandbox of a provider, and what a test may let go wrong with it.
-- ``daytona``, ``e2b``: the APIs. They import the SDKs, which are in the environment of Harbor.
+- ``daytona``, ``e2b``, ``gke``, ``modal``: the APIs. Where they import an SDK, for its messages, it
+  is in the environment of Harbor.
 """

@@ -138,8 +138,9 @@ class DaytonaServer(CloudServer):
 
     async def _logs(self, request: Request) -> Response:
         result = self._results[request.path_params["command_id"]].result()
-        output = result.stdout + result.stderr
-        return JSONResponse({"output": output, "stdout": result.stdout, "stderr": result.stderr})
+        stdout = result.stdout.decode()
+        stderr = result.stderr.decode()
+        return JSONResponse({"output": stdout + stderr, "stdout": stdout, "stderr": stderr})
 
     # --- files ------------------------------------------------------------------------------------
 

@@ -145,11 +145,11 @@ class _Processes(Process):
         yield _event("start", ProcessEvent.StartEvent(pid=self._pid))
         result = await machine.run(command, cwd=process.cwd or "/", env=process.envs)
         if result.stdout:
-            data = result.stdout.encode()
-            yield _event("data", ProcessEvent.DataEvent(output=Oneof("stdout", data)))
+            output = Oneof("stdout", result.stdout)
+            yield _event("data", ProcessEvent.DataEvent(output=output))
         if result.stderr:
-            data = result.stderr.encode()
-            yield _event("data", ProcessEvent.DataEvent(output=Oneof("stderr", data)))
+            output = Oneof("stderr", result.stderr)
+            yield _event("data", ProcessEvent.DataEvent(output=output))
         end = ProcessEvent.EndEvent(exit_code=result.exit_code, exited=True, status="exited")
         yield _event("end", end)
 

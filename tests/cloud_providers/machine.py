@@ -17,8 +17,8 @@ class CommandResult:
     """How a command ended."""
 
     exit_code: int
-    stdout: str
-    stderr: str
+    stdout: bytes
+    stderr: bytes
 
 
 class CloudMachine:
@@ -43,7 +43,12 @@ class CloudMachine:
         self._processes: set[asyncio.subprocess.Process] = set()
 
     async def run(
-        self, command: str, *, cwd: str = "/", env: Mapping[str, str] | None = None
+        self,
+        command: str,
+        *,
+        cwd: str = "/",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
     ) -> CommandResult:
         """Run a command of the shell to its end."""
         bwrap = find_bwrap()
@@ -60,19 +65,17 @@ class CloudMachine:
         process = await asyncio.create_subprocess_exec(
             *isolation,
             *("bash", "-c", command),
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
         self._processes.add(process)
         try:
-            stdout, stderr = await process.communicate()
+            stdout, stderr = await process.communicate(stdin)
         finally:
             self._processes.discard(process)
         assert process.returncode is not None
-        return CommandResult(
-            exit_code=process.returncode, stdout=stdout.decode(), stderr=stderr.decode()
-        )
+        return CommandResult(exit_code=process.returncode, stdout=stdout, stderr=stderr)
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file, with the folders that it is in."""
@@ -109,6 +112,8 @@ class CloudServer:
     """
 
     name: str
+    needs_dockerfile = False
+    """Whether the environment builds an image, instead of taking the task's own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

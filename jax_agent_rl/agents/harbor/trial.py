@@ -77,6 +77,16 @@ _NO_REWARD = frozenset(
     }
 )
 """Failures of the verifier that a program which the tests run could cause."""
+_ENVIRONMENT_ENDED = frozenset(
+    {
+        "GKEExecStreamClosedError",
+        "GKEPodNotFoundError",
+        "MemoryLimitExceededError",
+        "SSHAccessError",
+        "SandboxLikelyOutOfMemoryError",
+    }
+)
+"""Failures by which Harbor says that the environment has ended; it runs no tests after them."""
 _NEED_TERMINALS = frozenset({"terminus", "terminus-1", "terminus-2"})
 _TIMEOUTS: Mapping[str, type[TrajectoryError]] = {
     "AgentSetupTimeoutError": AgentTimeoutError,
@@ -354,6 +364,12 @@ def _is_of_verifier(failure: ExceptionInfo, result: TrialResult) -> bool:
 
 def as_error(failure: ExceptionInfo, result: TrialResult) -> TrajectoryError:
     """Return the error of a trial that failed."""
+    message = f"{failure.exception_type}: {failure.exception_message.strip()[:1000]}"
+    if failure.exception_type in _ENVIRONMENT_ENDED:
+        return EnvironmentFailedError(
+            f"trial {result.trial_name}: the environment ended while the harness ran: {message}"
+        )
+
     error_class = _TIMEOUTS.get(failure.exception_type)
     if error_class is None:
         if _is_of_verifier(failure, result):
@@ -362,8 +378,7 @@ def as_error(failure: ExceptionInfo, result: TrialResult) -> TrajectoryError:
             error_class = TrajectoryError
         else:
             error_class = EnvironmentFailedError
-    message = failure.exception_message.strip()[:1000]
-    return error_class(f"trial {result.trial_name}: {failure.exception_type}: {message}")
+    return error_class(f"trial {result.trial_name}: {message}")
 
 
 def reward_of(rewards: Mapping[str, float], key: str) -> float:

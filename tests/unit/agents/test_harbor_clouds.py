@@ -12,8 +12,13 @@ import pytest
 pytest.importorskip("harbor")
 pytest.importorskip("daytona")
 pytest.importorskip("e2b")
+pytest.importorskip("kubernetes")
+pytest.importorskip("modal")
 
+from harbor.environments import gke as harbor_gke
 from harbor.environments.daytona import environment as harbor_daytona
+from kubernetes.config import kube_config
+from tenacity import wait_none
 
 from jax_agent_rl.errors import DropReason, EnvironmentFailedError, EnvironmentTimeoutError
 from jax_agent_rl.tool_server.sandbox.limits import process_tree
@@ -21,7 +26,9 @@ from jax_agent_rl.types import Trajectory
 from tests.capabilities import needs_bwrap
 from tests.cloud_providers.daytona import DaytonaServer
 from tests.cloud_providers.e2b import E2BServer
+from tests.cloud_providers.gke import GKEServer
 from tests.cloud_providers.machine import CloudServer
+from tests.cloud_providers.modal import ModalServer
 from tests.harbor_harnesses import play, write_task
 from tests.messages import raises
 
@@ -34,7 +41,9 @@ TEST_SH = (
 SOLVES = ["ls; pwd", "echo 77 > answer.txt", "done"]
 
 
-@pytest.fixture(params=[DaytonaServer, E2BServer], ids=["daytona", "e2b"])
+@pytest.fixture(
+    params=[DaytonaServer, E2BServer, GKEServer, ModalServer], ids=lambda server: server.name
+)
 async def cloud(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[CloudServer]:
@@ -43,6 +52,14 @@ async def cloud(
     async with server.running() as variables:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
+        # It keeps the address of its first cluster, and what a variable was when it was imported.
+        monkeypatch.setattr(harbor_gke.KubernetesClientManager, "_instance", None)
+        location = variables.get("KUBECONFIG")
+        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", location)
+        # Harbor tries for a minute to read the logs of a pod that is not there.
+        for transfer in ("download_dir", "download_file", "upload_dir", "upload_file"):
+            retrying = getattr(harbor_gke.GKEEnvironment, transfer).retry
+            monkeypatch.setattr(retrying, "wait", wait_none())
         try:
             yield server
         finally:
@@ -57,7 +74,8 @@ async def play_there(
     cloud: Any, tmp_path: Path, script: list[str], settings: str = ""
 ) -> tuple[Trajectory, dict[str, Any]]:
     task = write_task(tmp_path / "task", settings=IMAGE + settings, test_sh=TEST_SH)
-    (task / "environment" / "Dockerfile").unlink()
+    if not cloud.needs_dockerfile:
+        (task / "environment" / "Dockerfile").unlink()
     return await play(
         script, task, environment=cloud.name, environment_options=cloud.environment_options
     )
