@@ -7,7 +7,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from tests.capabilities import needs_bwrap
 from tests.fake_training import IdleLearner
 from tests.fakes import ScriptedBackend
 from tests.harbor_harnesses import BESIDE, INSIDE, play, row, stage, write_task
+from tests.killed_trainer import SLEEPS, assert_sleepers_end_with, command_line
 from tests.messages import raises
 from tests.tiny_run import step_records, tiny_recipe
 
@@ -50,16 +50,8 @@ SOLVES = ["cat data/number.txt", "echo 77 > answer.txt", "done"]
 
 def processes() -> list[str]:
     """Command lines of what runs in sandboxes of this process."""
-    commands = [_command(pid) for pid in process_tree(os.getpid())]
+    commands = [command_line(pid) for pid in process_tree(os.getpid())]
     return [line for line in commands if "runner.py" in line or "sleep 4321" in line]
-
-
-def _command(pid: int) -> str:
-    """Return a process's command line; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
 
 
 @pytest.mark.parametrize("agent", [BESIDE, INSIDE])
@@ -233,28 +225,12 @@ async def test_a_harness_elsewhere_is_told_the_address_of_the_settings(tmp_path:
 
 
 async def test_a_killed_trainer_leaves_nothing_running(tmp_path: Path):
-    program = f"""
+    await assert_sleepers_end_with(f"""
 import asyncio, pathlib
 from tests.harbor_harnesses import row, stage, write_task
 task = write_task(pathlib.Path({str(tmp_path)!r}))
-asyncio.run(stage(["setsid sleep 4321 & sleep 4321"]).run(row(task)))
-"""
-    root = Path(__file__).parents[3]
-    trainer = subprocess.Popen([sys.executable, "-c", program], cwd=root)
-    try:
-        sleeping: list[int] = []
-        async with asyncio.timeout(120):
-            while len(sleeping) < 2:
-                assert trainer.poll() is None
-                await asyncio.sleep(0.1)
-                tree = process_tree(trainer.pid)
-                sleeping = [pid for pid in tree if _command(pid).startswith("sleep 4321")]
-    finally:
-        trainer.kill()
-        trainer.wait()
-    async with asyncio.timeout(30):
-        while any(_command(pid).startswith("sleep 4321") for pid in sleeping):
-            await asyncio.sleep(0.05)
+asyncio.run(stage([{SLEEPS!r}]).run(row(task)))
+""")
 
 
 async def test_harbors_client_fetches_a_task_that_a_row_names(tmp_path: Path):

@@ -52,6 +52,7 @@ async def test_nothing_outside_the_working_folder_reaches_the_tests(command: str
     ("command", "note"),
     [
         ("kill -9 -1", "the sandbox has ended"),
+        ("kill -9 $PPID", "the sandbox has ended"),
         ("head -c 2000000 /dev/zero > big", "too large"),
         ("rm -r /tmp/app; touch /tmp/app", "not a folder any more"),
     ],
@@ -62,6 +63,21 @@ async def test_a_folder_that_tests_cannot_run_on_earns_nothing(
     output = await earned([command], tmp_path, local={"workspace_mb": 1})
     assert output["reward"] == 0.0
     assert note in output["verifier"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cat /dev/zero > /tmp/big; echo full",
+        "for n in $(seq 60); do setsid sleep 4321 & done",
+    ],
+)
+async def test_what_a_command_did_to_itself_leaves_the_next_one_its_chance(
+    command: str, tmp_path: Path
+):
+    solves = "rm -f /tmp/big; echo 77 > answer.txt"
+    output = await earned([command, solves], tmp_path)
+    assert output["reward"] == 1.0, output
 
 
 async def test_a_program_reaches_the_policy_and_nothing_else(tmp_path: Path):

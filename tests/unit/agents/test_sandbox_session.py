@@ -208,6 +208,14 @@ async def test_commands_are_answered_when_there_is_no_room_for_their_outputs():
         assert result.exit_code == 127
 
 
+async def test_a_flood_of_output_ends_its_command_and_the_next_one_runs():
+    async with open_session() as session:
+        result = await shell(session, "yes | head -c 1000000000")
+        assert result.exit_code != 0
+        assert len(result.stdout) <= 100_000
+        assert (await shell(session, "echo on")).stdout == "on\n"
+
+
 @pytest.mark.parametrize(("verifies", "count"), [(False, "1\n"), (True, "0\n")])
 async def test_what_a_command_left_in_the_background_ends_with_it_in_tests_alone(
     verifies: bool, count: str
