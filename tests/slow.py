@@ -156,6 +156,7 @@ SLOW = {
     "unit/learner/test_meshes.py": "compiles for eight devices",
     "unit/learner/test_optimizer_keys.py::test_muon_moves_the_matrices_of_layers_by_orthogonalized_momentum": "compiles an optimizer for each kind",
     "unit/learner/test_precision.py": "compiles a learner for every precision",
+    "unit/learner/test_lora.py::test_adapters_of_other_mixers_train_over_a_quantized_base": "compiles a learner for every kind of base",
     "unit/learner/test_padding.py::test_an_id_is_trained_where_a_context_has_it_even_if_its_called_padding": "a model of transformers",
     "unit/learner/test_qwen3_5_moe.py": "learners and engines of another mixture",
     "unit/learner/test_schedule.py::test_the_rate_follows_training_steps_whatever_each_of_them_updates": "a learner of several steps",
@@ -372,6 +373,10 @@ REPRESENTATIVES = {
     "unit/learner/test_lora.py::test_only_adapters_change_and_have_optimizer_state": (
         ("[none]",),
         "a learner for every base",
+    ),
+    "unit/learner/test_lora.py::test_the_files_load_in_peft_and_give_the_merged_models_logits": (
+        ("[llama]", "[glm4_moe]"),
+        "a model of transformers for every family",
     ),
     "unit/learner/test_nonfinite_updates.py": (
         ("test_steps_are_counted",),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig, LoraConfig
+from jax_agent_rl.config.learner import LoraTarget
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.learner import Learner
@@ -19,7 +20,16 @@ from jax_agent_rl.models.config import DecoderConfig, Experts, Params, Rope
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.models.lora import save_peft
 from tests.messages import raises
-from tests.tiny import LATENT, TINY, full_logits, tiny_params
+from tests.tiny import (
+    GEMMA4,
+    GEMMA4_SMALL,
+    LATENT,
+    OLMO3,
+    QWEN3_5_MOE,
+    TINY,
+    full_logits,
+    tiny_params,
+)
 from tests.tiny_vision import TINY_QWEN3_5, TINY_VL
 from tests.trajectories import random_groups
 
@@ -41,6 +51,29 @@ GLM4_MOE = replace(
     ),
 )
 """A dense layer, then mixtures with a shared expert."""
+assert LATENT.latent is not None
+DEEPSEEK_V3 = replace(
+    LATENT,
+    family="deepseek_v3",
+    latent=replace(LATENT.latent, q_rank=32, kv_rank=32, value_dim=8),
+    experts=GLM4_MOE.experts,
+)
+"""The same with latent attention; matrices have 32 inputs each, whole tiles."""
+assert QWEN3_5_MOE.delta_net is not None
+QWEN3_NEXT = replace(
+    QWEN3_5_MOE, family="qwen3_next", delta_net=replace(QWEN3_5_MOE.delta_net, fused=True)
+)
+
+OF_ATTENTION: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+OF_LATENTS: tuple[LoraTarget, ...] = (
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+    "o_proj",
+)
+OF_FUSED_DELTA_NETS: tuple[LoraTarget, ...] = ("in_proj_qkvz", "in_proj_ba", "out_proj")
+OF_DELTA_NETS: tuple[LoraTarget, ...] = ("in_proj_qkv", "in_proj_z", "out_proj")
 
 
 def make_learner(lora: dict | None = None, **algorithm) -> Learner:
@@ -149,6 +182,50 @@ def test_a_quantised_base_is_near_the_model(quantize: str, error: float):
     assert stored.qvalue.dtype == {"int8": jnp.int8, "nf4": jnp.uint4}[quantize]
 
 
+@pytest.mark.parametrize(("quantize", "error"), [("int8", 0.01), ("nf4", 0.2)])
+@pytest.mark.parametrize(
+    ("model", "targets", "names"),
+    [
+        pytest.param(
+            DEEPSEEK_V3,
+            (*OF_LATENTS, "up_proj"),
+            ("q_a", "q_b", "kv_a", "kv_b", "o", "up", "shared_up"),
+            id="latent attention",
+        ),
+        pytest.param(
+            QWEN3_5_MOE,
+            (*OF_DELTA_NETS, "q_proj", "o_proj", "up_proj"),
+            ("delta_qkv", "delta_z", "delta_out", "q", "o", "shared_up"),
+            id="delta nets",
+        ),
+    ],
+)
+def test_adapters_of_other_mixers_train_over_a_quantized_base(
+    model: DecoderConfig,
+    targets: tuple[LoraTarget, ...],
+    names: tuple[str, ...],
+    quantize: str,
+    error: float,
+):
+    pytest.importorskip("qwix")
+    lora = {"rank": 3, "targets": targets, "quantize": quantize}
+    config = LearnerConfig(learning_rate=1e-2, pack_length=64, remat="none", lora=lora)
+    params = tiny_params(config=model)
+    learner = Learner(model, params, algorithm=AlgorithmConfig(), config=config, temperature=1.0)
+    for name in names:
+        exact = np.asarray(params["layers"][name])
+        distance = np.abs(exact - np.asarray(learner.params["layers"][name])).max()
+        assert 0 < distance < error * np.abs(exact).max(), name
+
+    base = leaves_of(learner.policy.frozen)
+    # The first update moves b alone, which starts at 0; a has a gradient from then on.
+    for _ in range(2):
+        assert not learner.update(random_groups(0)).skipped
+    assert leaves_of(learner.policy.frozen) == base
+    for name in names:
+        assert np.abs(learner.trained["adapters"][name]["b"]).max() > 0, name
+
+
 def test_new_adapters_are_the_model_itself_and_the_reference():
     learner = make_learner(kl={"where": "reward", "coef": 0.1})
     for a, b in zip(jax.tree.leaves(learner.params), jax.tree.leaves(tiny_params()), strict=True):
@@ -171,21 +248,29 @@ def test_a_checkpoint_of_adapters_restores(tmp_path: Path):
     assert leaves_of(learner.params) == leaves_of(restored.params)
 
 
+# PEFT takes gate_proj, up_proj and down_proj for the experts' matrices.
 @pytest.mark.parametrize(
-    "config", [TINY, TINY_VL, TINY_QWEN3_5, GLM4_MOE], ids=lambda config: config.family
+    ("config", "targets"),
+    [
+        pytest.param(TINY, LORA.targets, id="llama"),
+        pytest.param(TINY_VL, LORA.targets, id="qwen2_5_vl"),
+        pytest.param(TINY_QWEN3_5, LORA.targets, id="qwen3_5"),
+        pytest.param(OLMO3, LORA.targets, id="olmo3"),
+        pytest.param(GEMMA4, LORA.targets, id="gemma4"),
+        pytest.param(GEMMA4_SMALL, LORA.targets, id="gemma4 small"),
+        pytest.param(GLM4_MOE, OF_ATTENTION, id="glm4_moe"),
+        pytest.param(DEEPSEEK_V3, OF_LATENTS, id="deepseek_v3"),
+        pytest.param(QWEN3_NEXT, OF_FUSED_DELTA_NETS + OF_ATTENTION, id="qwen3_next"),
+    ],
 )
 def test_the_files_load_in_peft_and_give_the_merged_models_logits(
-    config: DecoderConfig, tmp_path: Path
+    config: DecoderConfig, targets: tuple[LoraTarget, ...], tmp_path: Path
 ):
     peft = pytest.importorskip("peft")
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    lora = LORA
-    if config.experts is not None:
-        # PEFT takes gate_proj, up_proj and down_proj for the experts' matrices.
-        attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-        lora = LoraConfig(rank=3, alpha=6.0, targets=attention)
+    lora = LoraConfig(rank=3, alpha=6.0, targets=targets)
     params = tiny_params(config=config)
     adapters = drawn_adapters(config, lora)
     save_hf(tmp_path / "base", config, params)
