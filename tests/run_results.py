@@ -9,19 +9,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jax_agent_rl.evaluate.step_comparison import depends_on_time
 from jax_agent_rl.observe.run_dir import read_records
-
-# Parts of names of metrics that are wall time or depend on it (which requests arrived together).
-TIMES = (
-    "seconds",
-    "per_second",
-    "busy_share",
-    "idle_share",
-    "slot_occupancy",
-    "prefill_tokens",
-    "cached_tokens",
-    "recomputed_tokens",
-)
 
 
 def final_state(run: Path) -> dict[str, np.ndarray]:
@@ -43,9 +32,7 @@ def records(run: Path, file: str) -> list[dict[str, Any]]:
 
 def _without_times(record: dict[str, Any]) -> dict[str, Any]:
     return {
-        k: v
-        for k, v in record.items()
-        if not any(part in k for part in TIMES) and k not in ("metrics", "turns")
+        k: v for k, v in record.items() if not depends_on_time(k) and k not in ("metrics", "turns")
     }
 
 

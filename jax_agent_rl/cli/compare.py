@@ -138,7 +138,7 @@ def same(
     for cause in result.causes:
         print_line(console, f"{cause}")
     if not result.causes:
-        print_line(console, "decided by the same: packages, machine, models, rows, configuration")
+        print_line(console, "nothing on record differs of what decides a run")
     for note in result.notes:
         print_line(console, note)
     steps = f"{counted(result.steps, 'step')} with the same trajectories, metrics and weights"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,14 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.observe.run_dir import (
     Record,
+    Records,
+    has_media,
+    has_step,
     read_metrics,
     read_trajectories,
     restore_trajectory,
 )
+from jax_agent_rl.runtime.resume import CHANGES
 from jax_agent_rl.types import Group
 from jax_agent_rl.utils.text import counted
 
@@ -56,8 +59,6 @@ def read_steps(run: Path, config: Config, first: int, last: int) -> list[Recorde
     for record in trajectories:
         if record["split"] == "train" and first <= record["step"] <= last:
             records_of.setdefault(record["step"], []).append(record)
-    if trajectories.notes:
-        raise DataError("; ".join(trajectories.notes) + ": a step may lack trajectories")
 
     steps = []
     for number in range(first, last + 1):
@@ -67,7 +68,7 @@ def read_steps(run: Path, config: Config, first: int, last: int) -> list[Recorde
                 f" step {last}"
             )
         records = records_of.get(number, [])
-        _require_complete(number, lines[number], records)
+        _require_complete(number, lines[number], records, trajectories.notes)
         step = RecordedStep(
             number=number,
             metrics=lines[number],
@@ -76,6 +77,21 @@ def read_steps(run: Path, config: Config, first: int, last: int) -> list[Recorde
         )
         steps.append(step)
     return steps
+
+
+def later_changes(run: Path, step: int) -> list[str]:
+    """Return notes about settings that a run was resumed with after a step.
+
+    ``config.json`` holds the new ones, with which the step was not computed.
+    """
+    notes = []
+    for change in Records(file=run / CHANGES, is_valid=has_step):
+        if change["step"] >= step:
+            notes.append(
+                f"{change.get('key')} was {change.get('old')} in step {step}, and was changed after"
+                f" step {change['step']}: the step is repeated with {change.get('new')}"
+            )
+    return notes
 
 
 def _require_recordable(config: Config) -> None:
@@ -94,17 +110,31 @@ def _require_recordable(config: Config) -> None:
             )
 
 
-def _require_complete(number: int, line: Record, records: Sequence[Record]) -> None:
-    """Refuse a step of which the folder does not hold everything that was learned from."""
+def _require_complete(
+    number: int, line: Record, records: Sequence[Record], notes: Sequence[str]
+) -> None:
+    """Refuse a step of which the folder does not hold just what was learned from.
+
+    Args:
+        notes: which lines of ``trajectories.jsonl`` were left out.
+    """
     expected = line.get("trajectories")
     if expected is None:
         raise DataError(
             f"step {number} was recorded by an earlier version, which rounded log-probs"
         )
     if len(records) < expected:
+        left_out = "".join(f"; {note}" for note in notes)
         raise DataError(
             f"{len(records)} of the {counted(expected, 'trajectory')} of step {number} are on"
             " record; set trainer.keep_trajectories=null in runs whose steps are to be repeated"
+            f"{left_out}"
+        )
+    if len(records) > expected:
+        raise DataError(
+            f"{counted(len(records), 'trajectory')} of step {number} are on record, which learned"
+            f" from {expected}: a resumed run is repeating it, or was interrupted then; wait, or"
+            " resume it once more"
         )
     for record in records:
         for sequence in (*record["segments"], record):
@@ -118,14 +148,10 @@ def _require_complete(number: int, line: Record, records: Sequence[Record]) -> N
 
 def _missing(record: Record) -> str:
     """Return what a sequence was learned from beside its record; empty if nothing."""
-    if any(record["prompt_media"].values()):
-        return "images or videos of its prompt"
-    for turn in record["turns"]:
-        if turn.get("routed_positions"):
-            return "the engine's choices of experts"
-        for call in turn["tool_calls"]:
-            if any(call.get("media", {}).values()):
-                return "images or videos of a tool"
+    if has_media(record):
+        return "images or videos"
+    if any(turn.get("routed_positions") for turn in record["turns"]):
+        return "the engine's choices of experts"
     return ""
 
 
@@ -135,8 +161,12 @@ def _groups(records: Sequence[Record], *, frozen: Collection[str]) -> list[Group
     Args:
         frozen: names of roles that other models play.
     """
+    group_records: dict[str, list[Record]] = {}
+    for record in records:
+        group_records.setdefault(record["group_id"], []).append(record)
+
     groups = []
-    for group_id, of_group in itertools.groupby(records, key=lambda record: record["group_id"]):
+    for group_id, of_group in group_records.items():
         members = []
         frozen_members = []
         for record in of_group:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.evaluate.step_comparison import depends_on_time, is_equal
 from jax_agent_rl.learner.checkpoint import read_notes
 from jax_agent_rl.learner.checkpoint_steps import complete_steps
 from jax_agent_rl.observe.run_dir import (
@@ -30,14 +31,8 @@ from jax_agent_rl.runtime.provenance import PROVENANCE
 NOT_COMPARED = ("run_dir",)
 """Keys of the configuration that differ between any two runs."""
 
-_TIMES = ("seconds", "per_second", "busy_share", "idle_share", "slot_occupancy")
-"""Parts of names of metrics that say how fast something was."""
-
-_SCHEDULING = ("prefill_tokens", "cached_tokens", "recomputed_tokens")
-"""Metrics that depend on which requests arrived together."""
-
-_OUTCOMES = ("prompt_ids", "response_ids", "rollout_logprobs", "old_logprobs", "reward")
-"""Fields of a trajectory that are compared, in the order in which they come about."""
+_OUTCOMES = ("prompt_ids", "response_ids", "rollout_logprobs", "reward", "old_logprobs")
+"""Fields of a sequence that are compared, in the order in which they come about."""
 
 _MISSING = "not there"
 
@@ -82,8 +77,8 @@ class RunComparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether the same came out of both, whatever decided them."""
-        return self.outcome is None
+        """Whether the same came out of both, whatever decided them; nothing is not the same."""
+        return self.outcome is None and self.steps > 0
 
     def summary(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -111,6 +106,11 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
         if result.outcome is not None:
             break
         result.steps += 1
+
+    for steps in (first_steps, second_steps):
+        result.notes += steps.notes()
+    if result.outcome is None and not result.steps:
+        result.notes.append("neither run has a recorded step: nothing that came out was compared")
     return result
 
 
@@ -139,7 +139,7 @@ def _without(tree: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def differences(first: Any, second: Any, where: str) -> Iterator[RunDifference]:
     """Yield the leaves in which two JSON values differ; lists are leaves."""
     if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
-        if first != second:
+        if not is_equal(first, second):
             yield RunDifference(where=where, first=first, second=second)
         return
     for name in [*first, *(name for name in second if name not in first)]:
@@ -177,16 +177,27 @@ class _Steps:
     def __init__(self, run: Path, checkpoints: Path | str) -> None:
         self._run = run
         self._checkpoints = checkpoints
+        self._metrics = read_metrics(run / "metrics.jsonl")
+        self._trajectories = read_trajectories(run / "trajectories.jsonl")
+
+    def notes(self) -> list[str]:
+        """Return which lines the last iteration left out."""
+        notes = []
+        for note in (*self._metrics.notes, *self._trajectories.notes):
+            notes.append(f"{self._run}: {note}")
+        return notes
 
     def __iter__(self) -> Iterator[_Step]:
         saved_steps = complete_steps(self._checkpoints)
-        trajectories = self._trajectories()
-        by_step = itertools.groupby(trajectories, key=lambda record: record["step"])
+        trained = self._trained()
+        by_step = itertools.groupby(trained, key=lambda record: record["step"])
         waiting = next(by_step, None)
-        for line in read_metrics(self._run / "metrics.jsonl"):
+        for line in self._metrics:
             if line["kind"] != "step":
                 continue
             number = line["step"]
+            while waiting is not None and waiting[0] < number:
+                waiting = next(by_step, None)  # its line of metrics is missing
             records: list[Record] = []
             if waiting is not None and waiting[0] == number:
                 records = list(waiting[1])
@@ -196,8 +207,8 @@ class _Steps:
                 arrays = read_notes(self._checkpoints, number).arrays
             yield _Step(number=number, metrics=line, trajectories=records, arrays=arrays)
 
-    def _trajectories(self) -> Iterator[Record]:
-        for record in read_trajectories(self._run / "trajectories.jsonl"):
+    def _trained(self) -> Iterator[Record]:
+        for record in self._trajectories:
             if record["split"] == "train":
                 yield record
 
@@ -212,6 +223,9 @@ def _compare_steps(first: _Step | None, second: _Step | None) -> RunDifference |
             first=_MISSING if first is None else "recorded",
             second=_MISSING if second is None else "recorded",
         )
+
+    if first.number != second.number:  # one of them lacks a line
+        return RunDifference(where="next step", first=first.number, second=second.number)
 
     where = f"step {first.number}"
     for number, pair in enumerate(
@@ -241,16 +255,35 @@ def _compare_trajectories(
         )
 
     where = f"{where} ({first['trajectory_id']})"
+    first_segments = first["segments"]
+    second_segments = second["segments"]
+    if len(first_segments) != len(second_segments):
+        return RunDifference(
+            where=f"{where}, number of segments",
+            first=len(first_segments),
+            second=len(second_segments),
+        )
+
+    segments = zip(first_segments, second_segments, strict=True)
+    for number, (old, new) in enumerate(segments, start=1):
+        difference = _compare_sequences(old, new, f"{where}, segment {number}")
+        if difference is not None:
+            return difference
+    return _compare_sequences(first, second, where)
+
+
+def _compare_sequences(first: Record, second: Record, where: str) -> RunDifference | None:
+    """Return the first difference of two segments, or of trajectories but for their segments."""
     for name in _OUTCOMES:
         old = first.get(name)
         new = second.get(name)
         if isinstance(old, list) and isinstance(new, list):
             for position, values in enumerate(itertools.zip_longest(old, new, fillvalue=_MISSING)):
-                if values[0] != values[1]:
+                if not is_equal(*values):
                     return RunDifference(
                         where=f"{where}, {name}[{position}]", first=values[0], second=values[1]
                     )
-        elif old != new:
+        elif not is_equal(old, new):
             return RunDifference(where=f"{where}, {name}", first=old, second=new)
     return None
 
@@ -259,7 +292,6 @@ def _outcomes(metrics: Record) -> dict[str, Any]:
     """Return the metrics of a step that do not depend on time."""
     outcomes = {}
     for name, value in metrics.items():
-        depends_on_time = any(part in name for part in (*_TIMES, *_SCHEDULING))
-        if not depends_on_time:
+        if not depends_on_time(name):
             outcomes[name] = value
     return outcomes

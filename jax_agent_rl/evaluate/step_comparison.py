@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,25 @@ ROUNDING = 1e-3
 SMALLEST = 1e-3
 """Differences between smaller numbers are relative to this one."""
 
+_TIME_PARTS = ("seconds", "per_second", "busy_share", "idle_share", "slot_occupancy")
+"""Parts of names of metrics that say how fast something was."""
+
+_SCHEDULING_PARTS = ("prefill_tokens", "cached_tokens", "recomputed_tokens")
+"""Parts of names of metrics that depend on which requests arrived together."""
+
+
+def depends_on_time(name: str) -> bool:
+    """Return whether a metric, or a field of a record, may differ in a run that is repeated."""
+    return any(part in name for part in (*_TIME_PARTS, *_SCHEDULING_PARTS))
+
+
+def is_equal(first: Any, second: Any) -> bool:
+    """Return whether two recorded values are the same; NaN is the same as NaN."""
+    if isinstance(first, float) and isinstance(second, float):
+        if math.isnan(first) and math.isnan(second):
+            return True
+    return bool(first == second)
+
 
 @dataclass(kw_only=True)
 class StepComparison:
@@ -37,7 +56,7 @@ class StepComparison:
         what: what the numbers are.
         compared: how many there are.
         equal: how many of them are the same.
-        largest: largest relative difference.
+        largest: largest relative difference; infinite if one of two numbers is none.
         first: the first difference, with its place and both values; None if there is none.
     """
 
@@ -53,13 +72,13 @@ class StepComparison:
         return self.largest <= ROUNDING
 
     def add(self, where: str, recorded: float | None, repeated: float | None) -> None:
-        """Compare two numbers; None is one that was not finite or not computed.
+        """Compare two numbers; None is one that was not computed, or a token's that is not finite.
 
         Args:
             where: their place in the step.
         """
         self.compared += 1
-        if recorded == repeated:
+        if is_equal(recorded, repeated):
             self.equal += 1
             return
         self.add_difference(
@@ -72,9 +91,16 @@ class StepComparison:
         if self.first is None:
             self.first = description
 
+    def summary(self) -> dict[str, Any]:
+        """Return it as JSON, which has no infinite numbers: ``largest`` is null then."""
+        largest = self.largest if math.isfinite(self.largest) else None
+        return {**asdict(self), "largest": largest}
+
 
 def _relative_difference(recorded: float | None, repeated: float | None) -> float:
     if recorded is None or repeated is None:
+        return math.inf
+    if not (math.isfinite(recorded) and math.isfinite(repeated)):
         return math.inf
     scale = max(abs(recorded), abs(repeated), SMALLEST)
     return abs(recorded - repeated) / scale
@@ -138,14 +164,9 @@ def compare_metrics(step: RecordedStep, result: UpdateResult) -> StepComparison:
     """Compare what the learner reports: loss, gradient norm, ratios, KL, entropy and more."""
     comparison = StepComparison(what="metrics")
     for name, repeated in result.metrics.items():
-        if not is_time(name):
+        if not depends_on_time(name):
             comparison.add(name, step.metrics.get(name), repeated)
     return comparison
-
-
-def is_time(metric: str) -> bool:
-    """Return whether a metric of the learner, or of one of its adapters, says how fast it was."""
-    return metric.endswith(("seconds", "per_second"))
 
 
 def compare_weights(
@@ -175,9 +196,14 @@ def compare_weights(
 
 
 def _array_difference(saved: jax.Array, repeated: jax.Array) -> float:
-    """Return the largest difference between two arrays, relative to the largest element."""
+    """Return the largest difference between two arrays, relative to the largest saved element.
+
+    It is infinite if one of them holds what is not finite.
+    """
     old = np.asarray(saved, np.float64)
     new = np.asarray(repeated, np.float64)
+    if not (np.isfinite(old).all() and np.isfinite(new).all()):
+        return math.inf
     largest = float(np.max(np.abs(old), initial=0.0))
     difference = float(np.max(np.abs(old - new), initial=0.0))
     return difference / largest if largest else difference

@@ -30,15 +30,16 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.config.resume import Difference, value_differences
 from jax_agent_rl.errors import ConfigError, TrajectoryError
-from jax_agent_rl.evaluate.recorded_steps import RecordedStep, read_steps
+from jax_agent_rl.evaluate.recorded_steps import RecordedStep, later_changes, read_steps
 from jax_agent_rl.evaluate.step_comparison import (
     StepComparison,
     compare_metrics,
     compare_rewards,
     compare_token_values,
     compare_weights,
+    depends_on_time,
     first_difference,
-    is_time,
+    is_equal,
 )
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.checkpoint_steps import complete_steps
@@ -147,7 +148,7 @@ class StepReplay:
             "from_step": self.from_step,
             "verdict": self.verdict,
             "first_difference": first_difference(self.comparisons),
-            "comparisons": [asdict(comparison) for comparison in self.comparisons],
+            "comparisons": [comparison.summary() for comparison in self.comparisons],
             "notes": self.notes,
             "change": None if self.change is None else asdict(self.change),
         }
@@ -380,11 +381,11 @@ def _turned_advantages(recorded: UpdateResult, changed: UpdateResult) -> int:
 def _changed_metrics(
     recorded: UpdateResult, changed: UpdateResult
 ) -> dict[str, tuple[float | None, float | None]]:
-    """Return the metrics of the learner that differ, without those that say how fast it was."""
+    """Return the metrics of the learner that differ, without those that depend on time."""
     differing = {}
     for name in sorted(recorded.metrics.keys() | changed.metrics.keys()):
         pair = (recorded.metrics.get(name), changed.metrics.get(name))
-        if pair[0] != pair[1] and not is_time(name):
+        if not is_equal(*pair) and not depends_on_time(name):
             differing[name] = pair
     return differing
 
@@ -411,10 +412,13 @@ async def replay(request: StepReplayRequest, *, console: Console) -> StepReplay:
     start = max(earlier, default=0)
     steps = read_steps(request.run, recorded, start + 1, request.step)
     result = StepReplay(step=request.step, from_step=start)
+    result.notes += later_changes(request.run, request.step)
 
     with (
         Progress(console, total_steps=0) as progress,
-        closing(Checkpointer(folder, keep=config.trainer.keep_checkpoints)) as checkpointer,
+        closing(
+            Checkpointer(folder, keep=config.trainer.keep_checkpoints, read_only=True)
+        ) as checkpointer,
     ):
         progress.phase(f"loading {config.model.path}")
         load_agents(config.agent.module)  # it may register estimators, losses and rewards

@@ -50,12 +50,15 @@ class Checkpointer:
     Args:
         folder: made if missing; ``gs://…`` is one in a bucket.
         keep: number of checkpoints that stay.
+        read_only: change nothing in the folder: a run that is still training may be writing a
+            checkpoint there. Such an object never saves.
     """
 
-    def __init__(self, folder: Path | str, *, keep: int) -> None:
+    def __init__(self, folder: Path | str, *, keep: int, read_only: bool = False) -> None:
         ignore_abandoned_transfers()
         self._folder = located(folder)
         self._keep = keep
+        self._read_only = read_only
         self._shared = SharedWrites() if jax.process_count() > 1 else None
         self._manager = self._open()
         self._state_bytes = 0  # of the state that was saved last
@@ -65,8 +68,9 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
             enable_async_checkpointing=True,
-            create=True,
-            cleanup_tmp_directories=True,
+            create=not self._read_only,
+            # What an interrupted process was writing; a reader would delete a living one's.
+            cleanup_tmp_directories=not self._read_only,
             async_options=ocp.AsyncOptions(barrier_sync_fn=barrier),
         )
         handlers = {

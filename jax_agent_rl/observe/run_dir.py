@@ -348,6 +348,17 @@ def _count_media(media: Mapping[str, Sequence[Any]]) -> dict[str, int]:
     return {kind: len(items) for kind, items in media.items()}
 
 
+def has_media(record: Mapping[str, Any]) -> bool:
+    """Return whether the prompt or a tool's answer has images or videos, which are not recorded."""
+    if any(record.get("prompt_media", {}).values()):
+        return True
+    for turn in record["turns"]:
+        for call in turn["tool_calls"]:
+            if any(call.get("media", {}).values()):
+                return True
+    return False
+
+
 def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
     """Restore a trajectory from its record: its ids, and all that a reward function reads of it.
 

@@ -21,7 +21,12 @@ from jax_agent_rl.learner.checkpoint_steps import complete_steps
 from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.observe.run_dir import Record, read_trajectories, restore_trajectory
+from jax_agent_rl.observe.run_dir import (
+    Record,
+    has_media,
+    read_trajectories,
+    restore_trajectory,
+)
 from jax_agent_rl.runtime.build import make_learner
 from jax_agent_rl.runtime.policy import saved_run
 from jax_agent_rl.runtime.policy_choice import run_config
@@ -152,7 +157,9 @@ def _learner_at(config: Config, checkpoints: Path | str, step: int) -> Learner:
     learner = make_learner(config, load_config(config.model.path, weights=True))
     assert isinstance(learner, Learner)
     if step:
-        checkpointer = Checkpointer(checkpoints, keep=config.trainer.keep_checkpoints)
+        checkpointer = Checkpointer(
+            checkpoints, keep=config.trainer.keep_checkpoints, read_only=True
+        )
         try:
             _, learner.state, _ = checkpointer.restore(learner.state, step=step)
         finally:
@@ -226,7 +233,7 @@ def _folder_contexts(
 
 def record_contexts(record: Record) -> Iterator[tuple[int, Context]]:
     """Yield a context for each version that sampled tokens of a record."""
-    if _has_media(record):
+    if has_media(record):
         return
 
     sequence = replace(restore_trajectory(record), segments=())
@@ -241,14 +248,3 @@ def record_contexts(record: Record) -> Iterator[tuple[int, Context]]:
         context = sequence_context(sequence, since=version, before=version + 1, learner=learner)
         if context is not None:
             yield version, context
-
-
-def _has_media(record: Record) -> bool:
-    """Return whether a record's prompt or a tool's answer has images or videos."""
-    if any(record["prompt_media"].values()):
-        return True
-    for turn in record["turns"]:
-        for call in turn["tool_calls"]:
-            if any(call.get("media", {}).values()):
-                return True
-    return False

@@ -203,7 +203,7 @@ def _restore_trained(saved: SavedRun, parameterization: Parameterization, *, ema
         like = dict.fromkeys(saved.trained.adapters, learner_state)
 
     trained = saved.trained
-    checkpointer = Checkpointer(trained.checkpoints, keep=trained.keep_checkpoints)
+    checkpointer = Checkpointer(trained.checkpoints, keep=trained.keep_checkpoints, read_only=True)
     try:
         return checkpointer.restore_part(like, step=saved.notes.step)
     finally:

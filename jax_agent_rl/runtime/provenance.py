@@ -61,7 +61,8 @@ def installed_packages() -> dict[str, str]:
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
         if name:
-            versions[name.lower()] = distribution.version
+            # The first on the path is the one that is imported.
+            versions.setdefault(name.lower(), distribution.version)
     return dict(sorted(versions.items()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -25,13 +26,13 @@ def diversity_metrics(groups: Sequence[Group]) -> dict[str, float]:
     group, in all turns.
 
     ``unsolved_duplicate_share``: the same over groups in which not every answer is right. There,
-    duplicates are attempts that tell nothing new.
+    duplicates are attempts that tell nothing new. 0 without such groups.
 
     ``turn_entropy/<n>``: minus the mean log-prob of the ids that were sampled in turn n, in nats:
     an estimate of the entropy per id.
 
-    A role of a group counts as a group. Groups of one member are left out, and metrics without any
-    group or turn.
+    A role of a group counts as a group. Groups of one member are left out; without any other the
+    shares are missing. Turns without ids, and log-probs that are not finite, do not count.
     """
     compared = []
     for group in groups:
@@ -98,9 +99,11 @@ def _turn_entropies(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             for turn in sequence.turns:
                 number += 1
                 if number <= MAX_TURNS:
-                    logprobs.setdefault(number, []).extend(turn.output.log_probs)
+                    finite = [value for value in turn.output.log_probs if math.isfinite(value)]
+                    logprobs.setdefault(number, []).extend(finite)
 
     entropies = {}
     for number, values in sorted(logprobs.items()):
-        entropies[f"turn_entropy/{number}"] = -float(np.mean(values))
+        if values:
+            entropies[f"turn_entropy/{number}"] = -float(np.mean(values))
     return entropies

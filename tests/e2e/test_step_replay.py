@@ -173,6 +173,22 @@ def test_without_a_trajectory_a_step_is_refused(edited: Path):
     assert_message(error, key="trainer.keep_trajectories", value=(7, 8))
 
 
+def test_a_step_that_is_on_record_twice_is_refused(edited: Path):
+    file = edited / "trajectories.jsonl"
+    lines = file.read_text().splitlines()
+    again = [line for line in lines if json.loads(line)["split"] == "train"][-1]
+    file.write_text("".join(f"{line}\n" for line in [*lines, again]))
+    error = str(invoke("replay", edited, "--step", 4).exception)
+    assert "9 trajectories of step 4" in error and "from 8" in error
+
+
+def test_a_line_that_is_being_written_does_not_matter(edited: Path):
+    with (edited / "trajectories.jsonl").open("a") as stream:
+        stream.write('{"step": 5, "split": "tr')
+    _, result = replay(edited, 4)
+    assert result["verdict"] == "equal"
+
+
 def test_images_that_are_not_on_record_are_named(edited: Path):
     edit(edited, 2, prompt_media={"image": 1})
     assert "images" in str(invoke("replay", edited, "--step", 2).exception)

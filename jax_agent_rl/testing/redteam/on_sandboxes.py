@@ -16,7 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from jax_agent_rl.testing.redteam.attack import Surface, attack
+from jax_agent_rl.errors import JaxAgentRLError
+from jax_agent_rl.testing.redteam.attack import NotApplicableError, Surface, attack
 from jax_agent_rl.testing.redteam.targets import ProgramRunner
 
 MARK = "REDTEAM-GOT-THROUGH"
@@ -63,6 +64,20 @@ def _secret_file() -> Iterator[tuple[Path, str]]:
         secret = secrets.token_hex(8)
         file.write_text(secret)
         yield file, secret
+
+
+async def require_programs(target: ProgramRunner) -> None:
+    """Run a harmless program.
+
+    Raises:
+        NotApplicableError: not even that runs.
+    """
+    try:
+        text = await target.run(_PRINT_MARK.format("''"))
+    except JaxAgentRLError as error:
+        raise NotApplicableError(f"a harmless program does not run: {error}") from error
+    if MARK not in text:
+        raise NotApplicableError(f"a harmless program does not print: {text[:100]!r}")
 
 
 @attack("sandbox-read-host-file", Surface.SANDBOX)
@@ -225,10 +240,12 @@ async def fill_disk(target: ProgramRunner) -> str:
 
 
 @attack("sandbox-output", Surface.SANDBOX)
-async def print_without_end(target: ProgramRunner) -> str:
-    """Print without end."""
+async def print_too_much(target: ProgramRunner) -> str:
+    """Print more than anybody reads."""
     line = "x" * 1000
-    text = await target.run(f"while True: print({line!r})")
+    # Not without end: what a target without a limit answers can still be read here, and counted.
+    lines = MAX_OUTPUT // len(line) + 1
+    text = await target.run(f"for _ in range({lines}): print({line!r})")
     return f"{len(text):,} characters of output" if len(text) > MAX_OUTPUT else ""
 
 

@@ -31,7 +31,7 @@ async def _connection(
     """
     address = urllib.parse.urlsplit(target.url)
     try:
-        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port or 80)
     except OSError as error:
         raise NotApplicableError(f"{target.url} cannot be reached: {error}") from error
     try:
@@ -78,14 +78,27 @@ async def _request(target: ServerTarget, body: bytes, headers: Mapping[str, str]
 
 
 async def _lives(target: ServerTarget) -> str:
-    """Return "" if the server answers a small request, else what it did."""
+    """Return "" if the server answers a small request, else what happens instead."""
     try:
         status = await _request(target, b"{}")
     except TimeoutError:
-        return f"no answer to a small request within {ANSWER_SECONDS:g} seconds afterwards"
+        return f"no answer to a small request within {ANSWER_SECONDS:g} seconds"
+    except NotApplicableError as error:  # it has ended
+        return str(error)
     if not status:
-        return "no answer to a small request afterwards"
+        return "no answer to a small request"
     return ""
+
+
+async def require_answer(target: ServerTarget) -> None:
+    """Send a small request.
+
+    Raises:
+        NotApplicableError: not even that is answered.
+    """
+    problem = await _lives(target)
+    if problem:
+        raise NotApplicableError(problem)
 
 
 def _is_refusal(status: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from jax_agent_rl.testing.redteam.attack import Surface, attack
+from jax_agent_rl.testing.redteam.attack import NotApplicableError, Surface, attack
 
 TESTS = "assert f(2) == 4\nassert f(3) == 9\nassert f(5) == 25"
 
@@ -90,7 +90,7 @@ class TestRunner(Protocol):
 
 async def _passes_wrongly(target: TestRunner, program: str) -> str:
     if not await target.passes(_RIGHT, TESTS):
-        return "a right program does not pass: nothing can be said about wrong ones"
+        raise NotApplicableError("a right program does not pass: wrong ones say nothing")
     return "a wrong program passed" if await target.passes(program, TESTS) else ""
 
 

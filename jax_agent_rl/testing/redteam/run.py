@@ -7,7 +7,7 @@ import contextlib
 import html
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ from jax_agent_rl.testing.redteam.attack import (
     Surface,
 )
 from jax_agent_rl.testing.redteam.on_files import OwnReaders
+from jax_agent_rl.testing.redteam.on_sandboxes import require_programs
+from jax_agent_rl.testing.redteam.on_servers import require_answer
 from jax_agent_rl.testing.redteam.suite import attacks
 from jax_agent_rl.testing.redteam.targets import (
     CodecTarget,
@@ -38,7 +40,16 @@ from jax_agent_rl.testing.redteam.targets import (
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.tool_server.server import ToolServer
 
+_CONTROLS: Mapping[Surface, Callable[[Any], Awaitable[None]]] = {
+    Surface.SANDBOX: require_programs,
+    Surface.SERVER: require_answer,
+}
+"""What a target of a surface must do before each attack: else its silence would count as held."""
+
 REPORT_A_HOLE = "Report what broke as SECURITY.md says: in private, with the table's line."
+
+MAX_EVIDENCE = 300
+"""Characters of evidence in a report: a target may write as much as it likes."""
 
 Targets = Mapping[Surface, Sequence[Any]]
 
@@ -170,26 +181,50 @@ async def _make(attack: Attack, target: Any) -> AttackResult:
     else:
         try:
             async with asyncio.timeout(attack.seconds):
-                evidence = await attack.attempt(target)
+                evidence = await _evidence(attack, target)
             verdict = AttackVerdict.BROKE if evidence else AttackVerdict.HELD
         except NotApplicableError as error:
             evidence = str(error)
-        except JaxAgentRLError as error:
-            # A target that refuses has held.
-            verdict = AttackVerdict.HELD
-            evidence = f"refused: {error}"[:200]
         except TimeoutError:
             verdict = AttackVerdict.BROKE
-            evidence = f"it had not ended after {attack.seconds:g} seconds"
+            evidence = f"it had not ended after {time.monotonic() - began:.0f} seconds"
+        except JaxAgentRLError as error:
+            verdict = AttackVerdict.HELD  # a target that refuses has held
+            evidence = f"refused: {error}"
+        except Exception as error:  # of a reader, or of somebody's adapter
+            verdict = AttackVerdict.BROKE
+            evidence = f"{type(error).__name__}, which nobody handled: {error}"
     return AttackResult(
         name=attack.name,
         surface=attack.surface,
         aim=attack.aim,
         target="" if target is None else target.name,
         verdict=verdict,
-        evidence=evidence,
+        evidence=evidence[:MAX_EVIDENCE],
         seconds=round(time.monotonic() - began, 2),
     )
+
+
+async def _evidence(attack: Attack, target: Any) -> str:
+    """Return what an attack reached; "" if nothing.
+
+    Raises:
+        NotApplicableError: the target does not even do what it must.
+        JaxAgentRLError: it refuses the attack, and still does what it must.
+    """
+    control = _CONTROLS.get(attack.surface)
+    if control is not None:
+        await control(target)
+    try:
+        return await attack.attempt(target)
+    except JaxAgentRLError as refusal:
+        if control is None:
+            raise
+        try:
+            await control(target)
+        except NotApplicableError as error:
+            return f"{refusal}; afterwards, {error}"
+        raise
 
 
 async def redteam(

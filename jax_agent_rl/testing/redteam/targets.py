@@ -33,9 +33,14 @@ def require_loopback(url: str) -> str:
     """Return a URL whose host is this machine, without a slash at its end.
 
     Raises:
-        ConfigError: it is another machine: only what runs here is attacked.
+        ConfigError: it is no URL, or another machine's: only what runs here is attacked.
     """
-    host = urllib.parse.urlsplit(url).hostname
+    try:
+        address = urllib.parse.urlsplit(url)
+        host = address.hostname
+        _ = address.port  # a ValueError if it is no port
+    except ValueError as error:
+        raise ConfigError(f"{url} is no URL: {error}") from None
     if host is None or not is_loopback(host):
         raise ConfigError(
             f"{url} is not on this machine; redteam attacks servers on loopback only, such as"

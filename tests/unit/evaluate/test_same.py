@@ -1,6 +1,7 @@
 """Two runs: everything that decided them differently, and the first thing that came out so."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,81 @@ def test_a_run_that_ends_earlier_is_another_one(runs):
     outcome = compare_runs(*runs).outcome
     assert outcome is not None and outcome.second == "not there"
     assert CliRunner().invoke(app, ["same", *map(str, runs)]).exit_code == 1
+
+
+def test_an_id_of_a_segment_that_differs_is_named(runs):
+    for run in runs:
+        file = run / "trajectories.jsonl"
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        trained = next(n for n, record in enumerate(records) if record["split"] == "train")
+
+        def add_segment(record: dict) -> None:
+            record["segments"] = [{**record, "segments": []}]
+
+        edit(file, add_segment, line=trained)
+    assert compare_runs(*runs).is_same
+
+    def change(record: dict) -> None:
+        record["segments"][0]["response_ids"][0] += 1
+
+    edit(runs[1] / "trajectories.jsonl", change, line=trained)
+    outcome = compare_runs(*runs).outcome
+    assert outcome is not None and outcome.where.endswith("segment 1, response_ids[0]")
+
+
+def steps_of(run: Path) -> list[int]:
+    """The numbers of the lines of steps in the metrics of a run."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [n for n, line in enumerate(lines) if json.loads(line)["kind"] == "step"]
+
+
+def remove(file: Path, *numbers: int) -> None:
+    """Removes lines of a file."""
+    lines = file.read_text().splitlines()
+    left = [line for number, line in enumerate(lines) if number not in numbers]
+    file.write_text("".join(f"{line}\n" for line in left))
+
+
+def test_a_line_that_one_run_lacks_is_named(runs):
+    remove(runs[1] / "metrics.jsonl", steps_of(runs[1])[0])
+    result = compare_runs(*runs)
+    assert result.outcome is not None and result.steps == 0
+    assert result.outcome.where == "next step"
+    assert result.outcome.second == result.outcome.first + 1
+
+
+def test_after_a_line_that_both_lack_trajectories_are_still_compared(runs):
+    for run in runs:
+        remove(run / "metrics.jsonl", steps_of(run)[0])
+    assert compare_runs(*runs).is_same
+
+    file = runs[1] / "trajectories.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    last = max(n for n, record in enumerate(records) if record["split"] == "train")
+    edit(file, lambda record: record.update(reward=record["reward"] + 1.0), line=last)
+    outcome = compare_runs(*runs).outcome
+    assert outcome is not None and outcome.where.endswith("reward")
+
+
+def test_runs_without_a_step_are_not_the_same(runs):
+    for run in runs:
+        remove(run / "metrics.jsonl", *steps_of(run))
+    result = compare_runs(*runs)
+    assert not result.is_same and "neither run has a recorded step" in result.notes[-1]
+
+
+def test_nan_that_is_nan_again_is_no_difference_and_damaged_lines_are_noted(runs):
+    for run in runs:
+        edit(
+            run / "metrics.jsonl",
+            lambda record: record.update(loss=math.nan),
+            line=steps_of(run)[0],
+        )
+        with (run / "trajectories.jsonl").open("a") as stream:
+            stream.write('{"step": 9, "cut off')
+    result = compare_runs(*runs)
+    assert result.is_same
+    assert len([note for note in result.notes if "damaged" in note]) == 2
 
 
 def test_nested_values_differ_by_their_paths():

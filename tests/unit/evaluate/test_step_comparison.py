@@ -1,13 +1,23 @@
 """Recorded and repeated numbers: what counts as equal, as rounding, and as the first difference."""
 
 import json
+import math
+from contextlib import closing
+from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.evaluate.step_comparison import StepComparison, first_difference, is_time
+from jax_agent_rl.evaluate.step_comparison import (
+    StepComparison,
+    compare_weights,
+    depends_on_time,
+    first_difference,
+)
+from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.run_dir import restore_trajectory, trajectory_record
 from tests.trajectories import trajectory
 
@@ -38,7 +48,14 @@ def test_the_first_difference_is_the_first_in_the_order_of_a_step():
 
 @pytest.mark.parametrize(
     ("recorded", "repeated", "is_rounding"),
-    [(1.0, 1.0009, True), (1.0, 1.002, False), (1e-9, 2e-9, True), (None, 0.0, False)],
+    [
+        (1.0, 1.0009, True),
+        (1.0, 1.002, False),
+        (1e-9, 2e-9, True),
+        (None, 0.0, False),
+        (math.nan, 0.0, False),
+        (math.inf, 0.0, False),
+    ],
 )
 def test_rounding_is_a_thousandth(recorded: float | None, repeated: float, is_rounding: bool):
     comparison = StepComparison(what="metrics")
@@ -47,6 +64,31 @@ def test_rounding_is_a_thousandth(recorded: float | None, repeated: float, is_ro
     assert comparison.is_rounding is is_rounding
 
 
-def test_what_says_how_fast_a_step_was_is_not_compared():
-    assert is_time("learner_seconds") and is_time("adapter/one/learner_tokens_per_second")
-    assert not is_time("loss")
+def test_nan_that_is_nan_again_is_equal():
+    comparison = StepComparison(what="metrics")
+    comparison.add("loss", math.nan, math.nan)
+    assert (comparison.equal, comparison.first) == (1, None)
+
+
+def test_an_infinite_difference_is_null_in_json():
+    comparison = StepComparison(what="metrics")
+    comparison.add("loss", 1.0, None)
+    assert json.loads(json.dumps(comparison.summary(), allow_nan=False))["largest"] is None
+
+
+def test_weights_that_are_not_finite_are_more_than_rounding(tmp_path: Path):
+    saved = {"kernel": jnp.ones(3), "bias": jnp.zeros(2)}
+    with closing(Checkpointer(tmp_path, keep=1)) as checkpointer:
+        checkpointer.save(1, saved, {})
+        checkpointer.wait()
+        assert compare_weights(checkpointer, tmp_path, 1, saved).first is None
+        repeated = {**saved, "kernel": jnp.asarray([1.0, jnp.nan, 1.0])}
+        comparison = compare_weights(checkpointer, tmp_path, 1, repeated)
+    assert (comparison.equal, comparison.compared) == (1, 2)
+    assert comparison.first is not None and not comparison.is_rounding
+
+
+def test_what_depends_on_time_is_not_compared():
+    assert depends_on_time("learner_seconds")
+    assert depends_on_time("adapter/one/learner_tokens_per_second")
+    assert not depends_on_time("loss")

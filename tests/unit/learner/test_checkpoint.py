@@ -1,9 +1,11 @@
 """Checkpoints: what is saved comes back, only the newest stay, and the wrong ones are refused."""
 
+from contextlib import closing
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jax_agent_rl.errors import CheckpointError
@@ -30,6 +32,30 @@ def test_the_newest_state_and_progress_come_back(checkpointer: Checkpointer):
     assert step == 3
     assert progress == {"step": 3, "nested": {"a": [1, None]}}
     np.testing.assert_array_equal(restored["params"]["w"], [3.0] * 3)
+
+
+def test_who_only_reads_leaves_the_checkpoint_that_another_process_writes(
+    checkpointer: Checkpointer, tmp_path: Path
+):
+    checkpointer.save(1, state(1), {})
+    checkpointer.wait()
+    folder = tmp_path / "checkpoints"
+    unfinished = folder / f"2{ocp.utils.TMP_DIR_SUFFIX}1"
+    unfinished.mkdir()
+
+    with closing(Checkpointer(folder, keep=2, read_only=True)) as reader:
+        step, restored, _ = reader.restore(state(0))
+    assert step == 1 and restored["updates"] == 1
+    assert unfinished.is_dir()
+
+    with closing(Checkpointer(folder, keep=2)):
+        assert not unfinished.exists(), "a run that goes on removes what was abandoned"
+
+
+def test_who_only_reads_makes_no_folder(tmp_path: Path):
+    with closing(Checkpointer(tmp_path / "none", keep=2, read_only=True)) as reader:
+        assert reader.steps == []
+    assert not (tmp_path / "none").exists()
 
 
 def test_only_the_newest_are_kept(checkpointer: Checkpointer, tmp_path: Path):

@@ -77,6 +77,12 @@ def test_the_entropy_of_a_turn_is_minus_the_mean_logprob_of_its_ids():
     assert "duplicate_share" not in metrics, "one member has nobody to repeat"
 
 
+def test_logprobs_that_are_not_finite_do_not_count():
+    logprobs = [math.nan, math.log(0.25), 0.0, math.nan]
+    one = trajectory([1], [5, 6, 9, 7], mask=MASK, logprobs=logprobs)
+    assert diversity_metrics([group(one)]) == {"turn_entropy/1": pytest.approx(2 * math.log(2))}
+
+
 @given(st.lists(st.lists(st.integers(2, 3), min_size=4, max_size=4), min_size=2, max_size=6))
 def test_without_duplicates_all_shares_say_so_and_copies_are_all_duplicates(rows: list[list[int]]):
     members = [made(*ids, index=number) for number, ids in enumerate(rows)]

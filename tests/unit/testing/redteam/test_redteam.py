@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,18 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from jax_agent_rl.cli import app
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.testing.redteam import on_sandboxes
-from jax_agent_rl.testing.redteam.attack import Attack, AttackVerdict, Surface
-from jax_agent_rl.testing.redteam.run import page, run_attacks, summary
+from jax_agent_rl.testing.redteam.attack import Attack, AttackResult, AttackVerdict, Surface
+from jax_agent_rl.testing.redteam.run import MAX_EVIDENCE, page, run_attacks, summary
 from jax_agent_rl.testing.redteam.suite import attacks
-from jax_agent_rl.testing.redteam.targets import ServerTarget, require_loopback
+from jax_agent_rl.testing.redteam.targets import (
+    EndpointTarget,
+    SandboxFusionPrograms,
+    ServerTarget,
+    ToolServerPrograms,
+    require_loopback,
+)
 from tests.capabilities import needs_bwrap
 from tests.messages import raises
 from tests.redteam_targets import (
@@ -42,12 +50,16 @@ def names(surface: Surface, *, without: set[str] = frozenset()) -> list[str]:
     return [attack.name for attack in of(surface) if attack.name not in without]
 
 
-async def verdict_on(name: str, target) -> AttackVerdict:
+async def result_on(name: str, target) -> AttackResult:
     chosen = [attack for attack in attacks() if attack.name == name]
     (result,) = await run_attacks(
         chosen, {chosen[0].surface: [target]}, print_line=lambda line: None
     )
-    return result.verdict
+    return result
+
+
+async def verdict_on(name: str, target) -> AttackVerdict:
+    return (await result_on(name, target)).verdict
 
 
 def test_every_attack_has_a_name_of_its_own_and_an_aim():
@@ -134,6 +146,97 @@ async def test_a_server_that_takes_everything_is_broken(name: str, unprotected_s
     assert await verdict_on(name, unprotected_server) is AttackVerdict.BROKE
 
 
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("sandbox-memory", ToolServerPrograms),
+        ("sandbox-output", SandboxFusionPrograms),
+        ("endpoint-user-control-tokens", partial(EndpointTarget, model="m")),
+        ("server-two-lengths", partial(ServerTarget, path="/json")),
+    ],
+)
+async def test_a_server_that_is_not_there_has_not_held(name: str, target):
+    url = f"http://127.0.0.1:{closed_port()}"
+    assert await verdict_on(name, target(url=url)) is AttackVerdict.NOT_APPLICABLE
+
+
+class Programs:
+    """Runs programs until one asks for memory, and refuses all from then on.
+
+    Attributes:
+        ends: whether such a program ends it; else only that one is refused.
+    """
+
+    name = "fragile"
+
+    def __init__(self, *, ends: bool) -> None:
+        self.ends = ends
+        self.has_ended = False
+
+    async def run(self, program: str) -> str:
+        asks_for_memory = "held.append" in program
+        if self.ends and asks_for_memory:
+            self.has_ended = True
+        if self.has_ended or asks_for_memory:
+            raise ToolError("broke off the connection")
+        return on_sandboxes.MARK
+
+
+async def test_a_target_that_an_attack_has_ended_is_broken():
+    assert await verdict_on("sandbox-memory", Programs(ends=True)) is AttackVerdict.BROKE
+    assert await verdict_on("sandbox-memory", Programs(ends=False)) is AttackVerdict.HELD
+
+
+async def test_a_server_that_ends_after_a_deep_request_is_broken():
+    ended = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"Content-Length: 2\r\n" in head:
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        else:
+            server.close()
+            ended.set()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    target = ServerTarget(url=f"http://127.0.0.1:{port}", path="/json")
+    result = await result_on("server-deep-json", target)
+    assert ended.is_set()
+    assert result.verdict is AttackVerdict.BROKE and "cannot be reached" in result.evidence
+
+
+async def test_lengths_that_never_change_tell_nothing():
+    class Constant:
+        name = "says 7 to everything"
+
+        async def prompt_length(self, messages: object) -> int:
+            return 7
+
+    result = await result_on("endpoint-user-control-tokens", Constant())
+    assert result.verdict is AttackVerdict.NOT_APPLICABLE
+
+
+async def test_an_error_of_one_target_does_not_end_the_others():
+    class Unhandled:
+        name = "raises"
+
+        async def run(self, program: str) -> str:
+            raise RuntimeError("x" * 10_000)
+
+    chosen = [attack for attack in attacks() if attack.name == "sandbox-clock"]
+    targets = {Surface.SANDBOX: [Unhandled(), Programs(ends=False)]}
+    results = await run_attacks(chosen, targets, print_line=lambda line: None)
+    assert [result.target for result in results] == ["raises", "fragile"]
+    assert "RuntimeError" in results[0].evidence and len(results[0].evidence) <= MAX_EVIDENCE
+
+
 @needs_bwrap
 def test_this_installation_holds(tmp_path: Path):
     html = tmp_path / "redteam.html"
@@ -160,7 +263,16 @@ async def test_evidence_is_text_on_the_page():
     assert "<script>" not in text and "&lt;script&gt;" in text
 
 
-@pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "https://example.org", "8.8.8.8:80"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://10.0.0.1:8000",
+        "https://example.org",
+        "8.8.8.8:80",
+        "http://127.0.0.1:99999",
+        "http://[::1",
+    ],
+)
 def test_servers_elsewhere_are_not_attacked(url: str):
     with raises(ConfigError, value=url):
         require_loopback(url)
