@@ -71,6 +71,18 @@ def test_the_page_lists_every_tolerance_and_every_cause_with_its_advice():
         assert cause.advice in PAGE
 
 
+def test_gaps_that_the_page_measured_in_one_precision_are_within_its_tolerance():
+    table = PAGE.partition("| Model | Both in float32 |")[2].partition("\n\n")[0]
+    rows = table.splitlines()[2:]
+    assert len(rows) >= 3
+    for row in rows:
+        _, name, float32, _, bfloat16, _ = row.split("|")
+        for cell, precision in ((float32, "float32"), (bfloat16, "bfloat16")):
+            mean, largest = map(float, cell.split(","))
+            allowed = JAX_ENGINE[precision]
+            assert mean <= allowed.mean and largest <= allowed.token, name
+
+
 @pytest.mark.parametrize("wrong", [[0.1, 0.2], [0.0, 0.0], [0.1, -1.0]])
 def test_a_tolerance_that_cannot_be_is_refused(wrong):
     with raises(ConfigError, key="agreement_tolerance"):
