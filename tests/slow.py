@@ -482,6 +482,7 @@ NIGHTLY = {
     "unit/learner/test_meshes.py::test_a_mesh_gives_the_loss_and_gradient_of_one_device[nf4]": "compiles for eight devices; tests/unit/learner/test_precision.py has four bits on one",
     "unit/models/test_sharded_families.py::test_a_mesh_reads_and_trains_a_family_as_one_device_does[olmo3": "compiles two families for eight devices; `--all` has others with their kinds of layers",
     "unit/models/test_sharded_families.py::test_a_mesh_reads_and_trains_a_family_as_one_device_does[qwen2": "compiles three families for eight devices; `--all` has others with their kinds of layers",
+    "unit/models/test_sharded_families.py::test_a_mesh_reads_and_trains_a_family_as_one_device_does[qwen3_5": "compiles another family for eight devices; `--all` has Qwen3-Next, with its kinds of layers",
     "unit/runtime/test_multihost.py::test_one_and_four_processes_go_on_from_what_two_saved": "seven processes; `--all` has one that goes on from what two saved",
     "unit/testing/simulate/test_simulation.py::test_a_session_whose_server_is_full_waits_where_its_context_is_dear": "simulates thousands of sessions; `--all` has those that move",
 }
