@@ -273,10 +273,11 @@ class FakeSglang:
     async def _scores(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
         ids = body["input_ids"]
         log_probs = log_softmax(self.table[ids[:-1]].astype(np.float64))
-        entries: list[Any] = [[None, ids[0], None]]
+        named = [0 if token == VOCABULARY - 1 else token for token in ids]  # as SGLang does
+        entries: list[Any] = [[None, named[0], None]]
         top: list[Any] = [None]
-        for row, token in zip(log_probs, ids[1:], strict=True):
-            entries.append([float(row[token]), token, None])
+        for row, token, name in zip(log_probs, ids[1:], named[1:], strict=True):
+            entries.append([float(row[token]), name, None])
             likeliest = np.argsort(-row)[: body["top_logprobs_num"]]
             top.append([[float(row[index]), int(index), None] for index in likeliest])
         meta: dict[str, Any] = {"input_token_logprobs": entries}

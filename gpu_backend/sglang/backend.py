@@ -598,7 +598,13 @@ class SglangBackend:
         with self._malformed_is_an_error():
             if scored is None:
                 raise ValueError("no scores")
-            return _read_scores(scored, token_ids, start=start, top_k=top_k)
+            return _read_scores(
+                scored,
+                token_ids,
+                vocab_size=self._settings.vocab_size,
+                start=start,
+                top_k=top_k,
+            )
 
     async def abort(self, request_id: str) -> bool:
         live = self._live.get(request_id)
@@ -960,7 +966,12 @@ def _precision(info: wire.ServerInfo) -> str:
 
 
 def _read_scores(
-    scored: wire.ScoresInfo, token_ids: Sequence[int], *, start: int, top_k: int
+    scored: wire.ScoresInfo,
+    token_ids: Sequence[int],
+    *,
+    vocab_size: int,
+    start: int,
+    top_k: int,
 ) -> TokenScores:
     """Return the scores of a context's ids from ``start`` on.
 
@@ -968,7 +979,11 @@ def _read_scores(
         ValueError: they are of other ids, or some are missing.
     """
     entries = scored.input_token_logprobs
-    if [token_id for _, token_id, _ in entries] != list(token_ids):
+    scored_ids = [token_id for _, token_id, _ in entries]
+    # SGLang names the vocabulary's last id 0, as it does with what stands for images. Its log-prob
+    # is that of the id itself.
+    last_as_zero = [0 if token_id == vocab_size - 1 else token_id for token_id in token_ids]
+    if scored_ids not in (list(token_ids), last_as_zero):
         raise ValueError(f"scores of {len(entries)} ids for {len(token_ids)} others")
     log_probs = []
     for log_prob, _, _ in entries[start:]:

@@ -389,12 +389,13 @@ async def test_a_server_that_is_started_serves_this_process_alone_and_ends_with_
     python = environment(tmp_path / "venv", f'exec {sys.executable} -m tests.fake_sglang "$@"')
     backend = SglangBackend(started(model, python, tmp_path), version=4, decode_text=to_text)
     footprint = Footprint.now()
+    children_before = psutil.Process().children()  # of other tests
     await backend.start()
     try:
         output = await backend.generate(request())
         assert set(output.policy_versions) == {4}
 
-        (process,) = psutil.Process().children()
+        (process,) = set(psutil.Process().children()) - set(children_before)
         (server,) = process.children()
         config = Path(server.cmdline()[-1])
         assert config.stat().st_mode & 0o077 == 0, "others could read the token"
