@@ -61,7 +61,9 @@ def test_a_tree_has_the_hidden_states_and_gradients_of_its_sequences():
     def assert_close(actual: jax.Array, reference: jax.Array) -> None:
         scale = float(jnp.abs(reference).max())
         assert scale > 0
-        np.testing.assert_allclose(actual / scale, reference / scale, atol=1e-5)
+        # A layer more rounds more than the rule alone, which tests/unit/models/test_delta_tree.py
+        # holds to 1e-5.
+        np.testing.assert_allclose(actual / scale, reference / scale, atol=3e-5)
 
     jax.tree.map(assert_close, *results)
 
