@@ -67,7 +67,8 @@ class ServerProcess:
         with listen_on("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]
         # In a file that others cannot read: a command line is shown to all users of the machine.
-        token = secrets.token_urlsafe(32)
+        # In hexadecimal: SGLang would take one that begins with a dash for an option.
+        token = secrets.token_hex(32)
         folder = make_temp_folder("jax_agent_rl-sglang-")
         arguments_file = folder / "arguments.yaml"
         arguments_file.touch(mode=0o600)

@@ -210,10 +210,10 @@ class OpenAIAgentLoop(AgentLoop):
             adapter=request.row.get("adapter"),
         )
         session = Session(
-            session_id=secrets.token_urlsafe(16),
+            session_id=secrets.token_hex(16),
             recorder=recorder,
             sampling=request.sampling,
-            api_key=secrets.token_urlsafe(24),
+            api_key=secrets.token_hex(24),
         )
         store.add(session)
         try:

@@ -328,3 +328,12 @@ def test_every_http_server_is_one_whose_routes_are_all_tried():
 
 def makes_http_server(file: Path) -> bool:
     return any(name == "HttpServer" for _, _, name in calls([file]))
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def test_no_token_begins_with_a_dash():
+    """Other programs get tokens as arguments and would take such a one for an option."""
+    found = [place(file, call) for file, call, name in calls(SOURCES) if "token_urlsafe" in name]
+    assert found == [], "take secrets.token_hex"
