@@ -48,9 +48,9 @@ agreement_unchecked: no token of five steps could be compared.
 entropy_collapse: >= 0.9 of the first steps' entropy is gone (ends < 0.8).
     Cui et al. 2025 (arXiv 2505.22617): reward is traded for entropy; once over nine tenths of it
     are spent, so is over nine tenths of the possible gain.
-duplicates: >= 0.5 (ends < 0.3) of the trajectories repeat another one of their group, counted where
-    not every answer of the group is right.
-    Our estimate: half of the rollout then tries nothing new, though there is something to find.
+repeated_failures: >= 0.4 (ends < 0.25) of the trajectories are not right and repeat another one of
+    their group.
+    Our estimate: so much of the rollout then tries nothing new, though there is something to find.
 tools_unused: not one call in a step, though tools are configured.
     Our estimate: a missing agent_name, a prompt without schemas or the wrong tool format look like
     this.
@@ -240,13 +240,13 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             ),
         ),
         Rule(
-            name="duplicates",
-            value=lambda record: record.get("unsolved_duplicate_share"),
-            begins=0.5,
-            ends=0.3,
+            name="repeated_failures",
+            value=lambda record: record.get("repeated_failure_share"),
+            begins=0.4,
+            ends=0.25,
             message=(
-                "{value:.0%} of the trajectories repeat another one of their group to the token,"
-                " in groups that are not solved"
+                "{value:.0%} of the trajectories are not right, and repeat another one of their"
+                " group to the token"
             ),
             advice=(
                 f"raise rollout.temperature={config.rollout.temperature:g} or"

@@ -25,8 +25,8 @@ def diversity_metrics(groups: Sequence[Group]) -> dict[str, float]:
     ``duplicate_share``: share of the trajectories that sampled the same ids as another one of their
     group, in all turns.
 
-    ``unsolved_duplicate_share``: the same over groups in which not every answer is right. There,
-    duplicates are attempts that tell nothing new. 0 without such groups.
+    ``repeated_failure_share``: share of the trajectories that are not right and sampled the same
+    ids as another one of their group: attempts that tell nothing new.
 
     ``turn_entropy/<n>``: minus the mean log-prob of the ids that were sampled in turn n, in nats:
     an estimate of the entropy per id.
@@ -44,15 +44,13 @@ def diversity_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if not compared:
         return metrics
 
-    unsolved = [members for members in compared if not _is_solved(members)]
+    duplicates = _duplicates(compared)
+    failures = [trajectory for trajectory in duplicates if accuracy(trajectory) < 1.0]
+    total = sum(len(members) for members in compared)
     metrics["distinct_first_actions"] = float(np.mean([_distinct_first(m) for m in compared]))
-    metrics["duplicate_share"] = _duplicate_share(compared)
-    metrics["unsolved_duplicate_share"] = _duplicate_share(unsolved)
+    metrics["duplicate_share"] = len(duplicates) / total
+    metrics["repeated_failure_share"] = len(failures) / total
     return metrics
-
-
-def _is_solved(members: Sequence[Trajectory]) -> bool:
-    return all(accuracy(trajectory) >= 1.0 for trajectory in members)
 
 
 def _distinct_first(members: Sequence[Trajectory]) -> float:
@@ -70,15 +68,15 @@ def _first_sequence(trajectory: Trajectory) -> Trajectory:
     return trajectory.segments[0] if trajectory.segments else trajectory
 
 
-def _duplicate_share(groups: Sequence[Sequence[Trajectory]]) -> float:
-    """Return the share of the trajectories that are not the only ones of their ids."""
-    duplicates = 0
-    total = 0
+def _duplicates(groups: Sequence[Sequence[Trajectory]]) -> list[Trajectory]:
+    """Return the trajectories that are not the only ones of their ids in their group."""
+    duplicates = []
     for members in groups:
         counts = Counter(_sampled_ids(trajectory) for trajectory in members)
-        duplicates += sum(count for count in counts.values() if count > 1)
-        total += len(members)
-    return duplicates / total if total else 0.0
+        for trajectory in members:
+            if counts[_sampled_ids(trajectory)] > 1:
+                duplicates.append(trajectory)
+    return duplicates
 
 
 def _sampled_ids(trajectory: Trajectory) -> tuple[tuple[int, ...], ...]:

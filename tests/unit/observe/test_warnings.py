@@ -15,7 +15,7 @@ HEALTHY = {
     "kind": "step",
     "reward_mean": 0.5,
     "zero_variance_share": 0.1,
-    "unsolved_duplicate_share": 0.1,
+    "repeated_failure_share": 0.1,
     "truncated_share": 0.0,
     "tool_error_share": 0.05,
     "tool_calls_mean": 1.2,
@@ -141,7 +141,7 @@ def test_a_healthy_run_has_no_warnings():
     ("name", "change", "advice"),
     [
         ("zero_variance", {"zero_variance_share": 0.7}, "algorithm.max_resample_rounds=3"),
-        ("duplicates", {"unsolved_duplicate_share": 0.6}, "rollout.temperature=1"),
+        ("repeated_failures", {"repeated_failure_share": 0.6}, "rollout.temperature=1"),
         ("truncated", {"truncated_share": 0.3}, "agent.max_response_length=512"),
         ("no_reward", {"reward_max": 0.0}, "jax-agent-rl doctor"),
         ("tool_errors", {"tool_error_share": 0.4}, "agent.tool_timeout"),

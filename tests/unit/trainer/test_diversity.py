@@ -33,7 +33,7 @@ def test_shares_are_those_counted_by_hand():
     ]
     metrics = diversity_metrics([group(*members)])
     assert metrics["distinct_first_actions"] == 2 / 4
-    assert metrics["duplicate_share"] == metrics["unsolved_duplicate_share"] == 2 / 4
+    assert metrics["duplicate_share"] == metrics["repeated_failure_share"] == 2 / 4
 
 
 def test_inserted_ids_are_nobodys_choice():
@@ -41,12 +41,14 @@ def test_inserted_ids_are_nobodys_choice():
     assert diversity_metrics([group(*members)])["duplicate_share"] == 1.0
 
 
-def test_duplicates_of_a_solved_group_are_no_sign_of_a_collapse():
-    solved = group(made(5, 6, 9, 7, reward=1.0), made(5, 6, 9, 7, index=1, reward=1.0))
-    mixed = group(made(5, 6, 9, 7, reward=1.0), made(5, 7, 9, 7, index=1))
-    metrics = diversity_metrics([solved, mixed])
-    assert metrics["duplicate_share"] == 2 / 4
-    assert metrics["unsolved_duplicate_share"] == 0.0
+def test_right_answers_that_are_repeated_are_no_sign_of_a_collapse():
+    right = [made(5, 6, 9, 7, index=index, reward=1.0) for index in range(3)]
+    wrong = made(5, 7, 9, 7, index=3)
+    again = made(5, 7, 9, 7, index=4)
+    metrics = diversity_metrics([group(*right, wrong)])
+    assert (metrics["duplicate_share"], metrics["repeated_failure_share"]) == (3 / 4, 0.0)
+    metrics = diversity_metrics([group(*right, wrong, again)])
+    assert (metrics["duplicate_share"], metrics["repeated_failure_share"]) == (1.0, 2 / 5)
 
 
 def test_roles_are_not_compared_with_each_other():

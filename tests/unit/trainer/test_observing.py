@@ -85,7 +85,7 @@ async def test_a_resumed_run_does_not_repeat_its_warnings(tmp_path: Path):
         trainer.runtime.config, trainer.folder, step=4, rows=[], progress=trainer.progress
     ) as watchers:
         warned = [w["name"] for w in watchers.summary()["warnings"]]
-        assert warned[0] == "no_reward" and {"zero_variance", "duplicates"} <= set(warned)
+        assert warned[0] == "no_reward" and {"zero_variance", "repeated_failures"} <= set(warned)
         assert lines == []
 
 
