@@ -32,6 +32,23 @@ def compute_score(solution_str, ground_truth):
     return float(len(solution_str) % 3 == int(ground_truth))
 """
 """The same once a file exists: until then no trajectory ends, and a test can change the run."""
+PAIR_AGENT = """
+from jax_agent_rl.agents import AgentLoop, register_agent
+from jax_agent_rl.types import FinishReason
+
+@register_agent("pair_of_noise")
+class Pair(AgentLoop):
+    roles = ("solver", "checker")
+
+    async def play(self, request):
+        made = []
+        for role in self.roles:
+            episode = self.start(request.as_role(role))
+            await episode.generate(session_ends=True, max_tokens=6)
+            made.append(episode.finish(FinishReason.ANSWER))
+        return made
+"""
+"""An agent of two roles that write noise, one after the other."""
 SMALL = {"max_concurrent_decodes": 2, "prefill_buckets": [32], "decode_steps": 4}
 """An engine with few programs, for runs whose every process compiles its own."""
 WORDS = "what is one plus two the answer three add numbers here".split()

@@ -179,11 +179,16 @@ class _Position:
     state: Any
     role_baselines: Mapping[str, float]
 
-    def trained_arrays(self) -> list[np.ndarray]:
-        """Return the parameters in training, of the policy or of every adapter, on the host."""
-        states = self.state.values() if isinstance(self.state, Mapping) else [self.state]
-        arrays = jax.tree.leaves([state.policy.params for state in states])
-        return [np.asarray(array, np.float32) for array in arrays]
+
+def _trained_arrays(state: Any) -> list[np.ndarray]:
+    """Return the parameters in training, of the policy or of every adapter, on the host.
+
+    Args:
+        state: of a learner.
+    """
+    states = state.values() if isinstance(state, Mapping) else [state]
+    arrays = jax.tree.leaves([of_policy.policy.params for of_policy in states])
+    return [np.array(array, np.float32) for array in arrays]
 
 
 class _Repeater:
@@ -312,7 +317,7 @@ async def _changed_step(
     changes: Sequence[Difference],
     step: RecordedStep,
     before: _Position,
-    after: _Position,
+    recorded_arrays: Sequence[np.ndarray],
     recorded: UpdateResult,
     notes: list[str],
 ) -> ChangedStep:
@@ -320,17 +325,17 @@ async def _changed_step(
 
     Args:
         before: where the run stood before the step.
-        after: where it stands after the step as it was recorded.
+        recorded_arrays: the parameters after the step as it was recorded.
         recorded: the update as it was recorded.
         notes: gets what could not be scored.
     """
     groups = await _score_again(config, step, notes)
-    start_arrays = before.trained_arrays()
-    recorded_change = _subtract(after.trained_arrays(), start_arrays)
+    start_arrays = _trained_arrays(before.state)
+    recorded_change = _subtract(recorded_arrays, start_arrays)
 
     repeater = _Repeater(config, before)
     update = repeater.update(groups)
-    new_change = _subtract(repeater.position().trained_arrays(), start_arrays)
+    new_change = _subtract(_trained_arrays(repeater.learner.state), start_arrays)
 
     recorded_norm = _dot(recorded_change, recorded_change) ** 0.5
     new_norm = _dot(new_change, new_change) ** 0.5
@@ -430,7 +435,7 @@ async def replay(request: StepReplayRequest, *, console: Console) -> StepReplay:
             repeater.update(step.groups)
 
         step = steps[-1]
-        before = repeater.position()
+        before = repeater.position() if changes else None
         if any(change.key.startswith("reward.") for change in changes):
             result.notes.append("the recorded rewards were not computed again: their code changes")
         else:
@@ -451,11 +456,11 @@ async def replay(request: StepReplayRequest, *, console: Console) -> StepReplay:
                 f"step {step.number} has no checkpoint: the weights after it were not compared"
             )
 
-        if changes:
+        if before is not None:
             progress.phase(f"changing step {step.number}")
-            after = repeater.position()
+            recorded_arrays = _trained_arrays(repeater.learner.state)
             del repeater  # its arrays make room for the next learner's
             result.change = await _changed_step(
-                config, changes, step, before, after, update, result.notes
+                config, changes, step, before, recorded_arrays, update, result.notes
             )
     return result

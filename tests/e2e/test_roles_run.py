@@ -11,32 +11,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from jax_agent_rl.observe.run_dir import read_records
-from tests.tiny_run import step_records, tiny_recipe
+from tests.tiny_run import PAIR_AGENT, step_records, tiny_recipe
 from tests.warm import python
 
-AGENT = """
-from jax_agent_rl.agents import AgentLoop, register_agent
-from jax_agent_rl.types import FinishReason
-
-@register_agent("pair_of_noise")
-class Pair(AgentLoop):
-    roles = ("solver", "checker")
-
-    async def play(self, request):
-        made = []
-        for role in self.roles:
-            episode = self.start(request.as_role(role))
-            await episode.generate(session_ends=True, max_tokens=6)
-            made.append(episode.finish(FinishReason.ANSWER))
-        return made
-"""
 ADAPTERS = {"role_adapters": {"solver": "one", "checker": "two"}}
 LORA = {"pack_length": 64, "learning_rate": 1e-2, "lora": {"rank": 2}}
 
 
 def recipe(folder: Path, *, agent=None, **sections) -> Path:
     folder.mkdir(parents=True)
-    (folder / "agent.py").write_text(AGENT)
+    (folder / "agent.py").write_text(PAIR_AGENT)
     agent_keys = {
         "module": str(folder / "agent.py"),
         "default_agent": "pair_of_noise",

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from jax_agent_rl.cli import app
 from jax_agent_rl.observe.run_dir import read_records
 from tests.messages import assert_message
-from tests.tiny_run import tiny_recipe
+from tests.tiny_run import PAIR_AGENT, tiny_recipe
 from tests.warm import python
 
 CONSTANT_REWARD = """
@@ -23,22 +23,6 @@ def compute_score(solution_str, ground_truth):
     return 1.0
 """
 
-ROLES_AGENT = """
-from jax_agent_rl.agents import AgentLoop, register_agent
-from jax_agent_rl.types import FinishReason
-
-@register_agent("pair_of_noise")
-class Pair(AgentLoop):
-    roles = ("solver", "checker")
-
-    async def play(self, request):
-        made = []
-        for role in self.roles:
-            episode = self.start(request.as_role(role))
-            await episode.generate(session_ends=True, max_tokens=6)
-            made.append(episode.finish(FinishReason.ANSWER))
-        return made
-"""
 LIMITS = {"tool_format": "hermes", "max_prompt_length": 32, "max_response_length": 16}
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -82,7 +66,7 @@ def train(folder: Path, **sections: dict[str, Any]) -> Path:
     """Trains four steps with checkpoints of the second and the fourth; returns the run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if "default_agent" in sections.get("agent", {}):
-        (folder / "agent.py").write_text(ROLES_AGENT)
+        (folder / "agent.py").write_text(PAIR_AGENT)
         sections["agent"] = {**sections["agent"], "module": str(folder / "agent.py")}
     recipe = tiny_recipe(folder, **{"trainer": {"steps": 4, "checkpoint_every": 2}, **sections})
     result = in_process("train", recipe)

@@ -93,7 +93,7 @@ def attack(name: str, surface: Surface, *, seconds: float = 60.0) -> Callable[[A
 
     def register(attempt: Attempt) -> Attempt:
         aim = inspect.getdoc(attempt) or ""
-        _REGISTRY.append(
+        register_attack(
             Attack(
                 name=name,
                 surface=surface,
@@ -105,6 +105,11 @@ def attack(name: str, surface: Surface, *, seconds: float = 60.0) -> Callable[[A
         return attempt
 
     return register
+
+
+def register_attack(new_attack: Attack) -> None:
+    """Add an attack to those of ``redteam``."""
+    _REGISTRY.append(new_attack)
 
 
 def registered_attacks() -> list[Attack]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
-from jax_agent_rl.testing.redteam.attack import NotApplicableError, Surface, attack
+from jax_agent_rl.testing.redteam.attack import (
+    Attack,
+    NotApplicableError,
+    Surface,
+    register_attack,
+)
 
 TESTS = "assert f(2) == 4\nassert f(3) == 9\nassert f(5) == 25"
 
@@ -94,61 +100,29 @@ async def _passes_wrongly(target: TestRunner, program: str) -> str:
     return "a wrong program passed" if await target.passes(program, TESTS) else ""
 
 
-@attack("tests-wrong-program", Surface.TESTS)
-async def wrong_program(target: TestRunner) -> str:
-    """Pass without a trick."""
-    return await _passes_wrongly(target, _WRONG)
+_ATTACKS = {
+    "tests-wrong-program": ("Pass without a trick", _WRONG),
+    "tests-exit": ("End with success before anything is compared", "import os\nos._exit(0)"),
+    "tests-exit-in-call": (
+        "End with success within a call",
+        "import sys\ndef f(x): sys.exit(0)",
+    ),
+    "tests-exit-later": ("End with success at exit, on signals, from a thread", _EXITS_LATER),
+    "tests-equal-to-all": ("Return an object that equals everything", _EQUALS_ALL),
+    "tests-builtins": ("Replace what the tests compare with", _REPLACES_BUILTINS),
+    "tests-read-frames": ("Read the expected results in the caller's memory", _READS_FRAMES),
+    "tests-read-files": ("Read the expected results in files", _READS_FILES),
+    "tests-trace": ("Change the tests' variables by a trace function", _TRACES),
+    "tests-forged-answers": ("Write the verdict into every open file", _ANSWERS_EVERYWHERE),
+}
+"""By name: the aim, and the wrong program that is to pass."""
 
-
-@attack("tests-exit", Surface.TESTS)
-async def exit_with_success(target: TestRunner) -> str:
-    """End with success before anything is compared."""
-    return await _passes_wrongly(target, "import os\nos._exit(0)")
-
-
-@attack("tests-exit-in-call", Surface.TESTS)
-async def exit_in_call(target: TestRunner) -> str:
-    """End with success within a call."""
-    return await _passes_wrongly(target, "import sys\ndef f(x): sys.exit(0)")
-
-
-@attack("tests-exit-later", Surface.TESTS)
-async def exit_later(target: TestRunner) -> str:
-    """End with success at exit, on signals, from a thread."""
-    return await _passes_wrongly(target, _EXITS_LATER)
-
-
-@attack("tests-equal-to-all", Surface.TESTS)
-async def equal_to_all(target: TestRunner) -> str:
-    """Return an object that equals everything."""
-    return await _passes_wrongly(target, _EQUALS_ALL)
-
-
-@attack("tests-builtins", Surface.TESTS)
-async def replace_builtins(target: TestRunner) -> str:
-    """Replace what the tests compare with."""
-    return await _passes_wrongly(target, _REPLACES_BUILTINS)
-
-
-@attack("tests-read-frames", Surface.TESTS)
-async def read_frames(target: TestRunner) -> str:
-    """Read the expected results in the caller's memory."""
-    return await _passes_wrongly(target, _READS_FRAMES)
-
-
-@attack("tests-read-files", Surface.TESTS)
-async def read_files(target: TestRunner) -> str:
-    """Read the expected results in files."""
-    return await _passes_wrongly(target, _READS_FILES)
-
-
-@attack("tests-trace", Surface.TESTS)
-async def trace_tests(target: TestRunner) -> str:
-    """Change the tests' variables by a trace function."""
-    return await _passes_wrongly(target, _TRACES)
-
-
-@attack("tests-forged-answers", Surface.TESTS)
-async def forge_answers(target: TestRunner) -> str:
-    """Write the verdict into every open file."""
-    return await _passes_wrongly(target, _ANSWERS_EVERYWHERE)
+for _name, (_aim, _program) in _ATTACKS.items():
+    register_attack(
+        Attack(
+            name=_name,
+            surface=Surface.TESTS,
+            aim=_aim,
+            attempt=functools.partial(_passes_wrongly, program=_program),
+        )
+    )

@@ -33,14 +33,14 @@ def require_loopback(url: str) -> str:
     """Return a URL whose host is this machine, without a slash at its end.
 
     Raises:
-        ConfigError: it is no URL, or another machine's: only what runs here is attacked.
+        ConfigError: it is not a URL, or another machine's: only what runs here is attacked.
     """
     try:
         address = urllib.parse.urlsplit(url)
         host = address.hostname
         _ = address.port  # a ValueError if it is no port
     except ValueError as error:
-        raise ConfigError(f"{url} is no URL: {error}") from None
+        raise ConfigError(f"{url} is not a URL: {error}") from None
     if host is None or not is_loopback(host):
         raise ConfigError(
             f"{url} is not on this machine; redteam attacks servers on loopback only, such as"
@@ -49,7 +49,7 @@ def require_loopback(url: str) -> str:
     return url.rstrip("/")
 
 
-async def post_json(url: str, body: Any, *, headers: Mapping[str, str] | None = None) -> Any:
+async def post_json(url: str, body: Any) -> Any:
     """Return the JSON that a server answers.
 
     Raises:
@@ -62,7 +62,6 @@ async def post_json(url: str, body: Any, *, headers: Mapping[str, str] | None = 
         timeout=REQUEST_SECONDS,
         timeout_key="the limit of an attack",
         error=ToolError,
-        headers=headers,
     )
     try:
         return await service.post(body)
