@@ -167,6 +167,27 @@ class JetStreamConfig(Section):
         return value
 
 
+class VerifiedEngineConfig(Section):
+    """What an engine is held to whose new weights are verified by the log-probs it computes."""
+
+    require_probe: bool = Field(
+        default=True, description="Refuse weights that come without log-probs to verify them."
+    )
+    max_logprob_difference: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Maximum log-prob difference allowed by the verification; null: 1e-3 in float32, else"
+            " 0.5."
+        ),
+    )
+    mean_logprob_difference: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum mean log-prob difference; null: 1e-4 in float32, else 0.05.",
+    )
+
+
 VLLM_ARGUMENTS_SET: Mapping[str, str] = {
     "model": "model.path",
     "max_model_len": "rollout.max_model_len",
@@ -202,7 +223,7 @@ VLLM_ARGUMENTS_SET: Mapping[str, str] = {
 """Argument of vLLM's engine -> the key that sets it; empty if the backend does."""
 
 
-class VllmConfig(Section):
+class VllmConfig(VerifiedEngineConfig):
     """The vLLM engine (rollout.backend: vllm), on CUDA, CPU or TPU."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -252,22 +273,6 @@ class VllmConfig(Section):
             }
         },
     )
-    require_probe: bool = Field(
-        default=True, description="Refuse weights that come without log-probs to verify them."
-    )
-    max_logprob_difference: float | None = Field(
-        default=None,
-        gt=0,
-        description=(
-            "Maximum log-prob difference allowed by the verification; null: 1e-3 in float32, else"
-            " 0.5."
-        ),
-    )
-    mean_logprob_difference: float | None = Field(
-        default=None,
-        gt=0,
-        description="Maximum mean log-prob difference; null: 1e-4 in float32, else 0.05.",
-    )
 
     @field_validator("engine_args")
     @classmethod
@@ -303,7 +308,7 @@ SGLANG_ARGUMENTS_SET: Mapping[str, str] = {
 """Argument of SGLang's server -> the key that sets it; empty if the backend does."""
 
 
-class SglangConfig(Section):
+class SglangConfig(VerifiedEngineConfig):
     """An engine behind SGLang's server (rollout.backend: sglang).
 
     The server at each of ``rollout.urls``, or else one that is started.
@@ -360,22 +365,6 @@ class SglangConfig(Section):
         json_schema_extra={
             "additionalProperties": {"type": ["boolean", "number", "string", "null"]}
         },
-    )
-    require_probe: bool = Field(
-        default=True, description="Refuse weights that come without log-probs to verify them."
-    )
-    max_logprob_difference: float | None = Field(
-        default=None,
-        gt=0,
-        description=(
-            "Maximum log-prob difference allowed by the verification; null: 1e-3 in float32, else"
-            " 0.5."
-        ),
-    )
-    mean_logprob_difference: float | None = Field(
-        default=None,
-        gt=0,
-        description="Maximum mean log-prob difference; null: 1e-4 in float32, else 0.05.",
     )
 
     @field_validator("server_args")
