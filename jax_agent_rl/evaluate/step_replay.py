@@ -53,7 +53,7 @@ from jax_agent_rl.runtime.engines import one_program
 from jax_agent_rl.runtime.policy_choice import checkpoint_folder, recorded_tree, run_config
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
 from jax_agent_rl.trainer.record import RunRecord
-from jax_agent_rl.trainer.step import select_step, shaped, update_role_baselines
+from jax_agent_rl.trainer.step import role_baselines_after, select_step, shaped
 from jax_agent_rl.types import Group, Trajectory
 
 CHANGEABLE_SECTIONS = ("algorithm", "critic", "learner", "reward")
@@ -177,7 +177,7 @@ class _Position:
     """
 
     state: Any
-    role_baselines: Mapping[str, float]
+    role_baselines: dict[str, float]
 
 
 def _trained_arrays(state: Any) -> list[np.ndarray]:
@@ -202,7 +202,7 @@ class _Repeater:
     def __init__(self, config: Config, start: _Position | None = None) -> None:
         self.config = config
         self.learner = _open_learner(config)
-        self.role_baselines: Mapping[str, float] = {}
+        self.role_baselines: dict[str, float] = {}
         if start is not None:
             _require_same_arrays(self.learner.state, start.state)
             self.learner.state = start.state
@@ -222,10 +222,7 @@ class _Repeater:
         """Learn from the groups of a step, as a trainer does."""
         algorithm = self.config.algorithm
         selection = select_step(groups, algorithm, self.role_baselines)
-        if algorithm.adv_estimator == "rae":
-            self.role_baselines = update_role_baselines(
-                self.role_baselines, groups, turn_reward=algorithm.turn_reward
-            )
+        self.role_baselines = role_baselines_after(self.role_baselines, groups, algorithm)
         if not selection.groups:
             return UpdateResult(metrics={}, skipped=False)
         return self.learner.update(selection.groups, masked=selection.masked)

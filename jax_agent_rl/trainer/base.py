@@ -37,10 +37,10 @@ from jax_agent_rl.trainer.step import (
     Step,
     all_trajectories,
     evaluation_sampling,
+    role_baselines_after,
     select_step,
     shaped,
     training_sampling,
-    update_role_baselines,
 )
 from jax_agent_rl.types import DropReason, Group, PauseMode, SamplingParams
 from jax_agent_rl.utils.text import counted
@@ -256,12 +256,9 @@ class Trainer:
         record.accuracy_after = None
         record.cursor = self.runtime.cursor.state()
         record.lost_batches = self._guard.lost_batches
-        if config.algorithm.adv_estimator == "rae":
-            record.role_baselines = update_role_baselines(
-                record.role_baselines,
-                batch.groups,
-                turn_reward=config.algorithm.turn_reward,
-            )
+        record.role_baselines = role_baselines_after(
+            record.role_baselines, batch.groups, config.algorithm
+        )
         self.learner_idle_seconds = 0.0
         self.reporter.show_step(line)
 

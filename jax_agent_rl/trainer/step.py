@@ -201,6 +201,18 @@ def update_role_baselines(
     return updated
 
 
+def role_baselines_after(
+    role_baselines: dict[str, float], groups: Sequence[Group], algorithm: AlgorithmConfig
+) -> dict[str, float]:
+    """Return the role baselines after a step; estimators other than RAE have none to update.
+
+    For the arguments see :func:`update_role_baselines`.
+    """
+    if algorithm.adv_estimator != "rae":
+        return role_baselines
+    return update_role_baselines(role_baselines, groups, turn_reward=algorithm.turn_reward)
+
+
 def _baseline_key(trajectory: Trajectory) -> str:
     """Return the data source and the role of a trajectory: what shares a running baseline."""
     return f"{trajectory.row.get('data_source')}/{trajectory.role or ''}"
