@@ -122,10 +122,11 @@ async def test_priorities(client: CheckClient) -> None:
     finally:
         for task in tasks:
             task.cancel()
+    # Halves, and not the very first and last: answers of a backend in another process may overtake
+    # each other on their way.
+    half = len(done) // 2
     cause = f"priorities are ignored, or their order is reversed: {done}"
-    # One more than the slots: where each engine has a single one, its two first requests run one
-    # after the other.
-    assert done[: slots + 1].count("first") == done[-slots - 1 :].count("last") == 2, cause
+    assert done[:half].count("first") == done[-half:].count("last") == 2, cause
 
 
 @check()
