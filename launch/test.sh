@@ -17,6 +17,8 @@ source "$ROOT/launch/vllm_environment.sh"
 source "$ROOT/launch/sglang_environment.sh"
 # shellcheck source=launch/harbor_environment.sh
 source "$ROOT/launch/harbor_environment.sh"
+# shellcheck source=launch/run_tests.sh
+source "$ROOT/launch/run_tests.sh"
 # shellcheck source=launch/harnesses.sh
 source "$ROOT/launch/harnesses.sh"
 help_or_go_on "${BASH_SOURCE[0]}" "$@"
@@ -30,7 +32,6 @@ VLLM_SELECTED="vllm and not nightly"
 HARBOR_SELECTED="harbor and not nightly"
 TYPED=(jax_agent_rl gpu_backend) # empty: what pyproject.toml includes, benchmarks and tests too
 ALL=0                            # 1: slow tests too; the files that took longest are listed
-UNSTEADY=0                       # tests that failed beside others and passed alone
 while true; do
   case "${1:-}" in
     --dry-run) DRY_RUN=1 ;;
@@ -63,6 +64,7 @@ if [ "$ALL" = 1 ]; then WORKERS=3; fi
 SIDE_BY_SIDE=(-n "$WORKERS" --no-loadscope-reorder)
 VLLM_SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
 if [ $# -gt 0 ]; then
+  MOST_REPEATED=0
   SELECTED="not vllm and not sglang and not harnesses"
   VLLM_SELECTED=vllm
   HARBOR_SELECTED=harbor
@@ -124,38 +126,6 @@ test_structure() {
   if [ "$DRY_RUN" = 1 ]; then cat "$found"; fi
   rm "$found"
   SELECTED="$SELECTED and not structural"
-}
-
-# run_tests PYTHON ARGUMENTS…: runs tests. Where a few fail, these run once more, alone: on a busy machine a test may wait for
-# too short a time. What fails again fails the part; what passes then is named, and is to be mended too.
-MOST_REPEATED=5
-run_tests() {
-  local python="$1"
-  shift
-  local cache failed count
-  cache="$(mktemp -d)"
-  if run "$python" -m pytest -o "cache_dir=$cache" "$@"; then
-    rm -r "$cache"
-    return
-  fi
-  failed="$cache/v/cache/lastfailed"
-  count=0
-  if [ -e "$failed" ]; then count="$("$python" -c 'import json, sys; print(len(json.load(open(sys.argv[1]))))' "$failed")"; fi
-  if [ "$count" = 0 ] || [ "$count" -gt "$MOST_REPEATED" ]; then
-    rm -r "$cache"
-    return 1
-  fi
-  say "$count failed: once more, alone"
-  cat "$failed"
-  echo
-  # The last -n holds: no worker beside this process.
-  if ! run "$python" -m pytest -o "cache_dir=$cache" "$@" --last-failed --last-failed-no-failures=none -n 0 -vv; then
-    rm -r "$cache"
-    return 1
-  fi
-  rm -r "$cache"
-  UNSTEADY=$((UNSTEADY + count))
-  say "unsteady: the tests named above failed beside others and passed alone"
 }
 
 # The environments of the parts that follow, while the main part runs.

