@@ -25,7 +25,7 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.models.config import DecoderConfig, Experts, Rope
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from tests.agreement_testbed import GEMMA, LLAMA, MOE, SHAPES, conversations, jax_engine
-from tests.tiny import GEMMA4, GEMMA4_SMALL, OLMO3, tiny_params
+from tests.tiny import GEMMA4, GEMMA4_EXPERTS, GEMMA4_SMALL, OLMO3, tiny_params
 
 SIGMOID = Experts(
     count=8,
@@ -51,6 +51,7 @@ FAMILIES = {
     ),
     "gemma3": GEMMA,
     "gemma4": replace(GEMMA4, vocab_size=LLAMA.vocab_size),
+    "gemma4 experts": replace(GEMMA4_EXPERTS, vocab_size=LLAMA.vocab_size),
     "gemma4 small": replace(GEMMA4_SMALL, vocab_size=LLAMA.vocab_size),
     "qwen3_moe": MOE,
     "glm4_moe": replace(

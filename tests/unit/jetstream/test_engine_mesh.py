@@ -21,10 +21,10 @@ from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
-from jax_agent_rl.models.config import DeltaNet, Experts, LatentAttention, Rope
+from jax_agent_rl.models.config import DeltaNet, Experts, GlobalAttention, LatentAttention, Rope
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
-from tests.tiny import TINY, tiny_adapter, tiny_params
+from tests.tiny import GEMMA4_EXPERTS, TINY, tiny_adapter, tiny_params
 
 base = replace(TINY, vocab_size=96, num_layers=2, num_heads=8, num_kv_heads=8)
 MODELS = {
@@ -40,6 +40,11 @@ MODELS = {
             count=8, per_token=2, intermediate_size=16, normalize=True, bias=True,
             scoring="sigmoid", correction=True, shared_size=16, shared_gated=True,
         ),
+    ),
+    "experts beside dense": replace(
+        GEMMA4_EXPERTS, vocab_size=96, num_layers=2, num_heads=8, num_kv_heads=4,
+        windowed_layers=(True, False),
+        global_attention=GlobalAttention(num_kv_heads=1, head_dim=16, keys_as_values=True),
     ),
     "latents": replace(
         base, head_dim=12, rope=Rope(interleaved=True),
@@ -129,6 +134,7 @@ print(json.dumps(part))
         ("dense", {"tensor": 8}, {"quantize": "int8"}),
         ("few KV heads", {"tensor": 8}, {}),
         ("experts", {"expert": 2, "tensor": 4}, {"quantize": "int8"}),
+        ("experts beside dense", {"expert": 2, "tensor": 4}, {}),
         ("latents", {"tensor": 8}, {}),
         ("delta nets", {"tensor": 8}, {}),
     ],
@@ -142,6 +148,9 @@ def test_tokens_and_logprobs_are_those_of_one_device_over_turns_and_updates(
         assert parts.pop(name, 1) == 1, "every token is routed on every device"
     for name in ("shared_gate_up", "shared_down"):
         assert parts.pop(name, 1 / 4) == 1 / 4, "a dense network is split over tensor alone"
+    if model == "experts beside dense":
+        for name in ("gate_up", "down"):
+            assert parts.pop(name) == 1 / 4, "the dense network beside experts, in the same way"
     if model == "latents":
         for name in ("q_a", "kv_a", "cache"):
             assert parts.pop(name) == 1, "all heads read the same latents"

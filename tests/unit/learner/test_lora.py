@@ -22,6 +22,7 @@ from jax_agent_rl.models.lora import save_peft
 from tests.messages import raises
 from tests.tiny import (
     GEMMA4,
+    GEMMA4_EXPERTS,
     GEMMA4_SMALL,
     LATENT,
     OLMO3,
@@ -198,6 +199,12 @@ def test_a_quantised_base_is_near_the_model(quantize: str, error: float):
             ("delta_qkv", "delta_z", "delta_out", "q", "o", "shared_up"),
             id="delta nets",
         ),
+        pytest.param(
+            GEMMA4_EXPERTS,
+            ("q_proj", "k_proj", "v_proj", "up_proj"),
+            ("q", "global_q", "k", "global_k", "v", "up"),
+            id="experts beside dense",
+        ),
     ],
 )
 def test_adapters_of_other_mixers_train_over_a_quantized_base(
@@ -258,6 +265,7 @@ def test_a_checkpoint_of_adapters_restores(tmp_path: Path):
         pytest.param(OLMO3, LORA.targets, id="olmo3"),
         pytest.param(GEMMA4, LORA.targets, id="gemma4"),
         pytest.param(GEMMA4_SMALL, LORA.targets, id="gemma4 small"),
+        pytest.param(GEMMA4_EXPERTS, LORA.targets, id="gemma4 experts"),
         pytest.param(GLM4_MOE, OF_ATTENTION, id="glm4_moe"),
         pytest.param(DEEPSEEK_V3, OF_LATENTS, id="deepseek_v3"),
         pytest.param(QWEN3_NEXT, OF_FUSED_DELTA_NETS + OF_ATTENTION, id="qwen3_next"),

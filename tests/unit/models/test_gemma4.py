@@ -7,12 +7,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jax_agent_rl.config.learner import LoraConfig
+from jax_agent_rl.config.learner import LoraConfig, LoraTarget
 from jax_agent_rl.learner.parameterization import new_adapters
+from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.lora import read_peft, save_peft, scaled_adapter
-from tests.tiny import GEMMA4_SMALL, tiny_params
+from tests.tiny import GEMMA4_EXPERTS, GEMMA4_SMALL, tiny_params
 
 PREFIX = [5, 9, 3, 17, 20, 8, 44, 12, 6, 70, 31, 2, 14]
 BRANCHES = ([33, 4, 60, 7], [21, 90, 16, 50])
@@ -52,18 +54,31 @@ def test_branches_of_a_tree_are_computed_as_rows_of_their_own_with_equal_gradien
     jax.tree.map(check, *gradients)
 
 
-def test_adapters_are_written_under_the_names_of_their_modules_and_read_again(tmp_path: Path):
-    lora = LoraConfig(rank=2, targets=("q_proj", "k_proj", "down_proj", "per_layer_input_gate"))
-    trained = new_adapters(lora, GEMMA4_SMALL)
-    names = {"q", "global_q", "k", "global_k", "down", "wide_down", "per_layer_gate"}
+OF_BOTH: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "names"),
+    [
+        (GEMMA4_SMALL, (*OF_BOTH, "per_layer_input_gate"), {"wide_down", "per_layer_gate"}),
+        (GEMMA4_EXPERTS, OF_BOTH, set()),
+    ],
+    ids=["shared keys", "experts"],
+)
+def test_adapters_are_written_under_the_names_of_their_modules_and_read_again(
+    config: DecoderConfig, targets: tuple[LoraTarget, ...], names: set[str], tmp_path: Path
+):
+    lora = LoraConfig(rank=2, targets=targets)
+    trained = new_adapters(lora, config)
+    names = names | {"q", "global_q", "k", "global_k", "down"}
     assert trained["adapters"].keys() == names
     rng = np.random.default_rng(0)
     trained = jax.tree.map(lambda x: np.asarray(rng.standard_normal(x.shape), np.float32), trained)
 
-    save_peft(tmp_path / "adapter", lora, GEMMA4_SMALL, trained, base="x")
-    read = read_peft(tmp_path / "adapter", GEMMA4_SMALL, key="adapter")
+    save_peft(tmp_path / "adapter", lora, config, trained, base="x")
+    read = read_peft(tmp_path / "adapter", config, key="adapter")
     expected = scaled_adapter(lora, trained)
     assert read.weights.keys() == names
     jax.tree.map(np.testing.assert_array_equal, dict(read.weights), dict(expected.weights))
-    # Layers that share keys have no matrix of keys.
+    # Two windowed layers and a full one; layers that share keys have no matrix of keys.
     assert len(read.weights["k"][0]) == 2 and len(read.weights["global_k"][0]) == 1
