@@ -11,7 +11,7 @@ holds the other numbers of the function, and the penalties::
                        reward
                          │
                         (2) + rewards of turns (algorithm.turn_reward): tool rewards, or the
-                         │    share of calls that work
+                         │    share of calls that work; progress divides the reward among turns
                          ▼
                        total        S of the estimators
                          │
@@ -80,8 +80,58 @@ TURN_REWARDS: dict[str, Callable[[Sequence[ToolCallRecord]], float]] = {
     "none": lambda calls: 0.0,
     "tool_reward": lambda calls: sum(call.reward for call in calls),
     "tool_success": lambda calls: sum(call.error is None for call in calls) / len(calls),
+    "progress": lambda calls: 0.0,
 }
-"""Rewards of a turn's calls, by ``algorithm.turn_reward``."""
+"""Rewards of a turn's calls, by ``algorithm.turn_reward``. Progress adds nothing to the total: it
+divides the reward among the turns, see :func:`progress_rewards`."""
+
+PROGRESS = "progress"
+"""Key under which a reward function returns partial scores; its part ``progress/<n>`` is the score
+after turn n, from 1."""
+
+
+def partial_scores(trajectory: Trajectory, turn_scores: Sequence[float | None]) -> list[float]:
+    """Return a verifier's partial score after every turn, of all that was done until then.
+
+    These are what the reward function returned as ``progress``. Without, they are the sums of the
+    scores that an environment gave until then.
+
+    Args:
+        turn_scores: ``Turn.score`` of the turns of all its sequences, in the order of time.
+    """
+    scores = []
+    environment_total = 0.0
+    for number, turn_score in enumerate(turn_scores, start=1):
+        environment_total += turn_score or 0.0
+        reported = trajectory.reward_parts.get(f"{PROGRESS}/{number}")
+        scores.append(environment_total if reported is None else reported)
+    return scores
+
+
+def progress_rewards(scores: Sequence[float]) -> list[float]:
+    """Return what each turn earns by the difference that it made to the partial score.
+
+    The reward itself counts as the score after the last turn. The last turn gets it besides, so
+    what it earns here is what the turns before it got already. The sum is 0: with the reward, all
+    turns together earn the reward.
+
+    >>> progress_rewards([0.25, 0.75, 1.0])
+    [0.25, 0.5, -0.75]
+
+    Args:
+        scores: partial score after each turn.
+
+    References: Wang et al. 2025, IGPO, arXiv 2510.14967: a turn's reward is the gain of the
+    probability of the right answer. Ng et al. 1999, Policy Invariance Under Reward
+    Transformations: differences of a potential leave the best policy as it is.
+    """
+    rewards = []
+    previous = 0.0
+    for score in scores[:-1]:
+        rewards.append(score - previous)
+        previous = score
+    rewards.append(-previous)
+    return rewards
 
 
 def reward_of_turn(turn: Turn, source: str) -> float:

@@ -25,8 +25,8 @@ from jax_agent_rl.config.learner import OptimizerSection
 
 AdvEstimator = Annotated[Literal[
     "grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "remax", "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline", "gae", "gigpo", "mt_grpo", "tree_grpo", "treerl", "arpo", "rae",
-    "none",
+    "reinforce_plus_plus_baseline", "gae", "gigpo", "mt_grpo", "igpo", "tree_grpo", "treerl",
+    "arpo", "rae", "none",
 ], OrInstalled("advantages")]  # fmt: skip
 LossMode = Annotated[Literal[
     "vanilla", "decoupled", "gspo", "geo_mean", "cispo", "gpg", "sapo", "clip_cov", "kl_cov",
@@ -63,6 +63,9 @@ WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset(
 )
 """Estimators with advantages even in a group of one, or of equal rewards."""
 
+_BY_TURNS: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax", "gigpo", "igpo"})
+"""Estimators for which it matters which turn earned a reward, not only the total."""
+
 _with_estimator = functools.partial(WhenKey, "algorithm.adv_estimator")
 _with_loss = functools.partial(WhenKey, "algorithm.policy_loss.loss_mode")
 _CLIPPED = _with_loss(
@@ -97,6 +100,12 @@ class GigpoConfig(Section):
         le=1,
         description="Observations at least this similar share an anchor; 1: equal ids only.",
     )
+
+
+class IgpoConfig(Section):
+    """IGPO's credit of turns (adv_estimator: igpo), arXiv 2510.14967."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount from turn to turn.")
 
 
 class GdpoConfig(Section):
@@ -275,14 +284,17 @@ class AlgorithmConfig(Section):
         ),
     )
     gigpo: Annotated[GigpoConfig, _with_estimator("gigpo")] = Field(default_factory=GigpoConfig)
+    igpo: Annotated[IgpoConfig, _with_estimator("igpo")] = Field(default_factory=IgpoConfig)
     gdpo: Annotated[GdpoConfig, _with_estimator("gdpo")] = Field(default_factory=GdpoConfig)
     turn_reward: Annotated[
-        Literal["none", "tool_reward", "tool_success"], Unless("algorithm.adv_estimator", "gdpo")
+        Literal["none", "tool_reward", "tool_success", "progress"],
+        Unless("algorithm.adv_estimator", "gdpo"),
     ] = Field(
         default="none",
         description=(
-            "Reward of a turn with tool calls: the sum of their rewards, or the share of calls"
-            " without an error."
+            "Reward of a turn. tool_reward: the sum of its tool calls' rewards. tool_success: the"
+            " share of calls without an error. progress: what it added to the partial score, which"
+            " divides the reward among the turns."
         ),
     )
     turn_advantage_coef: Annotated[float, _with_estimator("mt_grpo")] = Field(
@@ -376,7 +388,7 @@ class AlgorithmConfig(Section):
 
         They may have some if the estimator compares parts of the reward, or turns, one by one.
         """
-        return self.needs_group and self.adv_estimator not in ("gdpo", "gigpo", "mt_grpo")
+        return self.needs_group and self.adv_estimator not in ("gdpo", "gigpo", "mt_grpo", "igpo")
 
     @property
     def filters_zero_variance(self) -> bool:
@@ -437,6 +449,13 @@ def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             "algorithm.adv_estimator=mt_grpo compares turns; set algorithm.turn_reward=tool_reward"
             " or tool_success"
         )
+    if algorithm.adv_estimator == "igpo" and algorithm.turn_reward == "none":
+        yield (
+            "algorithm.adv_estimator=igpo credits turns by their rewards; set"
+            " algorithm.turn_reward=progress"
+        )
+    if algorithm.turn_reward == "progress":
+        yield from _progress_problems(algorithm.adv_estimator)
     if algorithm.filter_metric is not None and not algorithm.filters_zero_variance:
         yield (
             f"algorithm.filter_metric={algorithm.filter_metric}, but"
@@ -453,6 +472,21 @@ def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.max_resample_rounds={algorithm.max_resample_rounds}, but no group is"
             " filtered that could be replaced; set algorithm.filter_zero_variance=true, or"
             " max_resample_rounds=0"
+        )
+
+
+def _progress_problems(adv_estimator: str) -> Iterator[str]:
+    if adv_estimator == "mt_grpo":
+        yield (
+            "algorithm.turn_reward=progress is a part of the outcome, which"
+            " algorithm.adv_estimator=mt_grpo compares with the turns; set adv_estimator=igpo, or"
+            " turn_reward=tool_reward"
+        )
+    elif adv_estimator in ADV_ESTIMATORS and adv_estimator not in _BY_TURNS:
+        yield (
+            "algorithm.turn_reward=progress divides the reward among turns, and"
+            f" algorithm.adv_estimator={adv_estimator} reads totals only; set adv_estimator to"
+            f" one of {', '.join(sorted(_BY_TURNS))}, or turn_reward=none"
         )
 
 

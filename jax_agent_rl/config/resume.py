@@ -86,6 +86,7 @@ DEFINES = _paths(
             " segment_weight entropy_coeff filter_zero_variance filter_metric max_resample_rounds"
         ),
         "algorithm.gigpo": "gamma step_advantage_w mode similarity",
+        "algorithm.igpo": "gamma",
         "algorithm.gdpo": "reward_keys reward_weights",
         "algorithm.policy_loss": (
             "loss_mode behav_imp_weight_cap tau_pos tau_neg clip_cov_ratio clip_cov_lb"

@@ -30,6 +30,7 @@ from typing import Any, Literal, TypeVar
 
 from jax_agent_rl.checks import as_score, brief_repr, looks_like_number
 from jax_agent_rl.errors import ConfigError, RewardError
+from jax_agent_rl.outcomes import PROGRESS
 from jax_agent_rl.utils.failures import is_user_file, place
 from jax_agent_rl.utils.near_names import did_you_mean
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
@@ -189,7 +190,8 @@ def register_reward(
     """Register a reward function for rows of these sources.
 
     It may be async, and returns a number or a dict with ``"score"``; other numbers of the dict
-    become ``Trajectory.reward_parts`` and metrics of the run. A synchronous function may block:
+    become ``Trajectory.reward_parts`` and metrics of the run, as do those of a list ``"progress"``:
+    one partial score after each turn. A synchronous function may block:
     functions of ``reward.path`` run in worker processes (``reward.workers``), others in threads.
 
     Args:
@@ -251,7 +253,8 @@ def split_score(
 ) -> tuple[float, dict[str, float]]:
     """Split the result of a reward function into its score and its named parts.
 
-    Parts are the numbers beside ``score``; texts and collections are left out.
+    Parts are the numbers beside ``score``, and the numbers of the list ``progress`` as
+    ``progress/1``, ``progress/2``, …; texts and other collections are left out.
 
     Raises:
         RewardError: there is no score, or it or a part is a number that is not finite or that
@@ -269,6 +272,10 @@ def split_score(
         for key, part in fields.items():
             if key != "score" and looks_like_number(part):
                 parts[key] = as_score(part, f"its part {key!r}")
+            elif key == PROGRESS and isinstance(part, list | tuple):
+                for number, partial_score in enumerate(part, start=1):
+                    name = f"{PROGRESS}/{number}"
+                    parts[name] = as_score(partial_score, f"its part {name!r}")
     except ValueError as error:
         raise reward_failure(
             RewardError, reward, data_source, f"returned what is not a reward: {error}"

@@ -163,32 +163,38 @@ def shop(
     extra_info: Mapping[str, Any],
     trajectory: Trajectory,
     results: Sequence[str],
-) -> dict[str, float]:
+) -> dict[str, float | list[float]]:
     """Score 1 for the right answer, else a share of :data:`SHOP_CALLS` for the calls towards it.
 
     ``results`` are the expected results of the question's calls, in order; a call counts if it
     returned the next one. Each repeated call costs :data:`REPEATED_CALL`, down to a score of 0.
 
     Returns:
-        ``score``, and ``accuracy``: whether the answer is right.
+        ``score``; ``accuracy``: whether the answer is right; ``progress``: the score of the calls
+        up to the end of every turn.
     """
     accuracy = calculator(data_source, solution_str, ground_truth, extra_info)
 
     next_result = 0
     calls = []
-    for call in trajectory.tool_calls:
-        if call.error is not None:
-            continue
-        calls.append((call.name, str(call.arguments), call.observation))
-        if next_result < len(results) and call.observation == results[next_result]:
-            next_result += 1
+    penalty = 0.0
+    progress = []
+    for context in (*trajectory.segments, trajectory):
+        for turn in context.turns:
+            for call in turn.tool_calls:
+                if call.error is not None:
+                    continue
+                calls.append((call.name, str(call.arguments), call.observation))
+                if next_result < len(results) and call.observation == results[next_result]:
+                    next_result += 1
+            penalty = REPEATED_CALL * (len(calls) - len(set(calls)))
+            earned = SHOP_CALLS * next_result / len(results)
+            progress.append(max(0.0, earned - penalty))
 
+    score = progress[-1]
     if accuracy:
-        earned = accuracy
-    else:
-        earned = SHOP_CALLS * next_result / len(results)
-    repeated = len(calls) - len(set(calls))
-    return {"score": max(0.0, earned - REPEATED_CALL * repeated), "accuracy": accuracy}
+        score = max(0.0, accuracy - penalty)
+    return {"score": score, "accuracy": accuracy, "progress": progress}
 
 
 @register_reward("gsm8k", "openai/gsm8k")

@@ -13,6 +13,7 @@ from typing import Any
 from jax_agent_rl.chat.thinking import with_closed_thinking
 from jax_agent_rl.checks import as_score
 from jax_agent_rl.errors import RewardError, RewardTimeoutError
+from jax_agent_rl.outcomes import PROGRESS
 from jax_agent_rl.rewards.registry import (
     RewardFunction,
     Score,
@@ -53,8 +54,8 @@ async def score(
 
     Raises:
         RewardError: its data source has no function, the row lacks a requested field, the function
-            raised, or float32 cannot hold its score, a part of it, or its sum with the tools'
-            rewards.
+            raised or returned partial scores of other turns, or float32 cannot hold its score, a
+            part of it, or its sum with the tools' rewards.
         RewardTimeoutError: the function took longer than ``timeout``.
     """
     start_time = time.perf_counter()
@@ -89,6 +90,7 @@ async def score(
             )
             total, parts = split_score(result, reward, data_source)
     _check_sums(trajectory, total)
+    _check_progress(trajectory, parts, reward, data_source)
 
     metrics = {
         **trajectory.metrics,
@@ -109,6 +111,22 @@ def _check_sums(trajectory: Trajectory, score: float) -> None:
         as_score(turn_total, "the sum of its turns' scores")
     except ValueError as error:
         raise RewardError(f"{trajectory.trajectory_id}: {error}") from None
+
+
+def _check_progress(
+    trajectory: Trajectory, parts: Mapping[str, float], reward: RewardFunction, data_source: str
+) -> None:
+    """Raise RewardError if there are partial scores, but not one for each turn."""
+    num_scores = sum(name.startswith(f"{PROGRESS}/") for name in parts)
+    num_turns = sum(len(context.turns) for context in (*trajectory.segments, trajectory))
+    if num_scores not in (0, num_turns):
+        raise reward_failure(
+            RewardError,
+            reward,
+            data_source,
+            f"returned progress of {num_scores} turns for a trajectory of {num_turns}; return one"
+            " partial score for each turn",
+        )
 
 
 def solution_text(trajectory: Trajectory, which: Solution = "last_turn") -> str:

@@ -146,7 +146,7 @@ def test_a_group_that_a_default_filter_leaves_out_has_no_advantages(estimator: s
 
 
 def turns(estimator: str) -> str:
-    return "tool_success" if estimator == "mt_grpo" else "none"
+    return {"mt_grpo": "tool_success", "igpo": "progress"}.get(estimator, "none")
 
 
 def test_rewards_of_turns_keep_a_group_that_its_estimator_compares_by_them():
@@ -212,7 +212,7 @@ def test_running_baselines_have_what_they_are_subtracted_from():
     assert scored_batch([group], turn_reward="tool_reward").totals == pytest.approx([1.5])
 
 
-@pytest.mark.parametrize("turn_reward", ["none", "tool_reward", "tool_success"])
+@pytest.mark.parametrize("turn_reward", ["none", "tool_reward", "tool_success", "progress"])
 def test_totals_are_those_of_the_estimators(turn_reward: str):
     group = shaped(members(1.0, 0.5, 0.0))
     called = replace(

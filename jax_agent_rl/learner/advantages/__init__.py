@@ -3,7 +3,7 @@
 ::
 
     one number per trajectory                       grpo dr_grpo rloo opo grpo_passk
-    one per turn                                    gigpo mt_grpo
+    one per turn                                    gigpo mt_grpo igpo
     along trees of branches                         tree_grpo treerl arpo
     compared over the whole step                    gpg gdpo remax reinforce_plus_plus(_baseline)
     with a running mean per role                    rae

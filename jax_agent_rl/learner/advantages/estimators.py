@@ -225,6 +225,32 @@ def mt_grpo(
     return advantages
 
 
+def igpo(turn_rewards: Sequence[np.ndarray], gamma: float) -> list[np.ndarray]:
+    """Return the advantage of every turn of one group: its reward, and the later ones.
+
+    The rewards of all turns of the group are scaled together to mean 0 and deviation 1. A turn's
+    advantage is ``A_t = r_t + gamma A_{t+1}`` of these.
+
+    Args:
+        turn_rewards: per trajectory one reward per turn; the last one includes the final reward.
+        gamma: discount factor over turns.
+
+    Returns:
+        per trajectory float64 [turns].
+
+    References: Wang et al. 2025, Information Gain-based Policy Optimization, arXiv 2510.14967.
+    """
+    scaled = _normalize(np.concatenate(turn_rewards), divide_by_std=True)
+    advantages = []
+    begin = 0
+    for rewards in turn_rewards:
+        end = begin + len(rewards)
+        all_turns = np.ones(len(rewards), bool)
+        advantages.append(discounted_returns(scaled[begin:end], all_turns, gamma))
+        begin = end
+    return advantages
+
+
 # --- along trees of branches ----------------------------------------------------------------------
 
 

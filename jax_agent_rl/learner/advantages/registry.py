@@ -175,10 +175,8 @@ def _gigpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
         rewards = []
         observations = []
         for i in members:
-            trajectory = samples.trajectories[i]
-            spans = turn_spans(trajectory)
-            rewards.append(np.array([samples.rewards[i][span].sum() for span in spans]))
-            observations.append(_observations(trajectory))
+            rewards.append(_rewards_of_turns(samples, i))
+            observations.append(_observations(samples.trajectories[i]))
         return estimators.gigpo(
             totals[members],
             rewards,
@@ -190,6 +188,20 @@ def _gigpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
         )
 
     return _by_turns(samples, estimate)
+
+
+def _igpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    def estimate(members: np.ndarray) -> list[np.ndarray]:
+        rewards = [_rewards_of_turns(samples, i) for i in members]
+        return estimators.igpo(rewards, config.igpo.gamma)
+
+    return _by_turns(samples, estimate)
+
+
+def _rewards_of_turns(samples: ScoredBatch, index: int) -> np.ndarray:
+    """Return what each turn of a trajectory earns, float64 [turns]; the last has the reward."""
+    spans = turn_spans(samples.trajectories[index])
+    return np.array([samples.rewards[index][span].sum() for span in spans])
 
 
 def _observations(trajectory: Trajectory) -> list[tuple[int, ...]]:
@@ -356,6 +368,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "gae": _in_time(_gae),
     "gigpo": _gigpo,
     "mt_grpo": _mt_grpo,
+    "igpo": _igpo,
     "tree_grpo": _tree_grpo,
     "treerl": _treerl,
     "arpo": _arpo,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jax_agent_rl.learner.advantages.estimators import PerToken
-from jax_agent_rl.outcomes import reward_of_turn
+from jax_agent_rl.outcomes import PROGRESS, partial_scores, progress_rewards, reward_of_turn
 from jax_agent_rl.trajectory_graph import timeline
 from jax_agent_rl.types import Group, Trajectory, Turn
 
@@ -145,4 +145,8 @@ def turn_rewards(trajectory: Trajectory, source: str) -> np.ndarray:
         trajectory: of several turns.
         source: ``algorithm.turn_reward``.
     """
-    return np.array([reward_of_turn(turn, source) for turn in all_turns(trajectory)], np.float64)
+    turns = all_turns(trajectory)
+    if source == PROGRESS:
+        scores = partial_scores(trajectory, [turn.score for turn in turns])
+        return np.array(progress_rewards(scores), np.float64)
+    return np.array([reward_of_turn(turn, source) for turn in turns], np.float64)

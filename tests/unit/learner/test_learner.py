@@ -238,6 +238,26 @@ def test_observations_are_trained_on_when_asked_for_and_have_no_gap(updates: int
         )
 
 
+def test_progress_is_learned_from_where_rewards_are_equal():
+    """GRPO's gradient is 0; IGPO's is that of turns that gained more than others."""
+    members = []
+    for index, progress in enumerate(([1.0, 1.0], [0.0, 1.0])):
+        member = trajectory([3], [4, 5, 7, 6 + index], mask=[1, 1, 0, 1], reward=1.0, index=index)
+        parts = {f"progress/{n}": score for n, score in enumerate(progress, start=1)}
+        members.append(replace(member, reward_parts=parts))
+    groups = [Group(group_id="g", trajectories=tuple(members))]
+
+    of_totals = gradient(make_learner(), groups)
+    assert max(np.abs(g).max() for g in of_totals) == 0
+    algorithm = {"adv_estimator": "igpo", "turn_reward": "progress"}
+    of_turns = gradient(make_learner(algorithm=algorithm), groups)
+    assert max(np.abs(g).max() for g in of_turns) > 0
+    result = make_learner(algorithm=algorithm).update(groups)
+    assert not result.skipped
+    # rewards of turns 1 0 and 0 1; unbiased deviation 1 / sqrt(3)
+    assert result.metrics["advantage_abs_max"] == pytest.approx(0.5 * np.sqrt(3), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [{}, {"adv_estimator": "reinforce_plus_plus"}, {"loss_agg_mode": "seq-mean-token-mean"}],

@@ -5,9 +5,10 @@ section 4.1 and the script that verl's ``docs/algo/dapo.md`` names (dual clip 10
 3.1, its largest weight from TRL's ``GRPOConfig.epsilon_high`` (5); GSPO section 5.1; Dr. GRPO,
 ``sail-sg/understand-r1-zero``; REINFORCE++, its table of hyperparameters and OpenRLHF's defaults;
 ReMax, ``liziniu/ReMax`` (``--kl_ctl 0.05``, no ratio); GiGPO, verl-agent's ``run_webshop.sh``;
-MT-GRPO, ``mt_grpo_env_trainer.py``; Tree-GRPO, ``train_multihopqa_tree_search.sh``; TreeRL,
-``treerl-qw14b.sh`` and ``ReinforcePolicyLoss``; ARPO, ``ppo_trainer.yaml``; SimpleTIR,
-``train.sh``. Sizes and learning rates are the calculator example's and are not compared.
+MT-GRPO, ``mt_grpo_env_trainer.py``; IGPO, its authors' ``train.sh`` and verl's defaults;
+Tree-GRPO, ``train_multihopqa_tree_search.sh``; TreeRL, ``treerl-qw14b.sh`` and
+``ReinforcePolicyLoss``; ARPO, ``ppo_trainer.yaml``; SimpleTIR, ``train.sh``.
+Sizes and learning rates are the calculator example's and are not compared.
 """
 
 from collections.abc import Callable
@@ -52,6 +53,10 @@ CONSTANTS: dict[str, dict[str, object]] = {
     "gspo": {
         **NO_KL, "policy_loss.loss_mode": "gspo", "adv_estimator": "grpo", "clip_ratio_low": 3e-4,
         "clip_ratio_high": 4e-4, "loss_agg_mode": "seq-mean-token-mean",
+    },
+    "igpo": {
+        "igpo.gamma": 1.0, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "kl.where": "loss",
+        "kl.estimator": "k3", "kl.coef": 0.001,
     },
     "mt_grpo": {
         **NO_KL, "turn_advantage_coef": 1.0, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2,

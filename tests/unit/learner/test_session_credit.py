@@ -75,6 +75,7 @@ def settings(estimator: str) -> AlgorithmConfig:
         "gae": {"gamma": 0.9, "lam": 0.8, "turn_reward": "tool_reward"},
         "reinforce_plus_plus": {"gamma": 0.9, "turn_reward": "tool_reward"},
         "gdpo": {"gdpo": {"reward_keys": ("score", "style")}},
+        "igpo": {"igpo": {"gamma": 0.9}, "turn_reward": "progress"},
     }.get(estimator, {"turn_reward": "tool_reward"})
     return AlgorithmConfig.model_validate({"adv_estimator": estimator, **estimator_keys})
 

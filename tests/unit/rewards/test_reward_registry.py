@@ -100,6 +100,22 @@ async def test_an_async_function_and_a_dict_with_parts():
     assert scored.reward_parts == {"format": 1.0}
 
 
+async def test_partial_scores_of_turns_are_parts_of_the_reward():
+    rewards.register_reward("mine")(lambda *_: {"score": 1.0, "progress": [np.float32(0.25), 1]})
+    scored = await rewards.score(trajectory())
+    assert scored.reward_parts == {"progress/1": 0.25, "progress/2": 1.0}
+
+
+@pytest.mark.parametrize("progress", [[], [0.5], [0.5, 1, 1], [0.5, math.nan], [0.5, None]])
+async def test_partial_scores_are_one_number_for_each_turn(progress):
+    rewards.register_reward("mine")(lambda *_: {"score": 1.0, "progress": progress})
+    if not progress:
+        assert (await rewards.score(trajectory())).reward_parts == {}
+        return
+    with pytest.raises(RewardError, match="progress"):
+        await rewards.score(trajectory())
+
+
 @pytest.mark.parametrize(
     ("which", "text"),
     [

@@ -124,13 +124,27 @@ def test_a_wrong_answer_in_the_shop_earns_part_of_the_reward_for_its_calls(
     observations, answer, score
 ):
     scored = shop("shop/price", answer, "2052", ANSWERED, called(*observations), PRICE_THEN_PRODUCT)
-    assert scored == {"score": score, "accuracy": float(score >= 0.9)}
+    assert (scored["score"], scored["accuracy"]) == (score, float(score >= 0.9))
+
+
+def test_the_progress_of_a_shop_trajectory_is_the_score_of_its_calls_so_far():
+    """The first call of two, then it again, then the second; at last the answer."""
+    calls = called("57", "57", "2052").tool_calls
+    played = trajectory(
+        [1], [2, 9, 2, 9, 2, 9, 2], mask=[1, 0, 1, 0, 1, 0, 1], calls=[[call] for call in calls]
+    )
+    right = shop("shop/price", "= 2052", "2052", ANSWERED, played, PRICE_THEN_PRODUCT)
+    assert right["progress"] == pytest.approx([0.25, 0.15, 0.4, 0.4])
+    assert right["score"] == pytest.approx(0.9)
+    wrong = shop("shop/price", "= 1", "2052", ANSWERED, played, PRICE_THEN_PRODUCT)
+    assert wrong["progress"] == right["progress"]
+    assert wrong["score"] == wrong["progress"][-1]
 
 
 def test_a_shop_trajectory_without_an_answer_keeps_the_reward_of_its_calls():
     cut = {"finish_reason": FinishReason.RESPONSE_LENGTH}
     scored = shop("shop/price", "= 2052", "2052", cut, called("57", "2052"), PRICE_THEN_PRODUCT)
-    assert scored == {"score": 0.5, "accuracy": 0.0}
+    assert (scored["score"], scored["accuracy"]) == (0.5, 0.0)
 
 
 def test_a_call_that_failed_may_be_repeated():

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.learner.advantages.estimators import (
@@ -11,13 +13,15 @@ from jax_agent_rl.learner.advantages.estimators import (
     arpo,
     gigpo,
     grpo,
+    igpo,
     tree_grpo,
     treerl,
 )
 from jax_agent_rl.learner.advantages.registry import compute_advantages
 from jax_agent_rl.learner.advantages.scored_batch import scored_batch
+from jax_agent_rl.outcomes import total_reward
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
-from jax_agent_rl.types import Fork
+from jax_agent_rl.types import Fork, Trajectory
 from tests.trajectories import call, group_of, trajectory
 
 
@@ -137,6 +141,85 @@ def test_tool_rewards_stand_at_the_turns_that_earned_them():
     ]
     assert scored_batch([group_of([t])], turn_reward="none").rewards[0].tolist() == [0, 0, 0, 1]
 
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+def with_scores(original: Trajectory, *scores: float | None) -> Trajectory:
+    """The same; an environment scored its turns."""
+    turns = [replace(turn, score=s) for turn, s in zip(original.turns, scores, strict=True)]
+    return replace(original, turns=tuple(turns))
+
+
+def with_progress(original: Trajectory, *scores: float) -> Trajectory:
+    """The same; a reward function returned these partial scores."""
+    parts = {f"progress/{number}": score for number, score in enumerate(scores, start=1)}
+    return replace(original, reward_parts=parts)
+
+
+THREE_TURNS = trajectory([3], [4, 5, 7, 6, 8, 9], mask=[1, 1, 0, 1, 0, 1], reward=1.0)
+
+
+def test_progress_pays_every_turn_for_the_difference_that_it_made():
+    """1/4 after the first turn, back to 1/8 after the second, and the reward of 1 at the end."""
+    reported = with_progress(THREE_TURNS, 0.25, 0.125, 0.75)
+    rewards = scored_batch([group_of([reported])], turn_reward="progress").rewards[0]
+    assert rewards.tolist() == [0, 0.25, 0, -0.125, 0, 0.875]
+
+
+def test_scores_of_an_environment_are_progress_where_they_were_given():
+    scored = with_scores(THREE_TURNS, 0.25, None, 0.5)
+    rewards = scored_batch([group_of([scored])], turn_reward="progress").rewards[0]
+    assert rewards.tolist() == [0, 0.25, 0, 0, 0, 0.75]
+    reported = with_progress(scored, 0.5, 0.5, 0.5)  # what the reward function says counts
+    rewards = scored_batch([group_of([reported])], turn_reward="progress").rewards[0]
+    assert rewards.tolist() == [0, 0.5, 0, 0, 0, 0.5]
+
+
+@given(
+    st.lists(st.floats(-4, 4), min_size=3, max_size=3),
+    st.floats(-4, 4),
+    st.sampled_from([with_progress, with_scores]),
+)
+def test_progress_divides_the_reward_and_adds_nothing(scores, reward, add_scores):
+    scored = replace(add_scores(THREE_TURNS, *scores), reward=reward)
+    samples = scored_batch([group_of([scored])], turn_reward="progress")
+    np.testing.assert_allclose(samples.totals, [reward], atol=1e-12)
+    assert total_reward(scored, "progress") == reward
+
+
+def test_igpo_scales_the_rewards_of_all_turns_together_and_adds_up_later_ones():
+    got = igpo([np.array([0.25, 0.75]), np.array([0.5]), np.array([0.0, 0.0, -0.25])], 0.5)
+    pooled = np.array([0.25, 0.75, 0.5, 0.0, 0.0, -0.25])
+    r = (pooled - pooled.mean()) / (pooled.std(ddof=1) + 1e-6)
+    expected = [
+        [r[0] + 0.5 * r[1], r[1]],
+        [r[2]],
+        [r[3] + 0.5 * r[4] + 0.25 * r[5], r[4] + 0.5 * r[5], r[5]],
+    ]
+    for advantages, by_hand in zip(got, expected, strict=True):
+        np.testing.assert_allclose(advantages, by_hand, atol=1e-12)
+
+
+def test_igpo_credits_the_turn_that_made_the_progress():
+    """Both end alike; the first made its progress at once, the second with its last turn."""
+    early = with_progress(THREE_TURNS, 1.0, 1.0, 1.0)
+    late = with_progress(replace(THREE_TURNS, trajectory_id="g-1"), 0.0, 0.0, 1.0)
+    config = AlgorithmConfig(adv_estimator="igpo", turn_reward="progress", igpo={"gamma": 0.5})
+    samples = scored_batch([group_of([early, late])], turn_reward="progress")
+    got = compute_advantages(samples, config).advantages
+
+    # rewards of turns 1 0 0 and 0 0 1: mean 1/3, unbiased deviation sqrt(4/15)
+    unit = 1 / (np.sqrt(4 / 15) + 1e-6)
+    paid = 2 / 3 * unit
+    unpaid = -1 / 3 * unit
+    first = [paid + unpaid / 2 + unpaid / 4, unpaid + unpaid / 2, unpaid]
+    last = [unpaid + unpaid / 2 + paid / 4, unpaid + paid / 2, paid]
+    for advantages, (a, b, c) in zip(got, (first, last), strict=True):
+        np.testing.assert_allclose(advantages, [a, a, 0, b, 0, c], atol=1e-12)
+
+
+# --- along trees ----------------------------------------------------------------------------------
 
 # a ─ b ─ c      rewards 1 0 1; e is a tree of its own
 # a ─ b ─ d
