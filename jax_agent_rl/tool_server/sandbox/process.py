@@ -239,7 +239,7 @@ class SandboxProcess:
         Returns:
             The limit that it exceeded since the last check, if any.
         """
-        quiet_checks = 0
+        previous_dead: set[int] | None = None  # None: something still ran
         for _ in range(MAX_CHECKS):
             program, descendants = self._split()
             if program is None:
@@ -250,14 +250,18 @@ class SandboxProcess:
             for pid in running:
                 _send(pid, signal.SIGKILL)
 
-            # Twice in a row, since one check may miss a process that is just being started.
-            if not running and _all_in(program, _STOPPED):
-                quiet_checks += 1
-            else:
-                quiet_checks = 0
-            if quiet_checks == 2:
+            if running or not _all_in(program, _STOPPED):
+                previous_dead = None
+                await asyncio.sleep(_CHECK_SECONDS)
+                continue
+
+            # Twice in a row, since one check may miss a process that is just being started. Both
+            # with the same dead ones: another has ended since, and may have started one more.
+            dead = set(descendants)
+            if dead == previous_dead:
                 break
-            await asyncio.sleep(0 if quiet_checks else _CHECK_SECONDS)
+            previous_dead = dead
+            await asyncio.sleep(0)
         else:
             return StopCause.BACKGROUND
         return exceeded(self._process.pid, self._limits)

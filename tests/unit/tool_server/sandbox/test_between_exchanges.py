@@ -147,6 +147,29 @@ async def test_what_cannot_be_held_is_ended(execute, monkeypatch):
     )
 
 
+async def test_while_processes_die_it_is_not_yet_quiet(execute, monkeypatch):
+    """Each may have started another after it was seen, and before it died."""
+    dead = [os.posix_spawn("/bin/true", ["true"], os.environ) for _ in range(2)]
+    for pid in dead:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it remains in /proc
+    checks = []
+
+    def tree_with_other_dead(pid):
+        checks.append(pid)
+        return [*process_tree(pid), dead[min(len(checks), 12) % 2]]
+
+    monkeypatch.setattr(
+        "jax_agent_rl.tool_server.sandbox.process.process_tree", tree_with_other_dead
+    )
+    try:
+        output, stopped, _ = await execute("print(1)")
+    finally:
+        for pid in dead:
+            os.waitpid(pid, 0)
+    assert (output, stopped) == ("1\n", None)
+    assert len(checks) > 12
+
+
 async def test_a_program_that_ends_with_its_answer_is_simply_gone(execute):
     output, stopped, survivors = await execute("import os\nprint('MARK', flush=True)\nos._exit(0)")
     assert (output, stopped) == ("", None)
@@ -163,7 +186,7 @@ async def test_the_line_of_the_mark_may_arrive_in_pieces():
         "    time.sleep(0.1)\n"
         "sys.stdin.readline()\n"
     )
-    sandbox = await open_sandbox(limits=SandboxLimits(wall_seconds=5))
+    sandbox = await open_sandbox(limits=LIMITS)
     process = await sandbox.start(
         [sandbox.python, "program.py"], files={"program.py": program.encode()}
     )

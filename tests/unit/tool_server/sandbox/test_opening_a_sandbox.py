@@ -48,17 +48,20 @@ async def test_unsafe_local_runs_without_bwrap_and_keeps_limits_of_time_and_outp
     monkeypatch.setattr(f"{MODULE}.find_bwrap", lambda: None)
     monkeypatch.setenv("HOST_SECRET", "s3cret")
     sandbox = await open_sandbox(
-        "unsafe_local", limits=SandboxLimits(wall_seconds=4, output_bytes=1000)
+        "unsafe_local", limits=SandboxLimits(wall_seconds=60, output_bytes=1000)
     )
 
-    async def run(source):
-        return await sandbox.run([sandbox.python, "main.py"], files={"main.py": source.encode()})
+    async def run(source, limits=None):
+        return await sandbox.run(
+            [sandbox.python, "main.py"], files={"main.py": source.encode()}, limits=limits
+        )
 
     folder = (
         await run("import os\nprint(os.getcwd(), 'HOST_SECRET' in os.environ)")
     ).stdout.split()
     assert folder[1] == "False" and not Path(folder[0]).exists(), "its folder is removed"
-    assert (await run("import time\ntime.sleep(600)")).stopped is StopCause.WALL
+    short = SandboxLimits(wall_seconds=1)
+    assert (await run("import time\ntime.sleep(600)", short)).stopped is StopCause.WALL
     assert (await run("while True: print('x' * 100)")).stopped is StopCause.OUTPUT
 
 
