@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -12,6 +11,8 @@ from jax_agent_rl.testing.conformance.client import CheckClient
 from jax_agent_rl.testing.conformance.runner import check
 from jax_agent_rl.types import PauseMode, digest_ids
 
+_ATTEMPTS = 5
+"""Attempts to send a request while another runs: that one may end first, but not this often."""
 _MAX_SLOTS = 128
 """Most slots that are filled to make requests queue; more would take too long."""
 
@@ -137,9 +138,9 @@ async def test_health_under_load(client: CheckClient) -> None:
     prompts = [client.prompt(6, seed=300 + i) for i in range(count)]
     tasks = [client.begin(prompt, max_tokens=client.room - 8) for prompt in prompts]
     await _all_arrived(client, count)
-    start = time.monotonic()
-    health = await client.backend.health()
-    assert time.monotonic() - start < 5, "health waits for the work in progress"
+    health = await client.within(
+        30, client.backend.health(), "health under load", cause="it waits for the work in progress"
+    )
 
     busy = sum(not task.done() for task in tasks)
     version = client.backend.policy_version
@@ -177,11 +178,17 @@ async def test_duplicate_id_refused(client: CheckClient) -> None:
     """While a request runs, a second one with its id is refused, and the first continues."""
     prompt = client.prompt(8, seed=36)
     count = client.room - 16
-    first = await client.started(prompt, max_tokens=count)
-    if first.task.done():
-        pytest.skip(f"the backend samples {count} ids faster than a second request can be sent")
+    for _ in range(_ATTEMPTS):
+        first = await client.started(prompt, max_tokens=count)
+        if first.task.done():
+            pytest.skip(f"the backend samples {count} ids faster than a second request can be sent")
 
-    second = client.generate(prompt, request_id=first.request_id)
+        second = client.begin(prompt, request_id=first.request_id)
+        await asyncio.wait([second])
+        has_ended = second.exception() is None and first.task.done()
+        if not has_ended:
+            break
+
     cause = "the second one replaces the first, whose caller then hangs or gets the wrong ids"
     await client.raises(
         BackendError, second, "a second request with the id of a running one", cause=cause

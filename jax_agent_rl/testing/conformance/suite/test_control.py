@@ -99,8 +99,9 @@ async def test_cancellation_frees_slot(client: CheckClient) -> None:
     sampled = (await client.backend.metrics()).generated_tokens
     await client.until_idle(f"nothing runs after {count} callers were cancelled", cause=cause)
     wasted = (await client.backend.metrics()).generated_tokens - sampled
-    steps_in_progress = min(count, client.capabilities.max_concurrent) * length // 4
-    assert wasted <= steps_in_progress, cause
+    # They go on until the engine learns of it, which a busy machine delays, but not to their end.
+    tokens_to_the_end = min(count, client.capabilities.max_concurrent) * length
+    assert wasted <= 3 * tokens_to_the_end // 4, cause
 
     if client.capabilities.streaming:
         request = client.request(client.prompt(4, seed=43), max_tokens=length)
