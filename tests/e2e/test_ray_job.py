@@ -133,7 +133,7 @@ def test_a_learner_that_is_killed_takes_its_cluster_with_it(tmp_path: Path):
         assert any(name in line for line in lines), lines
     process.kill()
     for member in members:
-        wait_for_end(member.pid, seconds=20)
+        wait_for_end(member.pid)
     process.communicate()
 
 

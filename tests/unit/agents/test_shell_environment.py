@@ -68,7 +68,7 @@ async def test_commands_change_the_folder_and_tests_score_it(pools):
 @needs_bwrap
 async def test_a_command_that_takes_too_long_is_stopped_and_the_shell_goes_on(pools):
     async with pools.pool("shell").lease(TASK) as shell:
-        await shell.reset(**TASK, command_seconds=1.0)
+        await shell.reset(**TASK, command_seconds=4.0)
         assert "took too long" in await shown(shell, "echo 1 > early.txt; sleep 60")
         assert await shown(shell, "ls") == "early.txt\nhalf.txt\n"
         assert (await shell.conclude((), FinishReason.RESPONSE_LENGTH))["score"] == 0.0
