@@ -143,7 +143,8 @@ WITH_ADAPTERS = [
     [
         ("dense", [{"mesh": mesh} for mesh in ONE_AXIS], {}),
         ("dense", MIXED, {}),
-        ("experts", WITH_EXPERTS, {}),
+        ("experts", WITH_EXPERTS[:2], {}),
+        ("experts", WITH_EXPERTS[2:], {}),
         ("restricted", MIXED[:1], {}),
         ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "alpha": 6.0}}),
         (
@@ -157,7 +158,16 @@ WITH_ADAPTERS = [
             {"lora": {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": "nf4"}},
         ),
     ],
-    ids=["one axis", "mixed", "experts", "supports", "adapters", "int8", "nf4"],
+    ids=[
+        "one axis",
+        "mixed",
+        "experts",
+        "experts and other axes",
+        "supports",
+        "adapters",
+        "int8",
+        "nf4",
+    ],
 )
 def test_a_mesh_gives_the_loss_and_gradient_of_one_device(
     model: str, cases: list[dict], always: dict
