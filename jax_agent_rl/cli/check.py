@@ -62,6 +62,7 @@ def register(app: typer.Typer) -> None:
         "plan my.yaml --topology v5p:2x2x2 --architecture qwen3-14b",
         "plan my.yaml --topology v5e:4x4 --search --price-per-chip-hour 1.2 --plot memory.png",
         "plan tpu_8b --topology v5p:2x2x1 --profile decode",
+        "plan my.yaml --topology h100:8 --architecture qwen3-8b",
     )(plan)
     command(
         app,
@@ -269,7 +270,13 @@ def conformance(
 
 def plan(
     topology: Annotated[
-        str, typer.Option(help="The slice: v5e:4x4, v5p:4x4x4, or 2*v6e:16x16 for two.")
+        str,
+        typer.Option(
+            help=(
+                "The slice: v5e:4x4, v5p:4x4x4, or 2*v6e:16x16 for two. GPUs: h100:8, or 2*h100:8"
+                " for two hosts, in the environment of launch/cuda_environment.sh."
+            )
+        ),
     ],
     config: ConfigArgument = None,
     overrides: Overrides = None,
@@ -321,7 +328,7 @@ def plan(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Compile a run's programs for a TPU slice here: memory, speed, cost, and keys to change."""
+    """Compile a run's programs for TPUs or GPUs here: memory, speed, cost, and keys to change."""
     # Before JAX is loaded: it looks for no chips, and compiles for those described.
     os.environ["JAX_PLATFORMS"] = "cpu"
     from jax_agent_rl.config import load

@@ -5,8 +5,9 @@ value (mostly h). Scores exist for one block of queries at a time and are recomp
 pass (Dao et al. 2022, FlashAttention, arXiv 2205.14135), so memory grows with T, not T², and a
 block's scores stay in cache. Blocks see no key to their right, which halves the work.
 
-TPU programs use ``models.tree_kernel`` instead of the unrolled blocks here: it compiles in seconds
-whatever the row's length, and skips fully masked blocks.
+TPU programs use ``models.tree_kernel`` instead of the unrolled blocks here, and GPU programs
+``models.tree_kernel_cuda``: they compile in seconds whatever the row's length, and skip fully
+masked blocks.
 
 Where the mesh axis ``context`` splits the tokens of a row, each shard gathers the keys and values
 of the whole row and attends with its own queries (as Llama 3 was trained: Grattafiori et al. 2024,
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_agent_rl.models import tree_kernel
+from jax_agent_rl.models import tree_kernel, tree_kernel_cuda
 from jax_agent_rl.models.sharding import ROWS, by_platform
 from jax_agent_rl.models.tree_kernel import MASK_VALUE, TreeMask
 
@@ -117,7 +118,13 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output, and the log of each softmax's normalizer, float32 [B, H, Q]."""
     output, normalizer = by_platform(
-        q, k, v, tree_mask, tpu=tree_kernel.forward, default=_forward_by_blocks
+        q,
+        k,
+        v,
+        tree_mask,
+        tpu=tree_kernel.forward,
+        cuda=tree_kernel_cuda.forward if tree_kernel_cuda.supports(q, v) else None,
+        default=_forward_by_blocks,
     )
     if sinks is None:
         return output, normalizer
@@ -190,6 +197,7 @@ def _backward(
         normalizer,
         d_output,
         tpu=tree_kernel.backward,
+        cuda=tree_kernel_cuda.backward if tree_kernel_cuda.supports(q, v) else None,
         default=_backward_by_blocks,
     )
     if sinks is None:

@@ -39,7 +39,7 @@ from jax_agent_rl.models.delta_net import (
     cut_into_chunks,
     solve_chunks,
 )
-from jax_agent_rl.models.sharding import by_platform, compiles_for_tpus
+from jax_agent_rl.models.sharding import by_platform, compiles_for
 from jax_agent_rl.models.token_forest import NO_TOKEN, TokenForest
 
 
@@ -71,7 +71,7 @@ def tree_delta_rule(tokens: DeltaTokens, forest: TokenForest) -> jax.Array:
     Returns:
         Outputs float32 [B, T, H, v].
     """
-    if not compiles_for_tpus():
+    if not compiles_for("tpu"):
         return delta_rule_by_chunks(tokens, forest)
     return _on_platform(tokens, forest)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -30,8 +30,9 @@ Device = Any
 """A ``jax.Device``; jaxlib ships no types."""
 
 _T = TypeVar("_T")
-described_tpus = False
-"""Whether programs are also compiled for TPUs that this process does not have."""
+Platform = Literal["tpu", "cuda"]
+described_platforms: set[Platform] = set()
+"""Platforms whose devices this process does not have, and also compiles programs for."""
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROWS,
@@ -61,7 +62,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 
     Raises:
         ConfigError: the mesh needs more devices than there are or, over several processes, fewer; a
-            copy of the model would span several TPU slices; or the mesh does not follow the links
+            copy of the model would span several slices; or the mesh does not follow the links
             of a slice.
     """
     if devices is None:
@@ -100,9 +101,21 @@ def _describe_shape(shape: Sequence[int]) -> str:
     return ", ".join(parts)
 
 
+def slice_number(device: Device) -> int | None:
+    """Return the number of a device's TPU slice, or of a GPU's host; None for other devices.
+
+    Within it devices are joined by fast links.
+    """
+    number = getattr(device, "slice_index", None)
+    if number == 0 and device.platform == "gpu":
+        # jaxlib numbers the slices of described GPUs in their coordinates alone.
+        return getattr(device, "coords", (0,))[0]
+    return number
+
+
 def _count_slices(devices: Sequence[Device]) -> int:
-    """Return the number of TPU slices; 1 for other devices."""
-    return len({getattr(device, "slice_index", None) for device in devices})
+    """Return the number of TPU slices, or of hosts of GPUs; 1 for other devices."""
+    return len({slice_number(device) for device in devices})
 
 
 def parameter_shardings(
@@ -216,7 +229,14 @@ def place_mesh(shape: Sequence[int], devices: Sequence[Device], *, key: str) -> 
             return jax.make_mesh(tuple(shape), MESH_AXES, axis_types=types, devices=devices)
         slice_shape = (shape[0] // slices, *shape[1:])
         shape_of_slices = (slices, *[1] * (len(shape) - 1))
-        placed = create_hybrid_device_mesh(slice_shape, shape_of_slices, devices)
+        slice_indices = {device.slice_index for device in devices}
+        placed = create_hybrid_device_mesh(
+            slice_shape,
+            shape_of_slices,
+            devices,
+            # Described hosts of GPUs differ in their process alone, see `slice_number`.
+            process_is_granule=len(slice_indices) == 1,
+        )
         return Mesh(placed, MESH_AXES, axis_types=types)
     except NotImplementedError:  # jax gives an axis whole dimensions of a large slice
         raise ConfigError(
@@ -259,25 +279,38 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | No
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
-def expect_described_tpus() -> None:
-    """Compile from now on also for TPUs that this process does not have."""
-    global described_tpus
-    if not described_tpus:
-        described_tpus = True
+def expect_described(platform: Platform) -> None:
+    """Compile from now on also for devices of a platform that this process does not have."""
+    if platform not in described_platforms:
+        described_platforms.add(platform)
         jax.clear_caches()  # of functions that were traced without the kernels
 
 
-def compiles_for_tpus() -> bool:
-    """Return whether this process may compile programs for TPUs."""
-    return described_tpus or jax.default_backend() == "tpu"
+def compiles_for(platform: Platform) -> bool:
+    """Return whether this process may compile programs for a platform."""
+    backend = "gpu" if platform == "cuda" else platform
+    return platform in described_platforms or jax.default_backend() == backend
 
 
-def by_platform(*args: object, tpu: Callable[..., _T], default: Callable[..., _T]) -> _T:
-    """Run ``tpu(*args)`` in programs for TPUs, ``default(*args)`` in others.
+def by_platform(
+    *args: object,
+    tpu: Callable[..., _T],
+    default: Callable[..., _T],
+    cuda: Callable[..., _T] | None = None,
+) -> _T:
+    """Run ``tpu(*args)`` in programs for TPUs, ``cuda(*args)`` for GPUs, else ``default(*args)``.
 
-    ``jax.lax.platform_dependent`` traces both. A process that cannot compile for TPUs skips the
-    kernel, which halves the time an engine takes to trace its programs.
+    ``jax.lax.platform_dependent`` traces all of them. A process that cannot compile for a platform
+    skips its kernel, which halves the time an engine takes to trace its programs.
+
+    Args:
+        cuda: None where GPUs have no kernel.
     """
-    if compiles_for_tpus():
-        return jax.lax.platform_dependent(*args, tpu=tpu, default=default)
-    return default(*args)
+    kernels: dict[str, Callable[..., _T]] = {}
+    if compiles_for("tpu"):
+        kernels["tpu"] = tpu
+    if cuda is not None and compiles_for("cuda"):
+        kernels["cuda"] = cuda
+    if not kernels:
+        return default(*args)
+    return jax.lax.platform_dependent(*args, default=default, **kernels)

@@ -21,6 +21,7 @@ DISTRIBUTION = "jax_agent_rl"
 """This package's name for pip."""
 _ROOT = Path(__file__).resolve().parents[2]
 _OWN_ENVIRONMENTS = {
+    "cuda": "cuda_environment.sh",
     "gpu": "gpu_environment.sh cuda",
     "vllm-cpu": "gpu_environment.sh cpu",
     "tpu": "tpu_environment.sh",

@@ -27,7 +27,7 @@ HARNESS_SCRIPTS = sorted((ROOT / "examples" / "harnesses" / "program").glob("*.s
         "run_tests.sh",
         "../.ci/run",
     ]
-    + ["tpu_pod.sh", "tpu_host.sh", "tpu_environment.sh"]
+    + ["tpu_pod.sh", "tpu_host.sh", "tpu_environment.sh", "cuda_environment.sh"]
     + [f"../{file.relative_to(ROOT)}" for file in HARNESS_SCRIPTS],
 )
 def test_scripts_are_valid_shell(script: str):
@@ -36,7 +36,13 @@ def test_scripts_are_valid_shell(script: str):
 
 @pytest.mark.parametrize(
     "script",
-    ["launch/install.sh", "launch/local.sh", "launch/test.sh", "launch/tpu_environment.sh"]
+    [
+        "launch/cuda_environment.sh",
+        "launch/install.sh",
+        "launch/local.sh",
+        "launch/test.sh",
+        "launch/tpu_environment.sh",
+    ]
     + [str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("examples/*/run.sh"))],
 )
 @pytest.mark.parametrize("arguments", [["--help"], ["seed=1", "-h"]])

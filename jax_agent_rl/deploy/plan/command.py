@@ -1,6 +1,6 @@
 """The ``plan`` command, and its compiler in a process of its own.
 
-libtpu may abort that process, and memory may run out there::
+The compiler may abort that process, and memory may run out there::
 
     command ──PlanTask──► subprocess ──► lines of progress, then the plan, or a refusal
        ▲                      └── aborted, killed ──► CompilerError: what it was compiling,
@@ -318,7 +318,7 @@ def _explain(status: int, progress: str, stderr: str) -> str:
             " runs out: plan where there is more, or take a smaller learner.micro_batch_size"
         )
 
-    # libtpu uses Abseil, which writes the line of a fatal error so.
+    # XLA's compilers use Abseil, which writes the line of a fatal error so.
     fatal = re.search(r"^F\d{4} .*?\] (.+)$", stderr, re.MULTILINE)
     if fatal is not None:
         message = fatal[1].strip()
@@ -332,8 +332,8 @@ def _explain(status: int, progress: str, stderr: str) -> str:
         if function in stderr:
             remedies.append(f"set {setting}, here and on the slice")
     return (
-        f"libtpu ended itself ({name}) when it was {progress}: {message}. That is a fault of this"
-        f" compiler, and would also end the run on the slice; {'; or '.join(remedies)}"
+        f"the compiler ended itself ({name}) when it was {progress}: {message}. That is a fault of"
+        f" this compiler, and would also end the run on the slice; {'; or '.join(remedies)}"
     )
 
 

@@ -20,7 +20,14 @@ import jax
 from jax.sharding import Mesh
 
 from jax_agent_rl.deploy.plan.hlo import RING, Collective, collectives, parse
-from jax_agent_rl.deploy.plan.prediction import Flops, Prediction, count_work, kernel_grids, predict
+from jax_agent_rl.deploy.plan.prediction import (
+    Flops,
+    Prediction,
+    count_work,
+    kernel_costs,
+    kernel_grids,
+    predict,
+)
 from jax_agent_rl.deploy.plan.topology import Chip
 from jax_agent_rl.errors import CompilerError
 from jax_agent_rl.models.config import Params
@@ -218,7 +225,8 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
     Raises:
         CompilerError: the compiler failed in another way than for want of memory.
     """
-    work = count_work(program.traced.jaxpr.jaxpr, loops=program.loops)
+    jaxpr = program.traced.jaxpr.jaxpr
+    work = count_work(jaxpr, loops=program.loops, platform=chip.platform)
     start_time = time.perf_counter()
     try:
         executable = program.traced.lower().compile()
@@ -255,6 +263,7 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
         program.mesh,
         loops=program.loops,
         grids=kernel_grids(program.traced.jaxpr),
+        costs=kernel_costs(program.traced.jaxpr),
         rare_branches=program.rare_branches,
     )
     return Compiled(

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_agent_rl.models.sharding import slice_number
+
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "f8": 8, "bf16": 16, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"\b(?!token)([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _PACKAGE = "jax_agent_rl/"
@@ -131,6 +133,9 @@ class Hlo:
         Args:
             loops: the answer where the end is found while it runs.
         """
+        counted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.remainder)
+        if counted is not None:  # GPUs' programs say it
+            return int(counted[1])
         condition = self.computations[loop.called("condition")[0]]
         constants = []
         for instruction in condition:
@@ -357,7 +362,7 @@ def _exchange_of_hosts(kind: str, instruction: Instruction, mesh: Mesh, times: i
     sizes = [array.bytes for array in arrays(instruction.result)]
     operand = sizes[0]
 
-    slices = np.vectorize(lambda device: device.slice_index, otypes=[int])(mesh.devices)
+    slices = np.vectorize(slice_number, otypes=[int])(mesh.devices)
     members = len(np.unique(slices))
     axes = []  # along which slices differ
     for index, name in enumerate(mesh.axis_names):
@@ -428,7 +433,7 @@ def _between_slices(groups: Groups, mesh: Mesh) -> bool:
     """Return whether members of a group are on different slices."""
     devices = mesh.devices.flat
     for group in groups:
-        slices = {getattr(devices[number], "slice_index", None) for number in group}
+        slices = {slice_number(devices[number]) for number in group}
         if len(slices) > 1:
             return True
     return False

@@ -11,6 +11,10 @@ the links, Pallas kernels by the cost that they state and their grid's steps.
     memory        └──────── copy ─────────────┘                  copy-start … copy-done, kernels
     links              └── collective-permute ─┘                 …-start … …-done
 
+XLA's CUDA compiler gives no cycles: there every kernel takes as long as the slower of its products
+and its bytes (``deploy.plan.roofline``), at the shares of a GPU's stated peaks that large kernels
+reach.
+
 What runs between the start and the end of an asynchronous instruction hides it; what is left is a
 wait, which counts for the code that needed it. Memory serves one copy at a time, and what computing
 instructions read delays them.
@@ -18,17 +22,18 @@ instructions read delays them.
 Work, in contrast, is counted in what JAX traces: products and the bytes they read. A compiler's own
 cost analysis counts a loop's body once, and for one device. Here a loop counts every iteration,
 recomputation counts (it is in the trace), and all devices count together. Platform-dependent code
-counts with the TPU's branch; a kernel states its own cost.
+counts with the branch of the devices that are planned for; a kernel states its own cost.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from jax.core import ShapedArray
 from jax.extend import core
@@ -42,7 +47,9 @@ from jax_agent_rl.deploy.plan.hlo import (
     is_exchange,
     read_collective,
 )
+from jax_agent_rl.deploy.plan.roofline import KERNEL_LAUNCH, PRODUCTS, Work, instruction_work
 from jax_agent_rl.deploy.plan.topology import Chip
+from jax_agent_rl.models.sharding import Platform
 
 SUSTAINED = 0.9
 """Share of a memory's bandwidth that copies reach: libtpu's own ``optimal_seconds`` has it for
@@ -69,6 +76,9 @@ KernelCost = tuple[int, int, int]
 """Operations, transcendentals and bytes that a Pallas kernel states."""
 Grids = Mapping[KernelCost, int]
 """Steps of kernels' grids, by the costs they state: compiled text has these, but no grid."""
+NamedCosts = Mapping[tuple[str, float], KernelCost]
+"""Costs that kernels state, by their names and the bytes of their results: compiled text of GPUs
+has these, but no cost."""
 
 
 class Part(NamedTuple):
@@ -104,6 +114,7 @@ def predict(
     *,
     loops: int = 1,
     grids: Grids | None = None,
+    costs: NamedCosts | None = None,
     rare_branches: bool = True,
 ) -> Prediction:
     """Predict the time of a program.
@@ -113,9 +124,10 @@ def predict(
         mesh: the program's devices.
         loops: iterations of a loop whose end is found while it runs.
         grids: see :func:`kernel_grids`.
+        costs: see :func:`kernel_costs`.
         rare_branches: of several branches, count the longest; otherwise the shortest.
     """
-    timeline = _Timeline(program, chip, mesh, loops, grids or {}, rare_branches)
+    timeline = _Timeline(program, chip, mesh, loops, grids or {}, costs or {}, rare_branches)
     run = timeline.run(program.entry)
     return Prediction(seconds=run.seconds, parts=tuple(_summed(run.parts)))
 
@@ -149,6 +161,7 @@ class _Timeline:
     mesh: Mesh
     loops: int
     grids: Grids
+    costs: NamedCosts
     rare_branches: bool
     runs: dict[str, _Run] = field(default_factory=dict)
 
@@ -251,6 +264,8 @@ class _Timeline:
 
         if is_exchange(instruction):
             return _Priced(self._exchange_seconds(instruction.name, instruction), 0.0, kind)
+        if self.chip.gpu is not None:
+            return self._price_by_roofline(instruction, types)
         if kind == "custom-call":
             if 'custom_call_target="tpu_custom_call"' in instruction.remainder:
                 return self._price_kernel(instruction, memory_seconds)
@@ -268,6 +283,23 @@ class _Timeline:
         if exchanges:
             return _Priced(max(seconds, *exchanges), memory_seconds, f"{kind} with exchange")
         return _Priced(seconds, memory_seconds, kind)
+
+    def _price_by_roofline(self, instruction: Instruction, types: Mapping[str, str]) -> _Priced:
+        """Return the time of a GPU's kernel: of its products or its bytes, whichever is longer.
+
+        Args:
+            types: types of the computation's instructions, by name.
+        """
+        work = instruction_work(self.program, instruction, types)
+        name = re.search(r'(\w+)/pallas_call"', instruction.remainder)
+        if name is not None and instruction.kind == "custom-call":
+            result_bytes = sum(array.bytes for array in arrays(instruction.result))
+            flops, _, size = self.costs.get((name[1], result_bytes), (0, 0, round(work.bytes)))
+            work = Work(flops, size)
+        memory_seconds = self._memory_seconds(work.bytes)
+        product_seconds = work.flops / (self.chip.flops * PRODUCTS)
+        seconds = KERNEL_LAUNCH + max(product_seconds, memory_seconds)
+        return _Priced(seconds, memory_seconds, instruction.kind)
 
     def _unestimated_seconds(
         self, instruction: Instruction, operands: list[str], types: Mapping[str, str]
@@ -411,19 +443,38 @@ def _summed(parts: Iterable[Part]) -> list[Part]:
 def kernel_grids(traced: core.ClosedJaxpr) -> Grids:
     """Return the steps of the grids of a traced call's Pallas kernels, by their stated costs."""
     grids: dict[KernelCost, int] = {}
+    for equation in _kernels(traced):
+        sizes = [size for size in equation.params["grid_mapping"].grid if isinstance(size, int)]
+        grids[_stated_cost(equation)] = math.prod(sizes)
+    return grids
+
+
+def kernel_costs(traced: core.ClosedJaxpr) -> NamedCosts:
+    """Return what the Pallas kernels of a traced call state."""
+    costs: dict[tuple[str, float], KernelCost] = {}
+    for equation in _kernels(traced):
+        results = [cast(ShapedArray, variable.aval) for variable in equation.outvars]
+        result_bytes = float(sum(array.size * array.dtype.itemsize for array in results))
+        costs[equation.params["name"], result_bytes] = _stated_cost(equation)
+    return costs
+
+
+def _kernels(traced: core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:
+    """Yield the Pallas kernels of a traced call that state their costs."""
     waiting = [traced.jaxpr]
     while waiting:
         for equation in waiting.pop().eqns:
             params = equation.params
             if equation.primitive.name == "pallas_call" and params["cost_estimate"] is not None:
-                cost = params["cost_estimate"]
-                sizes = [size for size in params["grid_mapping"].grid if isinstance(size, int)]
-                key = (int(cost.flops), int(cost.transcendentals), int(cost.bytes_accessed))
-                grids[key] = math.prod(sizes)
+                yield equation
                 continue
             for value in params.values():
                 waiting += _inner_programs(value)
-    return grids
+
+
+def _stated_cost(kernel: core.JaxprEqn) -> KernelCost:
+    cost = kernel.params["cost_estimate"]
+    return int(cost.flops), int(cost.transcendentals), int(cost.bytes_accessed)
 
 
 def _inner_programs(value: object) -> list[core.Jaxpr]:
@@ -439,8 +490,6 @@ def _inner_programs(value: object) -> list[core.Jaxpr]:
 
 
 # --- work -----------------------------------------------------------------------------------------
-
-PLATFORM = "tpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,28 +513,39 @@ class Flops:
         return Flops(flops=self.flops * times, bytes=self.bytes * times)
 
 
-def count_work(jaxpr: core.Jaxpr, *, loops: int = 1) -> Flops:
+def count_work(jaxpr: core.Jaxpr, *, loops: int = 1, platform: Platform = "tpu") -> Flops:
     """Count the work of a traced call (see ``jax.make_jaxpr``); nothing is computed.
 
     A loop whose end is found while it runs (``while``) counts ``loops`` times.
+
+    Args:
+        platform: its branch of platform-dependent code counts.
     """
-    return sum((_count_equation(equation, loops) for equation in jaxpr.eqns), Flops())
+    work = Flops()
+    for equation in jaxpr.eqns:
+        work += _count_equation(equation, loops, platform)
+    return work
 
 
-def _count_equation(equation: core.JaxprEqn, loops: int) -> Flops:
+def _count_equation(equation: core.JaxprEqn, loops: int, platform: Platform) -> Flops:
     name = equation.primitive.name
     params = equation.params
+    count = functools.partial(count_work, loops=loops, platform=platform)
     if name in ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"):
         return _count_product(equation)
     if name == "scan":
-        return count_work(params["jaxpr"].jaxpr, loops=loops) * params["length"]
+        return count(params["jaxpr"].jaxpr) * params["length"]
     if name == "while":
-        return count_work(params["body_jaxpr"].jaxpr, loops=loops) * loops
+        return count(params["body_jaxpr"].jaxpr) * loops
     if name == "pallas_call" and params["cost_estimate"] is not None:
         cost = params["cost_estimate"]
         return Flops(flops=float(cost.flops), bytes=float(cost.bytes_accessed))
     if name == "cond":
-        return _count_branches(params, loops)
+        for index, platforms in enumerate(params.get("branches_platforms") or ()):
+            if platforms is None or platform in platforms:
+                return count(params["branches"][index].jaxpr)
+        branches = [count(branch.jaxpr) for branch in params["branches"]]
+        return max(branches, key=lambda work: work.flops)
 
     # Calls, custom derivatives and rematerialized parts have their programs among their parameters.
     work = Flops()
@@ -493,19 +553,10 @@ def _count_equation(equation: core.JaxprEqn, loops: int) -> Flops:
         if isinstance(value, core.ClosedJaxpr):
             value = value.jaxpr
         if isinstance(value, core.Jaxpr):
-            work += count_work(value, loops=loops)
+            work += count(value)
     if name == "shard_map":  # its program is the part of one device
         work *= math.prod(params["mesh"].shape.values())
     return work
-
-
-def _count_branches(params: Mapping[str, Any], loops: int) -> Flops:
-    """Count the TPU's branch of platform-dependent code, or the branch with most operations."""
-    for index, platforms in enumerate(params.get("branches_platforms") or ()):
-        if platforms is None or PLATFORM in platforms:
-            return count_work(params["branches"][index].jaxpr, loops=loops)
-    branches = [count_work(branch.jaxpr, loops=loops) for branch in params["branches"]]
-    return max(branches, key=lambda work: work.flops)
 
 
 def _count_product(equation: core.JaxprEqn) -> Flops:

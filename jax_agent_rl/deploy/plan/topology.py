@@ -1,7 +1,8 @@
-"""TPU slices, which need not exist, and the layouts of a run on them.
+"""TPU slices and hosts of GPUs, which need not exist, and the layouts of a run on them.
 
-A layout is meshes, batch sizes and the devices of each phase. Chips are as Cloud TPU's
-documentation states them (docs.cloud.google.com/tpu, 2026).
+A layout is meshes, batch sizes and the devices of each phase. TPUs are as Cloud TPU's documentation
+states them (docs.cloud.google.com/tpu, 2026), GPUs as NVIDIA's data sheets do. What follows calls a
+GPU a chip as well, and a host's GPUs a slice: they are joined by NVLink, hosts by a network.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.launch.tpu.gcloud import SHAPES
+from jax_agent_rl.deploy.plan.gpu import GPUS_PER_HOST, GpuTarget, describe_gpus
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.sharding import (
     Device,
-    expect_described_tpus,
+    Platform,
+    expect_described,
     make_mesh,
     parameter_shardings,
 )
@@ -50,20 +53,23 @@ REMAT = ("none", "dots", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One generation of TPU.
+    """One generation of TPU, or one model of GPU.
 
     Attributes:
-        hbm_bytes: memory of a chip available to programs, according to libtpu, which keeps some.
+        hbm_bytes: memory of a chip available to programs: according to libtpu, which keeps some; of
+            a GPU what is left by CUDA's contexts and NCCL's buffers.
         flops: peak bfloat16 operations per second; a multiplication and an addition count as two.
         clock: cycles per second: the peak over the operations of a cycle, in squares of 128 x 128
-            multipliers (four on v5e, eight on v4 and v5p, sixteen on v6e).
+            multipliers (four on v5e, eight on v4 and v5p, sixteen on v6e); a GPU's boost clock.
         hbm_bandwidth: bytes per second between a chip and its memory.
-        link_bandwidth: bytes per second and direction of one link to a neighbour.
+        link_bandwidth: bytes per second and direction of one link to a neighbour; of a GPU half of
+            what it sends through NVLink's switch, so that a ring of two links has all of it.
         dcn_bandwidth: bytes per second and direction of a chip's share of the network between
             slices.
         host_bytes: a chip's share of its host's memory.
         hosts: shapes of slices on one host; larger slices have hosts of four chips.
         config: libtpu's name for how cores form devices; None where it assumes one device per chip.
+        gpu: what XLA's CUDA compiler has to know of it; None for a TPU.
     """
 
     name: str
@@ -76,6 +82,48 @@ class Chip:
     host_bytes: int
     hosts: tuple[tuple[int, ...], ...]
     config: str | None = None
+    gpu: GpuTarget | None = None
+
+    @property
+    def platform(self) -> Platform:
+        return "tpu" if self.gpu is None else "cuda"
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """Shapes of slices, smallest first."""
+        if self.gpu is None:
+            return SHAPES[self.name]
+        return tuple("x".join(map(str, shape)) for shape in self.hosts)
+
+
+_GPU_HOSTS = tuple((count,) for count in (1, 2, 4, GPUS_PER_HOST))
+_CONTEXT_BYTES = 2 * GIB
+"""Memory of a GPU that programs do not have: contexts of CUDA, cuBLAS, cuDNN and NCCL, roughly."""
+
+
+def _gpu(
+    name: str, target: GpuTarget, *, flops: float, nvlink: float, network: float, host_bytes: int
+) -> Chip:
+    """Return a GPU.
+
+    Args:
+        flops: dense bfloat16, without sparsity.
+        nvlink: bytes per second that it sends to the other GPUs of its host.
+        network: bytes per second that it sends to other hosts.
+        host_bytes: memory of a host.
+    """
+    return Chip(
+        name=name,
+        hbm_bytes=target.memory_bytes - _CONTEXT_BYTES,
+        flops=flops,
+        clock=target.clock_ghz * 1e9,
+        hbm_bandwidth=target.memory_bandwidth,
+        link_bandwidth=nvlink / 2,
+        dcn_bandwidth=network,
+        host_bytes=host_bytes // GPUS_PER_HOST,
+        hosts=_GPU_HOSTS,
+        gpu=target,
+    )
 
 
 CHIPS = {
@@ -128,6 +176,55 @@ CHIPS = {
             host_bytes=int(1440e9 / 8),
             hosts=((1, 1), (2, 2), (2, 4)),
         ),
+        # Hosts as NVIDIA's DGX: 400 or 800 Gb/s of network for each GPU.
+        _gpu(
+            "h100",
+            GpuTarget(
+                product="NVIDIA H100 80GB HBM3",
+                capability=(9, 0),
+                cores=132,
+                memory_bytes=84_942_979_072,
+                memory_bandwidth=3.35e12,
+                cache_bytes=50 << 20,
+                clock_ghz=1.98,
+            ),
+            flops=989e12,
+            nvlink=450e9,
+            network=50e9,
+            host_bytes=2 << 40,
+        ),
+        _gpu(
+            "h200",
+            GpuTarget(
+                product="NVIDIA H200",
+                capability=(9, 0),
+                cores=132,
+                memory_bytes=150_754_820_096,
+                memory_bandwidth=4.8e12,
+                cache_bytes=50 << 20,
+                clock_ghz=1.98,
+            ),
+            flops=989e12,
+            nvlink=450e9,
+            network=50e9,
+            host_bytes=2 << 40,
+        ),
+        _gpu(
+            "b200",
+            GpuTarget(
+                product="NVIDIA B200",
+                capability=(10, 0),
+                cores=148,
+                memory_bytes=180 * 10**9,
+                memory_bandwidth=8e12,
+                cache_bytes=126 << 20,
+                clock_ghz=1.965,
+            ),
+            flops=2250e12,
+            nvlink=900e9,
+            network=50e9,
+            host_bytes=2 << 40,
+        ),
     )
 }
 _LIBTPU_ENVIRONMENT = {
@@ -143,10 +240,10 @@ _LIBTPU_ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """``v5e:4x4``, or ``2*v5e:4x4`` for two of them.
+    """``v5e:4x4``, or ``2*v5e:4x4`` for two of them; ``h100:8``, or ``2*h100:8`` for two hosts.
 
     Attributes:
-        shape: chips in each direction of the torus.
+        shape: chips in each direction of the torus; of a host its GPUs.
         count: slices, joined by the data centre's network.
     """
 
@@ -165,7 +262,7 @@ class Slice:
         if match is None:
             raise ConfigError(
                 f"topology {text!r} is not of the form v5e:4x4, v5p:4x4x4, or 2*v5e:16x16 for two"
-                " slices"
+                " slices; h100:8, or 2*h100:8 for two hosts"
             )
         count = int(match[1] or 1)
         name = match[2]
@@ -175,10 +272,10 @@ class Slice:
         if chip is None:
             hint = did_you_mean(name, CHIPS)
             raise ConfigError(
-                f"topology {text!r}: no TPU is called {name!r}; {hint}there are {', '.join(CHIPS)}"
+                f"topology {text!r}: no chip is called {name!r}; {hint}there are {', '.join(CHIPS)}"
             )
-        if sizes not in SHAPES[name]:
-            raise ConfigError(f"topology {text!r}: {name} comes as {', '.join(SHAPES[name])}")
+        if sizes not in chip.shapes:
+            raise ConfigError(f"topology {text!r}: {name} comes as {', '.join(chip.shapes)}")
         if count == 0:
             raise ConfigError(
                 f"topology {text!r} is not a slice; leave out '0*', or say how many:"
@@ -199,11 +296,16 @@ class Slice:
 
     @property
     def larger(self) -> Slice | None:
-        """The next larger slices of this generation, as many; None if these are the largest."""
-        for sizes in SHAPES[self.chip.name]:
+        """The next larger slices of this generation, as many; None if these are the largest.
+
+        Of whole hosts of GPUs there are twice as many.
+        """
+        for sizes in self.chip.shapes:
             shape = tuple(map(int, sizes.split("x")))
             if math.prod(shape) > math.prod(self.shape):
                 return replace(self, shape=shape)
+        if self.chip.gpu is not None:
+            return replace(self, count=2 * self.count)
         return None
 
     @property
@@ -218,8 +320,10 @@ class Slice:
         Programs compile for them, but cannot run.
 
         Raises:
-            ConfigError: ``libtpu`` is not installed, or knows no such slice.
+            ConfigError: the compiler is not installed, or knows no such slice.
         """
+        if self.chip.gpu is not None:
+            return describe_gpus(self.chip.gpu, per_host=self.shape[0], hosts=self.count)
         if not is_installed("libtpu"):
             raise ConfigError(
                 f"plan compiles with libtpu, which is not installed: {install_command('plan')}"
@@ -238,7 +342,7 @@ class Slice:
         try:
             from jax.experimental import topologies
 
-            expect_described_tpus()
+            expect_described("tpu")
             topology = topologies.get_topology_desc(
                 platform="tpu", topology_name=self._name_of_one, **options
             )

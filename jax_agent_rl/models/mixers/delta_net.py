@@ -21,7 +21,7 @@ from jax_agent_rl.models.delta_net import CHUNK, delta_tokens, gated_rms_norm
 from jax_agent_rl.models.delta_tree import tree_conv, tree_delta_rule
 from jax_agent_rl.models.layer_weights import LayerWeights
 from jax_agent_rl.models.mixers.mixer import Mixer, TokenTrees
-from jax_agent_rl.models.sharding import ROWS, compiles_for_tpus
+from jax_agent_rl.models.sharding import ROWS, compiles_for
 from jax_agent_rl.models.token_forest import TokenForest, plan_forest
 
 
@@ -62,7 +62,7 @@ class HeadWeights(NamedTuple):
 
 
 def _prepare(config: DecoderConfig, windowed: bool, tokens: TokenTrees) -> TokenForest:
-    chunk = delta_kernel.CHUNK if compiles_for_tpus() else CHUNK
+    chunk = delta_kernel.CHUNK if compiles_for("tpu") else CHUNK
     return plan_forest(tokens.positions, tokens.subtree_end, chunk=chunk)
 
 

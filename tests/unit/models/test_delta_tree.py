@@ -116,7 +116,7 @@ def test_a_local_program_is_the_same_where_others_are_compiled_for_tpus(
     weights = jnp.ones((ROWS, LENGTH, HEADS, VALUE_SIZE))
     outputs, gradients = gradients_in_chunks(tokens, forest, weights)
 
-    monkeypatch.setattr(sharding, "described_tpus", True)
+    monkeypatch.setattr(sharding, "described_platforms", {"tpu"})
     # Another function: what was traced before chose the plain path.
     both, pull = jax.vjp(jax.jit(lambda tokens: tree_delta_rule(tokens, forest)), tokens)
     np.testing.assert_allclose(both, outputs, atol=1e-6)

@@ -96,8 +96,8 @@ def test_libtpus_telling_last_words_are_shown_with_what_helps():
         answered(f"print({ABORTED!r}, file=sys.stderr)\nos.abort()")
     message = str(caught.value)
     assert (
-        "libtpu ended itself (SIGABRT) when it was starting: Check failed: s_count.has_value()."
-        in message
+        "the compiler ended itself (SIGABRT) when it was starting: Check failed:"
+        " s_count.has_value()." in message
     )
     assert "stack trace" not in message
     assert (

@@ -15,7 +15,16 @@ from tests.unit.deploy.plan.slices import described
 
 @pytest.mark.parametrize(
     ("text", "chips"),
-    [("v5e:4x4", 16), ("v5p:4x4x8", 128), ("v4:2x2x2", 8), ("V6E:2x4", 8), ("2*v5e:16x16", 512)],
+    [
+        ("v5e:4x4", 16),
+        ("v5p:4x4x8", 128),
+        ("v4:2x2x2", 8),
+        ("V6E:2x4", 8),
+        ("2*v5e:16x16", 512),
+        ("h100:8", 8),
+        ("H200:1", 1),
+        ("2*b200:8", 16),
+    ],
 )
 def test_a_slice_is_known_by_its_name(text, chips):
     parsed = Slice.parse(text)
@@ -33,6 +42,8 @@ def test_a_slice_is_known_by_its_name(text, chips):
         ("v5e:4x2", {"key": "v5e", "fix": "1x1, 2x2, 2x4"}),
         ("v6e:32x32", {"key": "v6e", "fix": "16x16"}),
         ("0*v5e:2x2", {"value": "not a slice", "fix": "leave out '0*'"}),
+        ("h100:16", {"key": "h100", "fix": "1, 2, 4, 8"}),
+        ("h10:8", {"value": "'h10'", "fix": "did you mean"}),
     ],
 )
 def test_a_name_that_is_none_is_refused_with_one_that_is(text, named):
@@ -41,7 +52,8 @@ def test_a_name_that_is_none_is_refused_with_one_that_is(text, named):
 
 
 def test_slices_are_those_that_the_launcher_makes():
-    assert CHIPS.keys() == SHAPES.keys() == GENERATIONS.keys()
+    tpus = {name for name, chip in CHIPS.items() if chip.gpu is None}
+    assert tpus == SHAPES.keys() == GENERATIONS.keys()
     for generation, shapes in SHAPES.items():
         for shape in shapes:
             assert (
@@ -54,6 +66,31 @@ def test_without_the_compiler_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises(ConfigError, fix=install_command("plan")):
         len(Slice.parse("v5e:2x2").devices)
+
+
+def test_without_the_cuda_compiler_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with raises(ConfigError, fix=install_command("cuda")):
+        len(Slice.parse("h100:8").devices)
+
+
+def test_more_than_a_host_of_gpus_are_whole_hosts():
+    larger = Slice.parse("h100:4").larger
+    assert larger is not None and larger.name == "h100:8"
+    assert larger.larger is not None and larger.larger.name == "2*h100:8"
+
+
+def test_a_described_gpu_leaves_programs_less_than_its_memory():
+    """The description is that of the CUDA compiler: an H100 has 132 multiprocessors of sm_90."""
+    gpus = [chip for chip in CHIPS.values() if chip.gpu is not None]
+    for chip in gpus:
+        assert chip.gpu is not None
+        assert chip.hbm_bytes < chip.gpu.memory_bytes
+        assert f"device_memory_size: {chip.gpu.memory_bytes}\n" in chip.gpu.as_text()
+    target = CHIPS["h100"].gpu
+    assert target is not None
+    assert "cuda_compute_capability { major: 9 minor: 0 }" in target.as_text()
+    assert "core_count: 132\n" in target.as_text()
 
 
 def test_the_launch_pages_own_command_samples_on_all_chips(tmp_path):
