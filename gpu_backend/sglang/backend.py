@@ -32,6 +32,7 @@ import numpy as np
 
 from gpu_backend.requests import Usage, check_request, expand_versions
 from gpu_backend.sglang import wire
+from gpu_backend.sglang.gate import PriorityGate
 from gpu_backend.sglang.process import ServerProcess
 from gpu_backend.sglang.settings import CONTEXT_MARGIN, OLDEST, SglangSettings
 from gpu_backend.sglang.weight_folder import WeightFolder
@@ -285,8 +286,7 @@ class SglangBackend:
         self._live: dict[str, SentRequest] = {}  # running requests by id
         self._usage = Usage()
         self._change = asyncio.Lock()  # one pause, update or sleep at a time
-        self._gate = asyncio.Event()  # requests pass it on their way to the server
-        self._gate.set()
+        self._gate = PriorityGate()  # requests pass it on their way to the server
         self._delivery = asyncio.Event()
         self._delivery.set()
         self._resumed = asyncio.Event()  # since the last pause
@@ -380,7 +380,7 @@ class SglangBackend:
         if self._closed:
             return
         self._closed = True
-        self._gate.set()
+        self._gate.open()
         self._delivery.set()
         self._resumed.set()
         for live in self._live.values():
@@ -532,9 +532,9 @@ class SglangBackend:
 
     async def _pass_gate(self, live: SentRequest) -> None:
         """Wait until requests may go to the server, or this one is aborted."""
-        while not self._gate.is_set() and not live.is_aborted.is_set():
+        while not self._gate.is_open and not live.is_aborted.is_set():
             waits = [
-                asyncio.ensure_future(self._gate.wait()),
+                asyncio.ensure_future(self._gate.wait(live.run.request.priority)),
                 asyncio.ensure_future(live.is_aborted.wait()),
             ]
             try:
@@ -583,7 +583,7 @@ class SglangBackend:
         vocabulary = self._settings.vocab_size
         if not all(0 <= token_id < vocabulary for token_id in token_ids):
             raise BackendError(f"ids to score must be in [0, {vocabulary})")
-        await self._gate.wait()
+        await self._gate.wait(_FIRST_IN_QUEUE)
         return await self._score(token_ids, start=start, top_k=top_k)
 
     async def _score(self, token_ids: Sequence[int], *, start: int, top_k: int) -> TokenScores:
@@ -673,7 +673,7 @@ class SglangBackend:
     # --- pausing and weights ----------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        self._gate.clear()
+        self._gate.close()
         self._resumed.clear()
         async with self._change:
             self._check_running()
@@ -716,7 +716,7 @@ class SglangBackend:
             return
         await self._unfreeze()
         self._delivery.set()
-        self._gate.set()
+        self._gate.open()
 
     async def _freeze(self) -> None:
         """Put running requests back into the server's queue, and start none."""
@@ -748,7 +748,7 @@ class SglangBackend:
             await asyncio.to_thread(self._check_update, update)
 
             start_time = time.perf_counter()
-            self._gate.clear()
+            self._gate.close()
             self._delivery.clear()
             try:
                 if not self._is_frozen:
@@ -832,7 +832,7 @@ class SglangBackend:
             self._check_running()
             was_frozen = self._is_frozen
             if not was_frozen:
-                self._gate.clear()
+                self._gate.close()
                 await self._freeze()
             try:
                 await self._post("/flush_cache", {}, None)
@@ -843,7 +843,7 @@ class SglangBackend:
     async def sleep(self) -> None:
         async with self._change:
             self._check_can_sleep()
-            self._gate.clear()
+            self._gate.close()
             self._resumed.clear()
             for request_id in list(self._live):
                 if self._live[request_id].is_open:

@@ -14,7 +14,12 @@ from urllib.parse import urlsplit
 
 from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.utils.bounded_json import decode_json
-from jax_agent_rl.utils.network import IDENTITY, UnreadableAnswerError, read_answer
+from jax_agent_rl.utils.network import (
+    IDENTITY,
+    UNUSED_SECONDS,
+    UnreadableAnswerError,
+    read_answer,
+)
 
 if TYPE_CHECKING:
     import aiohttp
@@ -69,6 +74,7 @@ class ServerSession:
             headers=IDENTITY,
             trace_configs=[tracing],
             auto_decompress=False,
+            connector=aiohttp.TCPConnector(keepalive_timeout=UNUSED_SECONDS),
             # Also of servers that are known by their IP address.
             cookie_jar=aiohttp.CookieJar(unsafe=True),
             timeout=aiohttp.ClientTimeout(total=None),

@@ -41,6 +41,8 @@ HEAD_TIMEOUT_SECONDS = 10.0
 """Time limit of a new connection for the head of its first request."""
 BODY_TIMEOUT_SECONDS = 60.0
 """Time limit of a JSON body."""
+_UNUSED_SECONDS = 75.0
+"""How long an unused connection stays open; longer than clients keep theirs."""
 SHUTDOWN_TIMEOUT_SECONDS = 1.0
 """Time for running requests at shutdown."""
 
@@ -89,7 +91,6 @@ class HttpServer:
         body_key: setting of that limit, for messages.
         body_types: content types that bodies of POST may have besides JSON; such as a page of
             another origin cannot send without a preflight.
-        keep_alive: seconds an idle connection stays open.
         middlewares: they see every request, also the refused ones.
         max_connections: maximum open connections; further ones are closed. The process's limit may
             lower it.
@@ -112,7 +113,6 @@ class HttpServer:
     max_body_bytes: int
     body_key: str
     body_types: Sequence[str] = ()
-    keep_alive: float = 75.0
     middlewares: Sequence[Any] = ()
     max_connections: int = MAX_CONNECTIONS
     head_seconds: float = HEAD_TIMEOUT_SECONDS
@@ -158,7 +158,7 @@ class HttpServer:
         self._runner = web.AppRunner(
             self.app,
             handler_cancellation=True,
-            keepalive_timeout=self.keep_alive,
+            keepalive_timeout=_UNUSED_SECONDS,
             shutdown_timeout=SHUTDOWN_TIMEOUT_SECONDS,
             access_log=None,
             logger=_protocol_logger,

@@ -120,6 +120,11 @@ def names_this_machine(host_header: str, *, listening_on: str) -> bool:
 
 IDENTITY = {"Accept-Encoding": "identity"}
 """Header of every request: its answer must not be compressed."""
+
+UNUSED_SECONDS = 2.0
+"""How long a client keeps a connection that it does not use. Servers close theirs as well (uvicorn
+after 5 s), and a request that is sent meanwhile is lost."""
+
 MAX_ANSWER_BYTES = 64 * 2**20
 """Limit of an answer: no model reads more."""
 MAX_ERROR_BYTES = 64 * 2**10
@@ -319,9 +324,7 @@ class JsonService:
         import httpx
 
         if self._client is None:
-            # Drop idle connections before servers do (uvicorn: after 5 s). Otherwise a request
-            # could be lost.
-            limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+            limits = httpx.Limits(max_connections=None, keepalive_expiry=UNUSED_SECONDS)
             headers = {"content-type": "application/json", **(self.headers or {}), **IDENTITY}
             self._client = httpx.AsyncClient(
                 limits=limits,

@@ -20,6 +20,7 @@ from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, E
 from jax_agent_rl.utils.bounded_json import decode_json
 from jax_agent_rl.utils.network import (
     IDENTITY,
+    UNUSED_SECONDS,
     LineBuffer,
     UnreadableAnswerError,
     read_answer,
@@ -84,9 +85,8 @@ class ServerConnection:
         self._session = aiohttp.ClientSession(
             headers={**self._headers, **IDENTITY},
             auto_decompress=False,
-            # A connection per request in flight; idle ones are dropped before the server would drop
-            # them.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+            # A connection per request in flight.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=UNUSED_SECONDS),
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=CONNECT_SECONDS, sock_read=self._silence_seconds
             ),

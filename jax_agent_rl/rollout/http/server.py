@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _METRICS = "/metrics"
-_KEEP_ALIVE_SECONDS = 600.0
-"""Longer than the client's, so that the server never closes an idle connection first."""
 
 
 class RolloutServer:
@@ -93,7 +91,6 @@ class RolloutServer:
             token_key="rollout.token_env",
             max_body_bytes=max_request_bytes,
             body_key=f"max_request_bytes={max_request_bytes}",
-            keep_alive=_KEEP_ALIVE_SECONDS,
             middlewares=[counted(self._requests)],
         )
         self._uploads = Uploads(max_bytes=max_upload_bytes, folder=upload_folder)

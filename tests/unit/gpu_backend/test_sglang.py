@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from gpu_backend.sglang.backend import SglangBackend
+from gpu_backend.sglang.gate import PriorityGate
 from gpu_backend.sglang.settings import SglangSettings
 from jax_agent_rl.errors import BackendError, ConfigError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.rollout.protocol import FILES, GenerateRequest, WeightUpdate
@@ -326,6 +329,37 @@ async def test_a_request_that_is_aborted_in_the_queue_keeps_its_ids_once(model: 
         await backend.resume()
         whole = await backend.generate(request(max_tokens=len(output.token_ids)))
         assert output.token_ids == whole.token_ids
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), max_size=12))
+def test_what_waits_at_a_gate_passes_by_priority_and_then_by_arrival(waiting):
+    async def passed() -> list[int]:
+        gate = PriorityGate()
+        gate.close()
+        order = []
+
+        async def go(number: int, priority: int) -> None:
+            await gate.wait(priority)
+            order.append(number)
+
+        async with asyncio.TaskGroup() as tasks:
+            started = []
+            for number, (priority, _) in enumerate(waiting):
+                started.append(tasks.create_task(go(number, priority)))
+            await asyncio.sleep(0)
+            assert order == []
+            for task, (_, leaves) in zip(started, waiting, strict=True):
+                if leaves:
+                    task.cancel()
+            gate.open()
+        await gate.wait(0)  # it stays open
+        return order
+
+    remaining = []
+    for number, (priority, leaves) in enumerate(waiting):
+        if not leaves:
+            remaining.append((priority, number))
+    assert asyncio.run(passed()) == [number for _, number in sorted(remaining)]
 
 
 async def test_a_lost_server_ends_its_requests(model: Path):
