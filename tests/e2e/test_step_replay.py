@@ -3,12 +3,14 @@
 import json
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from jax_agent_rl.agents.loop import AGENTS
 from jax_agent_rl.cli import app
 from jax_agent_rl.observe.run_dir import read_records
 from tests.messages import assert_message
@@ -69,15 +71,10 @@ def train(folder: Path, **sections: dict[str, Any]) -> Path:
         (folder / "agent.py").write_text(PAIR_AGENT)
         sections["agent"] = {**sections["agent"], "module": str(folder / "agent.py")}
     recipe = tiny_recipe(folder, **{"trainer": {"steps": 4, "checkpoint_every": 2}, **sections})
-    result = in_process("train", recipe)
+    command = [*python(), "-m", "jax_agent_rl.cli", "train", str(recipe)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return folder / "run"
-
-
-def in_process(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a process of its own: one process knows an agent's name only once."""
-    command = [*python(), "-m", "jax_agent_rl.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
 def invoke(*arguments: object) -> Result:
@@ -103,6 +100,15 @@ def edit(run: Path, step: int, **fields: Any) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     return train(tmp_path_factory.mktemp("replayed"))
+
+
+@pytest.fixture
+def forgotten_agents() -> Iterator[None]:
+    """Forget what a replayed run's module has registered: a process knows an agent's name once."""
+    known_agents = dict(AGENTS)
+    yield
+    AGENTS.clear()
+    AGENTS.update(known_agents)
 
 
 @pytest.fixture
@@ -216,13 +222,13 @@ def test_how_trajectories_were_sampled_cannot_be_changed(run: Path):
     assert_message(error, key="rollout.temperature", value=0.5)
 
 
+@pytest.mark.usefixtures("forgotten_agents")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_steps_of_every_kind_are_equal_to_the_bit(tmp_path: Path, name: str):
     run = train(tmp_path / "run", **VARIANTS[name])
     for step in (2, 3, 4):
-        result = in_process("replay", run, "--step", step, "--json")
-        assert result.returncode == 0, result.stdout + result.stderr
-        assert json.loads(result.stdout)["verdict"] == "equal"
+        status, result = replay(run, step)
+        assert (status, result["verdict"]) == (0, "equal"), result
 
 
 def test_runs_of_one_seed_are_the_same_and_those_of_two_are_not(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Which layouts are worth compiling; nothing is compiled here."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Sequence
 
@@ -26,15 +27,17 @@ from tests.unit.deploy.plan.recipe import recipe
 from tests.unit.deploy.plan.slices import described
 
 
-@pytest.fixture
-def search_layouts(tmp_path):
+@pytest.fixture(scope="module")
+def search_layouts(tmp_path_factory):
+    """Searches layouts, each search once: hundreds of them are estimated."""
+    folder = tmp_path_factory.mktemp("searched")
+    tree = read_tree(recipe(folder))
+    model = load_config(folder / "model")
+
+    @functools.cache
     def run(topology="v5e:2x2", *overrides, hosts=1):
-        folder = tmp_path / f"of-{hosts}"
-        tree = read_tree(folder / "recipe.yaml" if folder.exists() else recipe(folder))
         configured = lambda changes: build(tree, [*overrides, *changes])  # noqa: E731
-        return candidates(
-            configured, load_config(folder / "model"), described(topology, hosts=hosts)
-        )
+        return candidates(configured, model, described(topology, hosts=hosts))
 
     return run
 
