@@ -71,6 +71,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _one_thread_of_torch() -> None:
+    """Compute small models of torch without threads, which cost three times what they save.
+
+    No variable says so: engines of vLLM, which tests start, read the same.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _freeze_what_a_file_leaves() -> Iterator[None]:
     """Keep the garbage collector off traces and programs that stay: it took up to 40 % of a
     worker's time.
