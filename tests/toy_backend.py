@@ -36,6 +36,7 @@ from jax_agent_rl.testing.conformance.backends import (
 from jax_agent_rl.testing.conformance.models import log_softmax, truncate
 from jax_agent_rl.types import PauseMode, TokenScores
 from jax_agent_rl.types.supports import encode_supports
+from jax_agent_rl.utils.weight_transfer import check_files
 from tests.batching_engine import BatchingEngine, Run
 
 EOS = 2
@@ -233,6 +234,7 @@ class ToyBackend(BatchingEngine):
         """
         if update.kind != "safetensors":
             return update.payload if isinstance(update.payload, str) else ""
+        check_files(update.payload, update.digests)
         try:
             return Path(update.payload[0]).read_text()
         except OSError as error:

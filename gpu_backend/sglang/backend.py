@@ -23,7 +23,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -35,7 +36,6 @@ from gpu_backend.sglang import wire
 from gpu_backend.sglang.gate import PriorityGate
 from gpu_backend.sglang.process import ServerProcess
 from gpu_backend.sglang.settings import CONTEXT_MARGIN, OLDEST, SglangSettings
-from gpu_backend.sglang.weight_folder import WeightFolder
 from gpu_backend.weight_mapping import Checkpoint
 from gpu_backend.weight_updates import check_update, require_agreement
 from jax_agent_rl.errors import (
@@ -59,6 +59,7 @@ from jax_agent_rl.rollout.protocol import (
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, TokenScores
 from jax_agent_rl.types.supports import mask_words
 from jax_agent_rl.utils.bounded_json import decode_json
+from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.network import is_loopback, read_beginning
 from jax_agent_rl.utils.weight_transfer import LogprobProbe
@@ -281,7 +282,7 @@ class SglangBackend:
         self._process: ServerProcess | None = None
         self._connection: ServerConnection | None = None
         self._info: wire.ServerInfo | None = None
-        self._folder: WeightFolder | None = None
+        self._shares_files = False  # the server opens files that this process names
         self._checkpoint: Checkpoint | None = None
         self._live: dict[str, SentRequest] = {}  # running requests by id
         self._usage = Usage()
@@ -303,7 +304,7 @@ class SglangBackend:
             raise BackendError("what an SGLang server can do is known after start()")
         reports_support = info.sampling_mask_max_tokens >= self._settings.vocab_size
         payloads = frozenset()
-        if self._folder is not None:
+        if self._shares_files:
             payloads = frozenset({FILES})
         weight_dtype = "float32"
         if info.quantization is None:
@@ -316,9 +317,9 @@ class SglangBackend:
             seeds=info.enable_deterministic_inference,
             stop_strings=self._decode_text is not None,
             pause_modes=frozenset(PauseMode),
-            in_flight_update=self._folder is not None,
+            in_flight_update=self._shares_files,
             prefix_reuse=not info.disable_radix_cache,
-            partial_update=self._folder is not None,
+            partial_update=self._shares_files,
             priorities=_orders_queue(info),
             scoring=True,
             sleep=info.enable_memory_saver,
@@ -370,8 +371,9 @@ class SglangBackend:
             if self._process is not None:
                 await self._process.wait_until(self._is_ready)
             self._info = await self._read_info()
-            if settings.weight_dir is not None or is_loopback(self._connection.host):
-                self._folder = WeightFolder(settings.weight_dir)
+            self._shares_files = settings.weight_dir is not None or is_loopback(
+                self._connection.host
+            )
         except BaseException:
             await self._stop_server()
             raise
@@ -393,8 +395,6 @@ class SglangBackend:
             await self._connection.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
-        if self._folder is not None:
-            self._folder.remove()
 
     async def _is_ready(self) -> bool:
         """Return whether the server answers yet."""
@@ -783,11 +783,10 @@ class SglangBackend:
 
     async def _load_and_verify(self, update: WeightUpdate) -> None:
         """Load weights into the frozen engine, and compare its log-probs with the learner's."""
-        assert self._folder is not None
         for live in self._live.values():
             if live.is_open:
                 live.is_mixed = True
-        with self._folder.holding(update.payload) as folder:
+        with _linked(update.payload, self._settings.weight_dir) as folder:
             body = {
                 "model_path": str(folder),
                 "load_format": "safetensors",
@@ -945,6 +944,25 @@ class SglangBackend:
                 " rollout.token_env"
             )
         raise BackendError(f"SGLang answered HTTP {response.status}: {words}")
+
+
+@contextlib.contextmanager
+def _linked(files: Sequence[str], parent: str | None) -> Iterator[Path]:
+    """Yield a folder with links to these files: the server loads all files of a folder.
+
+    Args:
+        parent: where to make it; None: shared memory of this machine.
+    """
+    folder = make_temp_folder(
+        "jax_agent_rl-sglang-weights-", Path(parent) if parent else None, in_memory=True
+    )
+    try:
+        for file in files:
+            path = Path(file).absolute()
+            (folder / path.name).symlink_to(path)
+        yield folder
+    finally:
+        remove_temp_folder(folder)
 
 
 def _orders_queue(info: wire.ServerInfo) -> bool:

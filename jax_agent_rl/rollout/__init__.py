@@ -6,5 +6,5 @@ server · ``watchdog`` which servers are lost · ``pool`` servers, from start to
 losses, replacement · ``client`` ``generate`` over all of them, with ``merge_outputs`` for
 interrupted requests. Beside them: ``engine_metrics`` and ``fleet_metrics`` the counters of one
 engine and of all · ``http`` engines on other machines · ``ray_backend`` engines in Ray actors ·
-``proxy`` what these two share · ``transport`` how weights reach engines, ``object_store`` one way.
+``proxy`` what these two share · ``transport`` how weights reach engines.
 """

@@ -200,7 +200,7 @@ FILES = "safetensors"
 SHARDS = "tensorstore"
 """The address of a version's folder, as ``models.stored`` writes it."""
 OBJECT_STORE = "object_store"
-"""A :class:`~jax_agent_rl.rollout.object_store.StoredWeights`: a reference into Ray's store."""
+"""A reference to files in Ray's object store, by ``rollout.transport.store_files``."""
 CUDA_IPC = "cuda_ipc"
 """Arrays of this process on one GPU of the machine, by their Hugging Face names."""
 BROADCAST = "broadcast"
@@ -224,10 +224,10 @@ class WeightUpdate:
             are for; ``float32``: they are as the learner has them.
         digests: fingerprints of the payload's files by name, checked before an engine takes
             anything; without any, files are not checked.
-        deltas: delta files (``utils.weight_deltas``) that turn the previous version's files into
-            ``payload``, and the digest of the file that each changes. Empty: this version is sent
-            whole. None: the next version is sent whole as well, and a server need not keep these
-            files.
+        deltas: delta files (``utils.weight_deltas``) that turn files of the previous version into
+            files of ``payload``, and the digest of the file that each changes. Files without one
+            are sent whole. None: the next version is sent whole as well, and a server need not keep
+            these files.
         probe: log-probs of a few sequences, which the weights must reproduce where they arrive.
         adapters: the LoRA adapters that change, by name
             (:class:`~jax_agent_rl.models.lora.PeftAdapter`), together with the weights, or with

@@ -15,17 +15,33 @@ engine's end. Whatever it is, :class:`~jax_agent_rl.rollout.server.AsyncServer` 
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, cast
 
-from jax_agent_rl.rollout.protocol import Capabilities, RolloutBackend, WeightUpdate
+import numpy as np
+
+from jax_agent_rl.rollout.protocol import (
+    BROADCAST,
+    FILES,
+    OBJECT_STORE,
+    Capabilities,
+    RolloutBackend,
+    WeightUpdate,
+)
+from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 Fetch = Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]]
 """Yields an update as the engine loads it, valid within the context."""
+
+GetObject = Callable[[Any], Awaitable[Any]]
+"""Returns an object of Ray's store by its reference."""
 
 
 class WeightSource(Protocol):
@@ -110,3 +126,71 @@ class FetchingBackend:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
+
+
+# --- files in Ray's object store ------------------------------------------------------------------
+
+
+@dataclass
+class ObjectStoreTransport(WeightTransport):
+    """Offers files in Ray's object store, to engines in Ray actors: each node gets them once."""
+
+    files: WeightTransport
+
+    def offer(self, learner: WeightSource, version: int) -> WeightUpdate:
+        import ray
+
+        return store_files(self.files.offer(learner, version), ray.put)
+
+    def release(self) -> None:
+        self.files.release()
+
+
+def store_files(update: WeightUpdate, put: Callable[[Any], Any]) -> WeightUpdate:
+    """Write an update's files to the store; return an update that refers to them.
+
+    Args:
+        put: writes an object to the store; returns its reference, which the object lives as long
+            as.
+    """
+    contents = {}
+    for path in update.payload:
+        contents[Path(path).name] = np.asarray(np.memmap(path, np.uint8, mode="r"))
+    return replace(update, kind=OBJECT_STORE, payload=put(contents))
+
+
+async def await_reference(reference: Any) -> Any:
+    """Get an object from Ray's store, whose references can be awaited."""
+    return await reference
+
+
+@asynccontextmanager
+async def fetch_files(
+    update: WeightUpdate, *, get: GetObject = await_reference
+) -> AsyncIterator[WeightUpdate]:
+    """Yield an update of stored files with their paths, in shared memory if there is some."""
+    contents = await get(update.payload)
+    folder = make_temp_folder("jax_agent_rl-fetched-", in_memory=True)
+    try:
+        paths = await asyncio.to_thread(_write_files, contents, folder)
+        yield replace(update, kind=FILES, payload=paths)
+    finally:
+        remove_temp_folder(folder)
+
+
+def _write_files(contents: Mapping[str, np.ndarray], folder: Path) -> list[str]:
+    paths = []
+    for name, content in contents.items():
+        path = folder / name
+        content.tofile(path)
+        paths.append(str(path))
+    return paths
+
+
+def from_object_store(
+    backend: RolloutBackend, *, get: GetObject = await_reference
+) -> RolloutBackend:
+    """Return a backend whose weights come from the object store, or by broadcast."""
+    return fetching(
+        backend, OBJECT_STORE, functools.partial(fetch_files, get=get), passes=BROADCAST
+    )

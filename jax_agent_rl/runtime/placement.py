@@ -27,12 +27,11 @@ from typing import Any
 from jax_agent_rl.config import Config, RolloutConfig
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.object_store import from_object_store
 from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.protocol import BROADCAST, OBJECT_STORE, RolloutBackend
 from jax_agent_rl.rollout.ray_backend import RayBackend
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.rollout.transport import fetching
+from jax_agent_rl.rollout.transport import fetching, from_object_store
 from jax_agent_rl.runtime.engines import UNTRAINED, connect, make_engine, send_weights
 from jax_agent_rl.runtime.multihost_engines import on_every_host
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve

@@ -7,12 +7,12 @@ They differ in who holds the bytes, and in how an engine gets them::
     HostTransport         each process of the learner         takes the copy of its process
     FileTransport         a folder, in memory if it may be    opens paths, or gets an upload
     ShardTransport        a shared folder or bucket           reads the parts of its devices
-    ObjectStoreTransport  Ray's store, once on every node     reads views of the store
+    ObjectStoreTransport  Ray's store, once on every node     opens files with these bytes
     DeviceTransport       the learner's first device          gets CUDA handles, or a broadcast
 
 Weights that leave the process are rounded to what the engines compute in, and a probe goes with
 them: log-probs of a few token ids, which they have to give where they arrive. ``HostTransport`` is
-in ``multihost_engines``, ``ObjectStoreTransport`` in ``rollout.object_store``.
+in ``multihost_engines``, ``ObjectStoreTransport`` in ``rollout.transport``.
 """
 
 from __future__ import annotations
@@ -37,9 +37,14 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import device_tensors, hf_tensors
 from jax_agent_rl.models.tensors import save_tensors
-from jax_agent_rl.rollout.object_store import ObjectStoreTransport
 from jax_agent_rl.rollout.protocol import ARRAYS, BROADCAST, CUDA_IPC, FILES, SHARDS, WeightUpdate
-from jax_agent_rl.rollout.transport import Engines, ScoreProbe, WeightSource, WeightTransport
+from jax_agent_rl.rollout.transport import (
+    Engines,
+    ObjectStoreTransport,
+    ScoreProbe,
+    WeightSource,
+    WeightTransport,
+)
 from jax_agent_rl.runtime.multihost import LeadingLearner
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.fingerprints import read_fingerprint
@@ -78,10 +83,8 @@ def make_transport(
             f" has {jax.process_count()}; set rollout.weight_transport=files"
         )
 
-    if rollout.backend == "jetstream":
-        if is_colocated:
-            return ArrayTransport()
-        return ObjectStoreTransport(ArrayTransport(), engines, score)
+    if rollout.backend == "jetstream" and is_colocated:
+        return ArrayTransport()
 
     if rollout.weight_transport == "tensorstore":
         assert rollout.weight_dir is not None  # checked with the configuration
@@ -103,7 +106,7 @@ def make_transport(
             return DeviceTransport(CUDA_IPC, model, engines, score, instead=files)
         return files
 
-    objects = ObjectStoreTransport(files, engines)
+    objects = ObjectStoreTransport(files)
     if rollout.weight_transport == BROADCAST and score is not None:
         return DeviceTransport(BROADCAST, model, engines, score, instead=objects)
     return objects
@@ -209,8 +212,6 @@ class FileTransport(WeightTransport):
                     " whole model"
                 ) from error
 
-        if len(deltas) < len(self._digests):
-            deltas = {}  # engines take changes of all files, or all files
         self._remove_files(keep=[*self._digests, *map(Path, deltas)])
         self._offered += 1
         return WeightUpdate(

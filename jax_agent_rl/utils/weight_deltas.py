@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +37,11 @@ _MAX_SHARE = 0.25
 def delta_path(file: Path) -> Path:
     """Return where the delta of a weight file is written."""
     return file.with_name(file.name.removesuffix(".safetensors") + DELTA_SUFFIX)
+
+
+def new_path(delta: Path) -> Path:
+    """Return where the file is made that a delta belongs to; inverse of :func:`delta_path`."""
+    return delta.with_name(delta.name.removesuffix(DELTA_SUFFIX) + ".safetensors")
 
 
 def write_delta(base: Path, base_digest: str, new: Path) -> Path | None:
@@ -86,13 +90,13 @@ def write_delta(base: Path, base_digest: str, new: Path) -> Path | None:
     return delta
 
 
-def apply_delta(delta: Path, bases: Mapping[str, Path]) -> None:
+def apply_delta(delta: Path, bases: dict[str, Path]) -> None:
     """Replace a delta and the old file by the new file, whose digest the caller compares.
 
-    It is beside the delta, under the name that :func:`write_delta` was given.
+    It is beside the delta: :func:`new_path`.
 
     Args:
-        bases: old files by their digests.
+        bases: old files by their digests; the one that is replaced leaves them.
 
     Raises:
         WeightUpdateError: the delta is damaged, or of another file.
@@ -121,11 +125,10 @@ def apply_delta(delta: Path, bases: Mapping[str, Path]) -> None:
             f"{delta.name} does not fit {base.name}: {error}; send the whole file"
         ) from error
 
-    new = delta.with_name(delta.name.removesuffix(DELTA_SUFFIX) + ".safetensors")
-    with new.open("xb") as stream:
+    with new_path(delta).open("xb") as stream:
         stream.write(tensors["header"].tobytes())
         words.tofile(stream)
-    base.unlink()
+    bases.pop(digest).unlink()
     delta.unlink()
 
 

@@ -29,13 +29,14 @@ from jax_agent_rl.errors import (
 )
 from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.rollout.http.membership import ADDRESS_FILE, command_run
-from jax_agent_rl.rollout.object_store import from_object_store, store
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.ray_backend import EngineHost, RayBackend
+from jax_agent_rl.rollout.transport import from_object_store, store_files
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
 from jax_agent_rl.runtime.train import train
 from jax_agent_rl.testing.leaks import Footprint
 from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.utils.fingerprints import digest
 from tests.launching import wait_for_end
 from tests.messages import raises
 from tests.tiny_run import GATED_REWARD, step_records, tiny_recipe
@@ -261,21 +262,24 @@ async def test_one_object_updates_all_engines_and_a_damaged_one_none(tmp_path: P
     import ray
 
     (tmp_path / "w.safetensors").write_text("other")
-    files = WeightUpdate(version=1, kind="safetensors", payload=[str(tmp_path / "w.safetensors")])
+    files = WeightUpdate(
+        version=1,
+        kind="safetensors",
+        payload=[str(tmp_path / "w.safetensors")],
+        digests={"w.safetensors": digest(b"other")},
+    )
     put: list[Any] = []
 
-    def counting(tree: Any) -> Any:
-        put.append(ray.put(tree))
+    def counting(contents: Any) -> Any:
+        put.append(ray.put(contents))
         return put[-1]
 
-    update = store(files, counting)
-    damaged = replace(
-        update, payload=replace(update.payload, fingerprint=update.payload.fingerprint[::-1])
-    )
+    update = store_files(files, counting)
+    damaged = replace(update, digests={"w.safetensors": digest(b"othex")})
     async with toys(2) as actors:
         old_outputs = [await actor.generate(request("before")) for actor in actors]
         for actor, old in zip(actors, old_outputs, strict=True):
-            with raises(WeightUpdateError, key="version 1", value="damaged"):
+            with raises(WeightUpdateError, key="w.safetensors", value="damaged"):
                 await actor.update_weights(damaged)
             assert (await actor.generate(request("still"))).token_ids == old.token_ids
             assert actor.policy_version == 0

@@ -349,7 +349,6 @@ BODIES: dict[tuple[str, str], Any] = {
         "files": [{"path": "/a.safetensors", "size": 1}],
         "bases": ["a"],
     },
-    ("rollout", "/v1/apply_deltas"): {"upload": "a", "digests": {"b": "c"}},
     ("rollout", "/v1/reset_prefix_cache"): {},
     ("rollout", "/v1/sleep"): {},
     ("rollout", "/v1/wake"): {},

@@ -35,6 +35,7 @@ from jax_agent_rl.types import TokenOutput, TokenScores
 from jax_agent_rl.utils.bounded_json import decode_json
 from jax_agent_rl.utils.fingerprints import read_fingerprint
 from jax_agent_rl.utils.network import is_loopback, read_beginning
+from jax_agent_rl.utils.weight_deltas import delta_path
 
 _RETRY_SECONDS = 0.5
 _GATEWAY = frozenset({502, 503, 504})  # what a proxy answers for a server that it cannot reach
@@ -205,36 +206,45 @@ class RemoteBackend(ProxyBackend):
         if self._may_share_disk:
             for file in files:
                 visible_files.append({"path": str(file), "size": file.stat().st_size})
-        deltas = update.deltas or {}
+        deltas = {Path(path).absolute(): base for path, base in (update.deltas or {}).items()}
         needed = await self._call("needed_files", files=visible_files, bases=[*deltas.values()])
         if needed == wire.NO_FILES:
             return {"paths": [str(file) for file in files]}
 
-        keep = update.deltas is not None  # the next version may be sent as what changes
-        if needed == wire.DELTAS:
-            upload = await self._upload([Path(delta) for delta in deltas], {})
-            if await self._call("apply_deltas", upload=upload, digests=dict(update.digests)):
-                return {"upload": upload, "keep": keep}
-        return {"upload": await self._upload(files, update.digests), "keep": keep}
-
-    async def _upload(self, files: Sequence[Path], digests: Mapping[str, str]) -> str:
-        """Send the bytes, file by file; return the name of the upload.
-
-        Args:
-            digests: by name of the file, where they are known.
-        """
         upload = secrets.token_hex(16)
         for file in files:
-            url = f"{self.url}/v1/uploads/{upload}/{file.name}"
-            digest = digests.get(file.name) or await asyncio.to_thread(read_fingerprint, file)
-            headers = {wire.DIGEST_HEADER: digest}
-            with file.open("rb") as stream, self._connection.loss_is_an_error():
-                put = self._connection.client().put(
-                    url, data=stream, headers=headers, allow_redirects=False
-                )
-                async with put as response:
-                    await self._check(response)
-        return upload
+            digest = update.digests.get(file.name)
+            if digest is None:
+                digest = await asyncio.to_thread(read_fingerprint, file)
+            delta = delta_path(file)
+            is_taken = False
+            if needed == wire.DELTAS and delta in deltas:
+                is_taken = await self._upload(upload, delta, digest)
+            if not is_taken:
+                await self._upload(upload, file, digest)
+        # The next version may be sent as what changes.
+        return {"upload": upload, "keep": update.deltas is not None}
+
+    async def _upload(self, upload: str, file: Path, digest: str) -> bool:
+        """Send the bytes of a file, or of a delta.
+
+        Args:
+            digest: of the file, also where its delta is sent.
+
+        Returns:
+            False if the server cannot make the file of this delta.
+        """
+        url = f"{self.url}/v1/uploads/{upload}/{file.name}"
+        headers = {wire.DIGEST_HEADER: digest}
+        with file.open("rb") as stream, self._connection.loss_is_an_error():
+            put = self._connection.client().put(
+                url, data=stream, headers=headers, allow_redirects=False
+            )
+            async with put as response:
+                if response.status == 412:
+                    return False
+                await self._check(response)
+        return True
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -79,13 +79,6 @@ class NeededFilesRequest(_Request):
     bases: Annotated[list[Digest], Field(max_length=MAX_FILES, fail_fast=True)]
 
 
-class ApplyDeltasRequest(_Request):
-    """``apply_deltas``."""
-
-    upload: Digest
-    digests: Digests
-
-
 class _Probe(_Request):
     ids: Annotated[list[_Ids], Field(max_length=1024, fail_fast=True)]
     log_probs: Annotated[

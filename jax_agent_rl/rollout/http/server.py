@@ -54,7 +54,6 @@ class RolloutServer:
         token: bearer token that clients must send; None: none is needed.
         weight_dir: ``rollout.weight_dir``: weights are only read below it, see :class:`SharedDir`.
         max_request_bytes: limit of a JSON body.
-        max_upload_bytes: limit of all uploads together, see :class:`Uploads`.
         upload_folder: where uploads go, see :class:`Uploads`.
         heartbeat_seconds: time between two empty lines of an answer that is not ready.
 
@@ -71,7 +70,6 @@ class RolloutServer:
         token: str | None = None,
         weight_dir: str | None = None,
         max_request_bytes: int = 64 << 20,
-        max_upload_bytes: int | None = None,
         upload_folder: Path | None = None,
         heartbeat_seconds: float = wire.HEARTBEAT_SECONDS,
     ) -> None:
@@ -93,7 +91,7 @@ class RolloutServer:
             body_key=f"max_request_bytes={max_request_bytes}",
             middlewares=[counted(self._requests)],
         )
-        self._uploads = Uploads(max_bytes=max_upload_bytes, folder=upload_folder)
+        self._uploads = Uploads(folder=upload_folder)
         self._sweeping: asyncio.Task[None] | None = None
 
     @property
@@ -136,10 +134,6 @@ class RolloutServer:
             "resume": (requests.NoArguments, lambda body: backend.resume()),
             "update_weights": (requests.UpdateRequest, self._update_weights),
             "needed_files": (requests.NeededFilesRequest, self._needed_files),
-            "apply_deltas": (
-                requests.ApplyDeltasRequest,
-                lambda body: self._uploads.apply_deltas(body.upload, body.digests),
-            ),
             "reset_prefix_cache": (requests.NoArguments, lambda body: backend.reset_prefix_cache()),
             "sleep": (requests.NoArguments, lambda body: backend.sleep()),
             "wake": (requests.NoArguments, lambda body: backend.wake()),
@@ -312,14 +306,16 @@ class RolloutServer:
         name = request.match_info["name"]
         digest = request.headers.get(wire.DIGEST_HEADER, "")
         try:
-            size = await self._uploads.receive(upload, name, digest, request.content.iter_any())
+            is_taken = await self._uploads.receive(upload, name, digest, request.content.iter_any())
         except WeightUpdateError as error:
             return _refuse(422, error)
         except TimeoutError as error:
             return _refuse(408, WeightUpdateError(f"{name}: {error}"))
         except OSError as error:
             return _refuse(507, WeightUpdateError(f"{name} cannot be stored: {error}"))
-        return web.json_response({"size": size})
+        if not is_taken:
+            return _refuse(412, WeightUpdateError(f"{name} does not make the file; send all of it"))
+        return web.json_response({})
 
     async def _needed_files(self, body: requests.NeededFilesRequest) -> str:
         """Return what a client has to upload before an update."""

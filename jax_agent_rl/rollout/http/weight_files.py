@@ -2,8 +2,8 @@
 
 Permission to update weights must not open any other file, device or URL of the server's machine.
 Whoever can write to the folder can replace the weights anyway. Uploads are streamed to a folder of
-the server's own, checked, used once, and deleted. A client that sends deltas has the files of the
-newest update kept, to which the next delta is applied.
+the server's own, checked, used once, and deleted. For a client that sends deltas the files of the
+newest update are kept; a delta is applied to its file when it has arrived.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from pathlib import Path, PurePosixPath
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.utils.files import SHARED_MEMORY, make_temp_folder, remove_temp_folder
-from jax_agent_rl.utils.fingerprints import read_fingerprint
-from jax_agent_rl.utils.weight_deltas import apply_delta
+from jax_agent_rl.utils.weight_deltas import DELTA_SUFFIX, apply_delta, new_path
 from jax_agent_rl.utils.weight_transfer import check_files
 
 logger = logging.getLogger(__name__)
@@ -163,7 +162,7 @@ class _Upload:
         last_used: when something was last added, in seconds of the clock.
         size: bytes of all its files.
         num_files: files that were begun.
-        num_busy: files that are arriving, or being made from deltas; it does not expire meanwhile.
+        num_busy: files that are arriving; it does not expire meanwhile.
     """
 
     folder: Path
@@ -194,19 +193,23 @@ class Uploads:
             max_bytes = shutil.disk_usage(self._root).free // 2
         self._max_bytes = max_bytes
         self._uploads: dict[str, _Upload] = {}
-        self._bases: dict[str, Path] = {}  # files of the newest update by digest, for deltas
+        self._base_folder: Path | None = None  # with the files of the newest update, for deltas
+        self._bases: dict[str, Path] = {}  # these files by digest
         self._clock = clock
 
     async def receive(
         self, upload: str, name: str, digest: str, blocks: AsyncIterator[bytes]
-    ) -> int:
-        """Write one file; return its size in bytes.
+    ) -> bool:
+        """Write one file, or make it of a kept file and a delta.
 
         Args:
             upload: name of the upload, hexadecimal.
-            name: name of the file.
+            name: name of the file or of its delta.
             digest: the file's fingerprint, as its sender announced it.
-            blocks: the file's bytes.
+            blocks: the bytes of the file or of its delta.
+
+        Returns:
+            False if the delta makes another file: the sender has to send the whole one.
 
         Raises:
             WeightUpdateError: a name is not allowed, there are too many bytes, or the digest
@@ -222,20 +225,32 @@ class Uploads:
         state.num_files += 1
         state.num_busy += 1
         try:
-            size = await self._write(state, name, blocks)
-            received_digest = await asyncio.to_thread(read_fingerprint, state.folder / name)
-            if received_digest != digest:
-                raise WeightUpdateError(
-                    f"{name}: its digest is {received_digest}, the sender said {digest}; send it"
-                    " again"
-                )
+            await self._write(state, name, blocks)
+            file = state.folder / name
+            if name.endswith(DELTA_SUFFIX):
+                return await self._apply_delta(state, file, digest)
+            await asyncio.to_thread(check_files, [str(file)], {name: digest})
+            return True
         except BaseException:  # includes broken connections: half a file must not stay
             self.drop(upload)
             raise
         finally:
             state.num_busy -= 1
             state.last_used = self._clock()
-        return size
+
+    async def _apply_delta(self, state: _Upload, delta: Path, digest: str) -> bool:
+        """Replace a delta and a kept file by a new file; return whether it has this digest."""
+        file = new_path(delta)
+        try:
+            await asyncio.to_thread(apply_delta, delta, self._bases)
+            await asyncio.to_thread(check_files, [str(file)], {file.name: digest})
+        except (WeightUpdateError, OSError) as error:
+            logger.warning("a whole weight file is needed instead of what changed: %s", error)
+            delta.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+            return False
+        state.size += file.stat().st_size
+        return True
 
     def files(self, upload: str) -> list[str]:
         """Return the paths of an upload; raise WeightUpdateError if there is no such upload."""
@@ -248,43 +263,10 @@ class Uploads:
 
         If not, make room for complete files.
         """
-        if digests and self._bases.keys() == set(digests):
+        if digests and self._bases.keys() >= set(digests):
             return True
         self._delete_bases()
         return False
-
-    async def apply_deltas(self, upload: str, digests: Mapping[str, str]) -> bool:
-        """Apply an upload's deltas to the kept files, and replace both by the resulting files.
-
-        Args:
-            upload: name of an upload of deltas.
-            digests: digests of the resulting files, by name.
-
-        Returns:
-            False if they make other files than the sender has, which it must then send completely.
-
-        Raises:
-            WeightUpdateError: there is no such upload.
-        """
-        deltas = [Path(file) for file in self.files(upload)]
-        state = self._uploads[upload]
-        state.num_busy += 1  # so that no sweep deletes it meanwhile
-
-        try:
-            for delta in deltas:
-                await asyncio.to_thread(apply_delta, delta, self._bases)
-            files = self.files(upload)
-            await asyncio.to_thread(check_files, files, digests)
-            state.size = sum(Path(file).stat().st_size for file in files)
-        except (WeightUpdateError, OSError) as error:
-            logger.warning("the whole weights are needed instead of what changed: %s", error)
-            self.drop(upload)
-            return False
-        finally:
-            state.num_busy -= 1
-            state.last_used = self._clock()
-            self._delete_bases()
-        return True
 
     def keep(self, upload: str, digests: Mapping[str, str]) -> None:
         """Keep the files of an upload for the next deltas, in place of the previous update's files.
@@ -294,13 +276,15 @@ class Uploads:
             digests: digests of its files, by name.
         """
         self._delete_bases()
-        state = self._uploads.pop(upload)
-        self._bases = {digests.get(file.name, ""): file for file in state.folder.iterdir()}
+        folder = self._uploads.pop(upload).folder
+        self._base_folder = folder
+        self._bases = {digests.get(file.name, ""): file for file in folder.iterdir()}
 
     def _delete_bases(self) -> None:
         """Delete the files that are kept for deltas."""
-        for folder in {file.parent for file in self._bases.values()}:
-            shutil.rmtree(folder, ignore_errors=True)
+        if self._base_folder is not None:
+            shutil.rmtree(self._base_folder, ignore_errors=True)
+        self._base_folder = None
         self._bases = {}
 
     def drop(self, upload: str) -> None:
@@ -343,9 +327,8 @@ class Uploads:
             )
         return state
 
-    async def _write(self, state: _Upload, name: str, blocks: AsyncIterator[bytes]) -> int:
-        """Stream to the file in large writes on a thread; return its size."""
-        size = 0
+    async def _write(self, state: _Upload, name: str, blocks: AsyncIterator[bytes]) -> None:
+        """Stream to the file in large writes on a thread."""
         pending = bytearray()
         with (state.folder / name).open("xb") as out:
             while True:
@@ -354,7 +337,6 @@ class Uploads:
                 if not block:
                     break
 
-                size += len(block)
                 state.size += len(block)
                 total = sum(upload.size for upload in self._uploads.values())
                 if total > self._max_bytes:
@@ -369,4 +351,3 @@ class Uploads:
                     await asyncio.to_thread(out.write, pending)
                     pending.clear()
             await asyncio.to_thread(out.write, pending)
-        return size

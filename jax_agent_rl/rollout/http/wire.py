@@ -41,7 +41,7 @@ from jax_agent_rl.types.routed_experts import routed_from_json, routed_to_json
 from jax_agent_rl.types.token_ids import ID_BOUND
 from jax_agent_rl.utils.media import as_frames, as_image
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 PROTOCOL_HEADER = "X-Rollout-Protocol"
 INSTANCE_HEADER = "X-Rollout-Instance"
 DIGEST_HEADER = "X-Content-Digest"

@@ -21,7 +21,7 @@ from jax_agent_rl.chat.special_tokens import MediaTokens
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.protocol import BackendSpec, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import FILES, BackendSpec, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.ray_backend import RayBackend
 from jax_agent_rl.runtime.ray_cluster import open_ray
 from jax_agent_rl.testing.conformance.models import (
@@ -448,17 +448,15 @@ def ray_actor(options: BackendOptions) -> BackendUnderTest:
 
     It takes its weights from the object store.
     """
-    from jax_agent_rl.rollout.object_store import store
+    from jax_agent_rl.rollout.transport import store_files
 
     inner = select_backend(options.engine, options)
-    inner_kind = "arrays" if options.engine == "jetstream" else "safetensors"
 
     def payload(kind: str, which: str) -> Any:
         import ray  # not before it is started: it reads variables at import that starting sets
 
-        inner_payload = inner.payload(inner_kind, which)
-        update = WeightUpdate(version=0, kind=inner_kind, payload=inner_payload)
-        return store(update, ray.put).payload
+        files = WeightUpdate(version=0, kind=FILES, payload=inner.payload(FILES, which))
+        return store_files(files, ray.put).payload
 
     make = functools.partial(_engine, options)
     return describe(f"ray {options.engine}", lambda: ActorBackend(make), options, payload=payload)
@@ -466,7 +464,7 @@ def ray_actor(options: BackendOptions) -> BackendUnderTest:
 
 def _engine(options: BackendOptions) -> RolloutBackend:
     """Build the engine inside the actor."""
-    from jax_agent_rl.rollout.object_store import from_object_store
+    from jax_agent_rl.rollout.transport import from_object_store
 
     return from_object_store(select_backend(options.engine, options).make())
 

@@ -3,14 +3,26 @@
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.protocol import BROADCAST, OBJECT_STORE, WeightUpdate
-from jax_agent_rl.rollout.transport import fetching
+from jax_agent_rl.rollout.protocol import BROADCAST, FILES, OBJECT_STORE, WeightUpdate
+from jax_agent_rl.rollout.transport import (
+    fetch_files,
+    fetching,
+    from_object_store,
+    store_files,
+)
 from jax_agent_rl.testing.conformance.backends import OTHER
+from jax_agent_rl.utils.fingerprints import digest
+from jax_agent_rl.utils.weight_transfer import check_files
 from tests.messages import raises
 from tests.toy_backend import ToyBackend
 
@@ -103,3 +115,65 @@ async def test_a_kind_passes_to_an_engine_that_leaves_its_declaration_to_the_sen
     await backend.update_weights(sent)
     assert engine.updates == [sent]
     assert BROADCAST not in backend.capabilities.weight_payloads
+
+
+# --- files in Ray's object store ------------------------------------------------------------------
+
+
+class FakeStore:
+    """A store without Ray."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+
+    def put(self, value: Any) -> int:
+        self.objects.append(value)
+        return len(self.objects) - 1
+
+    async def get(self, reference: int) -> Any:
+        return self.objects[reference]
+
+
+def written(folder: Path, content: bytes = b"weights") -> WeightUpdate:
+    """An update of one file."""
+    file = folder / "a.safetensors"
+    file.write_bytes(content)
+    return WeightUpdate(
+        version=1,
+        kind=FILES,
+        payload=[str(file)],
+        partial=True,
+        digests={file.name: digest(content)},
+    )
+
+
+async def test_files_come_back_with_their_bytes_and_do_not_stay(tmp_path: Path):
+    objects = FakeStore()
+    update = store_files(written(tmp_path), objects.put)
+    assert update.kind == OBJECT_STORE
+    async with fetch_files(update, get=objects.get) as fetched:
+        (file,) = fetched.payload
+        assert (fetched.kind, fetched.partial) == (FILES, True)
+        assert Path(file).read_bytes() == b"weights"
+        assert Path(file).parent != tmp_path
+    assert not Path(file).parent.exists()
+
+
+@given(place=st.integers(0, 6), bit=st.integers(0, 7))
+async def test_any_flipped_bit_is_found_by_the_digests_that_came_along(
+    tmp_path_factory, place: int, bit: int
+):
+    objects = FakeStore()
+    update = store_files(written(tmp_path_factory.mktemp("files")), objects.put)
+    content = np.array(objects.objects[0]["a.safetensors"])
+    content[place] ^= 1 << bit
+    objects.objects[0]["a.safetensors"] = content
+    async with fetch_files(update, get=objects.get) as fetched:
+        with raises(WeightUpdateError, key="a.safetensors", value="damaged"):
+            check_files(fetched.payload, fetched.digests)
+
+
+async def test_another_kind_than_stored_files_is_refused_by_its_name(tmp_path: Path):
+    engine = from_object_store(ToyBackend(), get=FakeStore().get)
+    with raises(WeightUpdateError, value="'safetensors'", fix="'object_store'"):
+        await engine.update_weights(written(tmp_path))

@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,14 +22,10 @@ from jax_agent_rl.models.layers import EightBits
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.object_store import ObjectStoreTransport, Tensor, from_object_store
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.rollout.transport import WeightTransport
-from jax_agent_rl.runtime.transports import (
-    ArrayTransport,
-    make_transport,
-)
+from jax_agent_rl.rollout.transport import from_object_store
+from jax_agent_rl.runtime.transports import make_transport
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER
 from jax_agent_rl.types import SamplingParams
 from tests.messages import raises
@@ -129,21 +124,17 @@ async def test_weights_are_rounded_for_the_transfer_as_an_engine_would(
     await remote.start()
     client = LLMServerClient([AsyncServer(remote)])
     try:
+        rollout: dict[str, Any] = {"weight_dir": str(folder)}
+        stored_objects: list[Any] = []
+        if path == "tensorstore":
+            rollout["weight_transport"] = "tensorstore"
         if path == "object_store":
-            stored_objects: list[Any] = []
+            rollout = {"backend": "jetstream", "urls": [], "placement": "separate"}
             ray = SimpleNamespace(
-                put=lambda tree: stored_objects.append(tree) or len(stored_objects) - 1
+                put=lambda contents: stored_objects.append(contents) or len(stored_objects) - 1
             )
             monkeypatch.setitem(sys.modules, "ray", ray)
-            transport: WeightTransport = ObjectStoreTransport(ArrayTransport(), client.pool)
-        else:
-            shared = (
-                {"weight_dir": str(folder), "weight_transport": "tensorstore"}
-                if path == "tensorstore"
-                else {}
-            )
-            config = configured(**shared or {"weight_dir": str(folder)})
-            transport = make_transport(config, TINY, client.pool, probe_ids=[3, 4, 5])
+        transport = make_transport(configured(**rollout), TINY, client.pool, probe_ids=[3, 4, 5])
         update = transport.offer(learner, 1)
         assert update.dtype == "bfloat16"
         if path == "object_store":
@@ -152,7 +143,7 @@ async def test_weights_are_rounded_for_the_transfer_as_an_engine_would(
                 return stored_objects[reference]
 
             await from_object_store(receiver, get=get).update_weights(update)
-            size = sum(numbers.nbytes for _, numbers in tensors(stored_objects[0]))
+            size = sum(content.nbytes for content in stored_objects[0].values())
         else:
             await client.pool.update_weights(update)
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -178,12 +169,6 @@ async def test_weights_are_rounded_for_the_transfer_as_an_engine_would(
     finally:
         for service in (remote, server, receiver, expected):
             await service.close()
-
-
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """All tensors of a nested dict."""
-    for value in tree.values():
-        yield from tensors(value) if isinstance(value, dict) else [value]
 
 
 def test_weights_are_rounded_only_for_engines_that_round_all_of_them_alike():
