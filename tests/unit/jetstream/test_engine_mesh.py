@@ -34,7 +34,7 @@ MODELS = {
         sliding_window=4, windowed_layers=(True, False), local_rope=Rope(theta=100.0),
     ),
     "experts": replace(
-        base, num_kv_heads=4, attention_sinks=True, o_bias=True, activation="clamped_swiglu",
+        base, num_kv_heads=2, attention_sinks=True, o_bias=True, activation="clamped_swiglu",
         rope=Rope(partial_rotary=0.5, interleaved=True),
         experts=Experts(
             count=8, per_token=2, intermediate_size=16, normalize=True, bias=True,

@@ -25,7 +25,8 @@ base = replace(TINY, vocab_size=96, num_layers=2)
 MODELS = {
     "dense": replace(
         base, qk_norm=True, qk_norm_over="heads", norms="around", sliding_window=4,
-        windowed_layers=(True, False), local_rope=Rope(theta=100.0),
+        windowed_layers=(True, False), local_rope=Rope(theta=100.0), qkv_bias=True, o_bias=True,
+        attention_sinks=True,
     ),
     "experts": replace(
         base, qk_norm=True,
