@@ -113,7 +113,6 @@ class EngineContext:
             and is_float32
             and quantize is None
             and self.config.latent is None
-            and not self.has_states
         )
         if self._suits_cpu_kernels:
             # Build them while weights load and prefill programs compile.

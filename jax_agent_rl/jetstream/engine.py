@@ -161,16 +161,21 @@ class JaxEngine:
         """The part that computes prompts."""
         if isinstance(self.decoder, OneProgram):
             return ForcedPrefill(self.decoder)
-        if self.context.kernels is Kernels.CPU and self.config.vision is None:
+        if self._computes_in_columns and self.config.vision is None:
             return ColumnPrefill(self.context)
         return ChunkPrefill(self.context, self._images)
 
     @functools.cached_property
     def verifier(self) -> ChunkVerifier | ColumnVerifier:
         """The part that verifies drafts; used only with ``shapes.num_speculative_tokens``."""
-        if self.context.kernels is Kernels.CPU:
+        if self._computes_in_columns:
             return ColumnVerifier(self.context)
         return ChunkVerifier(self.context)
+
+    @property
+    def _computes_in_columns(self) -> bool:
+        """Whether ids of one context are columns of a decode step: each state has one."""
+        return self.context.kernels is Kernels.CPU and not self.context.has_states
 
     @property
     def _parts(self) -> list[EnginePart]:

@@ -95,6 +95,11 @@ def l2_normalized(x: jax.Array) -> jax.Array:
 def delta_step(tokens: DeltaTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Apply the delta rule for one token of each row.
 
+    A step's time is that of reading and writing states, so key and query read the old state in one
+    product. With ``read(x) = exp(log_decay) x S`` of the old state, the new state answers
+
+        q S_new = read(q) + (q k) correction        correction = beta (v - read(k))
+
     Args:
         tokens: [B, H, ..].
         state: float32 [B, H, k, v].
@@ -102,11 +107,15 @@ def delta_step(tokens: DeltaTokens, state: jax.Array) -> tuple[jax.Array, jax.Ar
     Returns:
         Output float32 [B, H, v], and the state after the token.
     """
-    faded = state * jnp.exp(tokens.log_decay)[..., None, None]
-    answer = jnp.einsum("bhk,bhkv->bhv", tokens.k, faded)
+    decay = jnp.exp(tokens.log_decay)[..., None, None]
+    readers = jnp.stack([tokens.k, tokens.q], axis=-2)
+    reads = exact_einsum("bhrk,bhkv->bhrv", readers, state) * decay
+    answer = reads[..., 0, :]
     correction = (tokens.v - answer) * tokens.beta[..., None]
-    state = faded + tokens.k[..., :, None] * correction[..., None, :]
-    return jnp.einsum("bhk,bhkv->bhv", tokens.q, state), state
+
+    overlap = jnp.sum(tokens.q * tokens.k, axis=-1, keepdims=True)
+    output = reads[..., 1, :] + overlap * correction
+    return output, decay * state + tokens.k[..., :, None] * correction[..., None, :]
 
 
 class SolvedChunks(NamedTuple):
@@ -152,14 +161,14 @@ def solve_chunks(tokens: DeltaTokens, is_ancestor: jax.Array) -> SolvedChunks:
     mask = is_ancestor[:, :, None]
 
     # A token fades what all its ancestors left, so sums run along paths.
-    faded = jnp.einsum("bnhij,bnhj->bnhi", mask.astype(jnp.float32), log_decay, precision="highest")
+    faded = exact_einsum("bnhij,bnhj->bnhi", mask.astype(jnp.float32), log_decay)
     difference = faded[..., :, None] - faded[..., None, :]
     # Masked before exp: the difference to a token that is not an ancestor may overflow.
     decay = jnp.where(mask, jnp.exp(jnp.where(mask, difference, 0.0)), 0.0)
 
     size = q.shape[-2]
     is_self = jnp.eye(size, dtype=bool)
-    overlap = jnp.einsum("bnhik,bnhjk->bnhij", k, k) * decay * beta
+    overlap = exact_einsum("bnhik,bnhjk->bnhij", k, k) * decay * beta
     inverse = unit_lower_inverse(jnp.where(is_self, 0.0, overlap))
     since_start = jnp.exp(faded)[..., None]
     sides = jnp.concatenate([k * since_start * beta, v * beta], axis=-1)
@@ -169,7 +178,7 @@ def solve_chunks(tokens: DeltaTokens, is_ancestor: jax.Array) -> SolvedChunks:
         new_values=solved[..., k.shape[-1] :],
         queries=q * since_start,
         keys=k,
-        mixing=jnp.einsum("bnhik,bnhjk->bnhij", q, k) * decay,
+        mixing=exact_einsum("bnhik,bnhjk->bnhij", q, k) * decay,
         faded=faded,
     )
 
@@ -218,6 +227,15 @@ def _product(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.matmul(x, y, precision="highest")
 
 
+def exact_einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
+    """Multiply in float32 on every platform.
+
+    By default TPUs round the inputs of products to bfloat16, and GPUs to TF32. A state would carry
+    that along its whole context.
+    """
+    return jnp.einsum(subscripts, *operands, precision="highest")
+
+
 def cut_into_chunks(tokens: DeltaTokens, chunk: int) -> DeltaTokens:
     """Cut rows [B, T, H, ..] into chunks [B, N, c, H, ..], the last one padded."""
     rows, count = tokens.beta.shape[:2]
@@ -249,15 +267,15 @@ def chunked_delta_rule(
     solved = solve_chunks(cut_into_chunks(tokens, chunk), chain)
 
     def body(state: jax.Array, solved: SolvedChunks) -> tuple[jax.Array, tuple]:
-        read = jnp.einsum("bhck,bhkv->bhcv", solved.reads, state)
+        read = exact_einsum("bhck,bhkv->bhcv", solved.reads, state)
         corrections = solved.new_values - read
-        outputs = jnp.einsum("bhck,bhkv->bhcv", solved.queries, state)
-        outputs += jnp.einsum("bhij,bhjv->bhiv", solved.mixing, corrections)
+        outputs = exact_einsum("bhck,bhkv->bhcv", solved.queries, state)
+        outputs += exact_einsum("bhij,bhjv->bhiv", solved.mixing, corrections)
 
         total = solved.faded[..., -1:]
         left = jnp.exp(total - solved.faded)[..., None]
         state = state * jnp.exp(total)[..., None]
-        state += jnp.einsum("bhck,bhcv->bhkv", solved.keys * left, corrections)
+        state += exact_einsum("bhck,bhcv->bhkv", solved.keys * left, corrections)
         return state, (outputs, state)
 
     by_chunk = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), solved)

@@ -37,6 +37,7 @@ from jax_agent_rl.models.delta_net import (
     SolvedChunks,
     convolved,
     cut_into_chunks,
+    exact_einsum,
     solve_chunks,
 )
 from jax_agent_rl.models.sharding import by_platform, compiles_for
@@ -129,7 +130,7 @@ def delta_rule_by_chunks(tokens: DeltaTokens, forest: TokenForest) -> jax.Array:
     rows, count = tokens.beta.shape[:2]
     solved = solve_chunks(cut_into_chunks(tokens, forest.chunk), forest.is_ancestor)
     outputs, corrections = _between_chunks(solved._replace(mixing=None), forest)
-    outputs += jnp.einsum("bnhij,bnhjv->bnhiv", solved.mixing, corrections)
+    outputs += exact_einsum("bnhij,bnhjv->bnhiv", solved.mixing, corrections)
     outputs = jnp.moveaxis(outputs, 2, 3)  # [B, N, c, H, v]
     return outputs.reshape(rows, -1, *outputs.shape[3:])[:, :count]
 
@@ -165,8 +166,8 @@ def _forward(solved: SolvedChunks, forest: TokenForest) -> tuple[jax.Array, jax.
             outputs, correction, start = sums
             entry, is_in_run = _run(forest, number, run)
             state = _state_after(entry, solved, corrections, starts, forest)
-            outputs += is_in_run * jnp.einsum("bhck,bhkv->bhcv", queries, state)
-            correction -= is_in_run * jnp.einsum("bhck,bhkv->bhcv", reads, state)
+            outputs += is_in_run * exact_einsum("bhck,bhkv->bhcv", queries, state)
+            correction -= is_in_run * exact_einsum("bhck,bhkv->bhcv", reads, state)
             return outputs, correction, jnp.where(run == 0, state, start)
 
         sums = (jnp.zeros_like(new_values[:, 0]), new_values[:, number], starts[:, 0])
@@ -228,11 +229,11 @@ def _backward(saved: tuple, cotangents: tuple[jax.Array, jax.Array]) -> tuple[So
 
             d_read = is_in_run * d_output
             d_correct = is_in_run * d_correction
-            d_state = jnp.einsum("bhck,bhcv->bhkv", queries, d_read)
-            d_state -= jnp.einsum("bhck,bhcv->bhkv", reads, d_correct)
+            d_state = exact_einsum("bhck,bhcv->bhkv", queries, d_read)
+            d_state -= exact_einsum("bhck,bhcv->bhkv", reads, d_correct)
             d_state += jnp.where(is_first, gradients.starts[:, number], 0.0)
-            d_queries += jnp.einsum("bhcv,bhkv->bhck", d_read, state)
-            d_reads -= jnp.einsum("bhcv,bhkv->bhck", d_correct, state)
+            d_queries += exact_einsum("bhcv,bhkv->bhck", d_read, state)
+            d_reads -= exact_einsum("bhcv,bhkv->bhck", d_correct, state)
             gradients = _add_gradients(
                 gradients, d_state, state, entry, solved, corrections, forest
             )
@@ -363,7 +364,7 @@ def _state_after(
         number, _ = step.place
         weights = (step.weights * step.scale[..., None])[..., None]
         keys = solved.keys[rows, number] * weights
-        state += jnp.einsum("bhck,bhcv->bhkv", keys, corrections[rows, number])
+        state += exact_einsum("bhck,bhcv->bhkv", keys, corrections[rows, number])
         state += step.start_scale[..., None, None] * starts[rows, number]
         return step.next_entry, step.next_faded, state
 
@@ -402,8 +403,8 @@ def _add_gradients(
         keys = solved.keys[rows, number]
         weights = (step.weights * step.scale[..., None])[..., None]
 
-        d_corrections = weights * jnp.einsum("bhck,bhkv->bhcv", keys, d_state)
-        d_keys = weights * jnp.einsum("bhcv,bhkv->bhck", corrections[rows, number], d_state)
+        d_corrections = weights * exact_einsum("bhck,bhkv->bhcv", keys, d_state)
+        d_keys = weights * exact_einsum("bhcv,bhkv->bhck", corrections[rows, number], d_state)
         # Each part of the state fades until the token, from where it was added.
         d_added = jnp.sum(keys * d_keys, axis=-1)
         d_faded = gradients.faded.at[rows, number].add(-d_added)

@@ -111,6 +111,7 @@ def _kernel_checks(machine: Machine) -> list[KernelCheck]:
             KernelCheck("C++ decode attention", "float32", partial(cpu_decode_errors, heads))
         )
         checks.append(KernelCheck("C++ products", "float32", cpu_product_errors))
+        checks.append(KernelCheck("C++ step of the delta rule", "float32", cpu_delta_errors))
 
     for kind in KINDS:
         dtype = _query_dtype(kind)
@@ -327,6 +328,29 @@ def cpu_product_errors() -> Errors:
         silu = gate / (1 + np.exp(-gate))
         yield f"{columns} columns", relative_error(product(weight, x), np.stack([gate, up]))
         yield f"{columns} columns, gated", relative_error(gated_product(weight, x), silu * up)
+
+
+def cpu_delta_errors() -> Errors:
+    """Yield errors of the C++ step of the delta rule; heads have 128 keys and values."""
+    size = 128
+    tokens = DeltaTokens(
+        q=normal(1, SLOTS, KV_HEADS, size) / size**0.5,
+        k=l2_normalized(normal(2, SLOTS, KV_HEADS, size)),
+        v=normal(3, SLOTS, KV_HEADS, size),
+        log_decay=-jnp.abs(normal(4, SLOTS, KV_HEADS)),
+        beta=jax.nn.sigmoid(normal(5, SLOTS, KV_HEADS)),
+    )
+    states = normal(6, SLOTS, KV_HEADS, size, size)
+    running = jnp.ones(SLOTS, bool)
+    outputs, new_states = jax.jit(cpu_kernels.delta_step)(tokens, states, running)
+
+    numbers: Any = jax.tree.map(double, tokens)
+    faded = double(states) * np.exp(numbers.log_decay)[..., None, None]
+    answer = np.einsum("bhk,bhkv->bhv", numbers.k, faded)
+    correction = numbers.beta[..., None] * (numbers.v - answer)
+    expected = faded + numbers.k[..., :, None] * correction[..., None, :]
+    yield "output", relative_error(outputs, np.einsum("bhk,bhkv->bhv", numbers.q, expected))
+    yield "state", relative_error(new_states, expected)
 
 
 def _model(**fields: Any) -> DecoderConfig:

@@ -4,6 +4,7 @@
 // slots. Everything is float32.
 
 #include "attention.h"
+#include "delta_step.h"
 #include "products.h"
 
 #define BIND ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
@@ -39,3 +40,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(read_attention, ReadAttention,
                                   .Attr<int64_t>("window")
                                   .Attr<bool>("interleaved")
                                   .RESULT);
+
+// queries, keys, values, decays, betas, states, running -> outputs, states
+XLA_FFI_DEFINE_HANDLER_SYMBOL(delta_step, DeltaStep,
+                              BIND.FLOATS.FLOATS.FLOATS.FLOATS.FLOATS.FLOATS.INTS.RESULT.RESULT);

@@ -33,18 +33,22 @@ import numpy as np
 
 from jax_agent_rl.jetstream.kv_cache import LayerKV
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.delta_net import DeltaTokens
 from jax_agent_rl.models.layers import ACTIVATIONS
 from jax_agent_rl.utils.files import cache_root
 
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cc")
-HEADERS = tuple(SOURCE.with_name(f"{name}.h") for name in ("vectors", "products", "attention"))
+HEADERS = tuple(
+    SOURCE.with_name(f"{name}.h") for name in ("vectors", "products", "attention", "delta_step")
+)
 TARGETS = (
     "product",
     "gated_product",
     "grouped_product",
     "decode_attention",
     "read_attention",
+    "delta_step",
 )
 COMPILERS = ("c++", "g++", "clang++")
 COMPILER_SECONDS = 600.0
@@ -249,6 +253,26 @@ def read_attention(
         *(queries, cached.keys, cached.values, pages, positions, cos, sin, _or_empty(None)),
         **_attention_settings(config, windowed),
     )
+
+
+def delta_step(
+    tokens: DeltaTokens, states: jax.Array, running: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Apply the delta rule for one token per slot; see ``delta_net.delta_step``.
+
+    Args:
+        tokens: [B, H, ..].
+        states: [B, H, k, v], changed in place where XLA donates them.
+        running: bool [B], slots whose state changes; others have outputs of 0.
+
+    Returns:
+        Outputs [B, H, v], and the updated states.
+    """
+    out = jax.ShapeDtypeStruct(tokens.v.shape, tokens.v.dtype)
+    new_states = jax.ShapeDtypeStruct(states.shape, states.dtype)
+    call = _call("delta_step", (out, new_states), input_output_aliases={5: 1})
+    decay = jnp.exp(tokens.log_decay)
+    return call(tokens.q, tokens.k, tokens.v, decay, tokens.beta, states, running.astype(jnp.int32))
 
 
 def _attention_settings(config: DecoderConfig, windowed: bool) -> dict[str, Any]:

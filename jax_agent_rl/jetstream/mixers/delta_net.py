@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_agent_rl.jetstream.adapted_layer import AdaptedLayer
 from jax_agent_rl.jetstream.attention import DEVICES
+from jax_agent_rl.jetstream.cpu import kernels as cpu_kernels
 from jax_agent_rl.jetstream.mixers.mixer import (
     ChunkInputs,
     DecodeInputs,
@@ -148,10 +149,15 @@ def _decode(
     assert inputs.running is not None
     projected = _project(settings, layer, x, (x.shape[1],))
     channels, conv = causal_conv_step(projected.channels, _conv_weight(layer), cached.conv)
-    outputs, memory = delta_step(_tokens(settings, layer, channels, projected), cached.memory)
+    tokens = _tokens(settings, layer, channels, projected)
     # A slot that has finished, or waits, keeps its state while others go on.
-    state = where_rows(inputs.running, DeltaState(conv, memory), cached)
-    return _project_back(settings, layer, outputs, projected), state
+    conv = where_rows(inputs.running, conv, cached.conv)
+    if layer.native:
+        outputs, memory = cpu_kernels.delta_step(tokens, cached.memory, inputs.running)
+    else:
+        outputs, memory = delta_step(tokens, cached.memory)
+        memory = where_rows(inputs.running, memory, cached.memory)
+    return _project_back(settings, layer, outputs, projected), DeltaState(conv, memory)
 
 
 def _chunk(

@@ -297,8 +297,10 @@ def test_a_stop_id_in_the_middle_of_a_dispatch_leaves_the_state_before_it():
     assert_exact(context, following)
 
 
-def test_a_slot_that_has_finished_keeps_its_state_while_others_go_on():
-    on = scheduler(replace(SHAPES, max_concurrent_decodes=8, kv_cache_tokens=512, decode_steps=8))
+@pytest.mark.parametrize("use_cpu_kernels", [True, False], ids=["cpu kernels", "xla"])
+def test_a_slot_that_has_finished_keeps_its_state_while_others_go_on(use_cpu_kernels: bool):
+    shapes = replace(SHAPES, max_concurrent_decodes=8, kv_cache_tokens=512, decode_steps=8)
+    on = scheduler(shapes, use_cpu_kernels=use_cpu_kernels)
     # A dispatch of eight slots ends when two have finished: the first waits for two steps.
     for number, count in enumerate((1, 3, 8, 8, 8, 8, 8, 8)):
         name = str(number)

@@ -1,5 +1,7 @@
 """The gated delta rule against its recurrence in float64 numpy."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,8 @@ from jax_agent_rl.models.delta_net import (
     gated_rms_norm,
     unit_lower_inverse,
 )
+from jax_agent_rl.models.delta_tree import delta_rule_by_chunks
+from jax_agent_rl.models.token_forest import plan_forest
 
 ROWS = 2
 HEADS = 4
@@ -89,6 +93,33 @@ def test_steps_equal_the_recurrence():
         output, state = delta_step(token, state)
         np.testing.assert_allclose(output, outputs[:, t], atol=1e-5)
         np.testing.assert_allclose(state, states[t + 1], atol=1e-5)
+
+
+def chunks_and_gradient(tokens: DeltaTokens, state: jax.Array) -> tuple:
+    results, pull = jax.vjp(lambda *inputs: chunked_delta_rule(*inputs, chunk=16), tokens, state)
+    return results, pull(results)
+
+
+def forest_and_gradient(tokens: DeltaTokens, state: jax.Array) -> tuple:
+    positions = jnp.broadcast_to(jnp.arange(40), (ROWS, 40))
+    forest = plan_forest(positions, jnp.full((ROWS, 40), 40), chunk=16)
+    outputs, pull = jax.vjp(lambda tokens: delta_rule_by_chunks(tokens, forest), tokens)
+    return outputs, pull(outputs)
+
+
+def first_step(tokens: DeltaTokens, state: jax.Array) -> tuple:
+    return delta_step(jax.tree.map(lambda x: x[:, 0], tokens), state)
+
+
+@pytest.mark.parametrize("function", [first_step, chunks_and_gradient, forest_and_gradient])
+def test_tpus_and_gpus_are_told_to_round_no_product(function: Callable[..., tuple]):
+    """What states, their decays and gradients are made of stays float32."""
+    traced = jax.jit(function).trace(random_tokens(0, 40), random_state(1))
+    program = traced.lower(lowering_platforms=("tpu",)).as_text()
+    products = [line for line in program.splitlines() if "dot_general" in line]
+    assert products
+    for product in products:
+        assert "precision = [HIGHEST, HIGHEST]" in product
 
 
 @pytest.mark.parametrize("count", [1, 16, 75])

@@ -19,6 +19,7 @@ from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.kv_cache import LayerKV
 from jax_agent_rl.jetstream.programs import Kernels
 from jax_agent_rl.models.config import DecoderConfig, Rope
+from jax_agent_rl.models.delta_net import DeltaTokens
 from tests.tiny import TINY, tiny_params
 
 pytestmark = pytest.mark.skipif(
@@ -68,6 +69,38 @@ def test_each_column_is_multiplied_with_the_matrix_of_its_group(rows: int, size:
             weight[group_index - 1].astype(np.float64) @ x[:, column] if group_index else 0
         )
     np.testing.assert_allclose(product, wanted, atol=1e-5 * size**0.5)
+
+
+@pytest.mark.parametrize(("key_size", "value_size"), [(1, 1), (8, 6), (5, 37), (128, 128)])
+def test_a_step_of_the_delta_rule_is_that_of_float64_and_leaves_idle_slots_alone(
+    key_size: int, value_size: int
+):
+    slots = 3
+    heads = 2
+    running = np.array([True, False, True])
+    tokens = DeltaTokens(
+        q=normal(slots, heads, key_size),
+        k=normal(slots, heads, key_size, seed=1) / key_size**0.5,
+        v=normal(slots, heads, value_size, seed=2),
+        log_decay=-abs(normal(slots, heads, seed=3)),
+        beta=abs(normal(slots, heads, seed=4)),
+    )
+    states = normal(slots, heads, key_size, value_size, seed=5)
+    tokens.q[1] = np.nan  # of an idle slot
+
+    out, changed = cpu_kernels.delta_step(
+        jax.tree.map(jnp.asarray, tokens), jnp.asarray(states), jnp.asarray(running)
+    )
+    q, k, v, log_decay, beta = (x.astype(np.float64) for x in tokens)
+    faded = states * np.exp(log_decay)[..., None, None]
+    correction = beta[..., None] * (v - np.einsum("bhk,bhkv->bhv", k, faded))
+    expected = faded + np.einsum("bhk,bhv->bhkv", k, correction)
+    expected[~running] = states[~running]
+    expected_out = np.einsum("bhk,bhkv->bhv", q, expected)
+    np.testing.assert_allclose(changed, expected, atol=2e-5)
+    np.testing.assert_allclose(out[running], expected_out[running], atol=2e-4)
+    np.testing.assert_array_equal(changed[1], states[1])
+    np.testing.assert_array_equal(out[1], 0)
 
 
 @pytest.mark.parametrize("columns", [1, 5, 24])
