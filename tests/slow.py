@@ -370,6 +370,10 @@ REPRESENTATIVES = {
         "compiles every layout",
     ),
     "unit/learner/test_linear_logprobs.py": (("67", "among_its_ids"), "compiles every layout"),
+    "unit/learner/test_lora.py::test_by_default_all_modules_are_adapted_that_pefts_all_linear_adapts": (
+        ("[qwen3_5]",),
+        "a model of transformers for every family",
+    ),
     "unit/learner/test_lora.py::test_only_adapters_change_and_have_optimizer_state": (
         ("[none]",),
         "a learner for every base",

@@ -252,7 +252,7 @@ def _derive(  # noqa: C901  # one case after another
         if verl.get(f"{MODEL}lora_rank", 0) <= 0:
             return {}
         if leaf == "target_modules" and value == "all-linear":
-            return {}  # the default
+            return {}  # the default of both
         our_name = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "targets"}[leaf]
         return {f"learner.lora.{our_name}": value}
 

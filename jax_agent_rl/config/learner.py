@@ -110,16 +110,26 @@ class LoraConfig(Section):
 
     rank: Positive = Field(default=16, description="Rank r of the adapters.")
     alpha: float = Field(default=32.0, gt=0, description="Adapters are scaled by alpha / rank.")
-    targets: Annotated[tuple[LoraTarget, ...], Distinct] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        min_length=1,
-        description="Linear layers that get adapters, by their Hugging Face names.",
+    targets: (
+        Literal["all-linear"] | Annotated[tuple[LoraTarget, ...], Distinct, Field(min_length=1)]
+    ) = Field(
+        default="all-linear",
+        description=(
+            "Linear layers that get adapters, by their Hugging Face names; all-linear: all that the"
+            " model has, but for embeddings, head, routers and experts."
+        ),
     )
     quantize: Literal["none", "int8", "nf4"] = Field(
         default="none",
         description="Precision of the targets' frozen weights (QLoRA); needs the extra `qlora`.",
     )
     seed: NonNegative = Field(default=0, description="Seed of the adapters' initial values.")
+
+    def targets_text(self) -> str:
+        """Return the targets for messages."""
+        if self.targets == "all-linear":
+            return "all-linear"
+        return ", ".join(self.targets)
 
 
 class OptimizerSection(Section):

@@ -27,14 +27,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jax_agent_rl.config import LearnerConfig, LoraConfig
-from jax_agent_rl.config.learner import LoraTarget
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.critic import Critic, critic_shapes
 from jax_agent_rl.learner.optimized_params import View, bind
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.families import FAMILIES
-from jax_agent_rl.models.lora import TARGETS, LoRA, quantize, target_parameters
+from jax_agent_rl.models.lora import LoRA, linear_targets, quantize, target_parameters
 from jax_agent_rl.models.parameters import dtype_of
 from jax_agent_rl.models.sharding import adapter_shardings, parameter_shardings, place
 
@@ -63,7 +62,7 @@ def target_names(lora: LoraConfig, model: DecoderConfig) -> list[str]:
     if missing:
         raise ConfigError(
             f"learner.lora.targets: a {model.family} model of this kind has no {', '.join(missing)}"
-            f" (experts are not adapted); name some of {', '.join(_known_targets(model))}"
+            f" (experts are not adapted); name some of {', '.join(linear_targets(model))}"
         )
 
     packed_names = FAMILIES[model.family].packed.keys()
@@ -72,21 +71,9 @@ def target_names(lora: LoraConfig, model: DecoderConfig) -> list[str]:
         raise ConfigError(
             f"learner.lora.targets: a {model.family} model stores {', '.join(packed)} in one"
             " matrix, for which PEFT has one adapter; name some of"
-            f" {', '.join(_known_targets(model))}"
+            f" {', '.join(linear_targets(model))}"
         )
     return list(itertools.chain.from_iterable(parameters.values()))
-
-
-def _known_targets(model: DecoderConfig) -> list[LoraTarget]:
-    """Return the targets that a model has, without those it stores in one matrix with others."""
-    layers = model.parameter_shapes()["layers"].keys()
-    packed = FAMILIES[model.family].packed.keys()
-    targets = []
-    for target, names in TARGETS.items():
-        present = layers & set(names)
-        if present and not present & packed:
-            targets.append(target)
-    return targets
 
 
 def new_adapters(lora: LoraConfig, model: DecoderConfig) -> Params:

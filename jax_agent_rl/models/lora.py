@@ -124,10 +124,49 @@ TARGETS: Mapping[LoraTarget, tuple[str, ...]] = {
 """``ADAPTABLE`` by the last part of Hugging Face's names: PEFT adapts all that a target names."""
 
 
-def target_parameters(lora: LoraConfig, model: DecoderConfig) -> dict[str, list[str]]:
+def linear_targets(model: DecoderConfig) -> tuple[LoraTarget, ...]:
+    """Return the targets that a model has, without those it stores in one matrix with others."""
+    layers = model.parameter_shapes()["layers"].keys()
+    packed = FAMILIES[model.family].packed.keys()
+    targets = []
+    for target, names in TARGETS.items():
+        present = layers & set(names)
+        if present and not present & packed:
+            targets.append(target)
+    return tuple(targets)
+
+
+def adapted_targets(lora: LoraConfig, model: DecoderConfig) -> tuple[LoraTarget, ...]:
+    """Return the targets by name."""
+    if lora.targets == "all-linear":
+        return linear_targets(model)
+    return lora.targets
+
+
+def describe_adapters(lora: LoraConfig, model: DecoderConfig) -> str:
+    """Return a line that names the linear layers with adapters, and those without."""
+    adapted = adapted_targets(lora, model)
+    layers = model.parameter_shapes()["layers"].keys()
+    frozen: list[str] = []
+    for target, names in TARGETS.items():
+        if layers & set(names) and target not in adapted:
+            frozen.append(target)
+    if model.experts is not None:
+        frozen.append("experts")
+
+    text = f"adapters of rank {lora.rank} on {', '.join(adapted)}"
+    if frozen:
+        text += f"; none on {', '.join(frozen)}"
+    return text
+
+
+def target_parameters(lora: LoraConfig, model: DecoderConfig) -> dict[LoraTarget, list[str]]:
     """Return the model's parameters that each of the targets names."""
     layers = model.parameter_shapes()["layers"]
-    return {target: [name for name in TARGETS[target] if name in layers] for target in lora.targets}
+    parameters = {}
+    for target in adapted_targets(lora, model):
+        parameters[target] = [name for name in TARGETS[target] if name in layers]
+    return parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,11 +378,12 @@ def save_peft(
     for name, tensor in tensors.items():
         require_finite(name, tensor)
 
-    targets: list[str] | str = list(lora.targets)
+    names = adapted_targets(lora, model)
+    targets: list[str] | str = list(names)
     if model.vision is not None:
         # A vision tower has modules of the same names: only the decoder's are adapted.
         prefix = re.escape(_module_prefix(model))
-        targets = rf"{prefix}.*\.({'|'.join(lora.targets)})"
+        targets = rf"{prefix}.*\.({'|'.join(names)})"
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

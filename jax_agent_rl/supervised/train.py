@@ -30,6 +30,7 @@ from jax_agent_rl.learner.optimizer import learning_rate
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
 from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.models.lora import describe_adapters
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.observe.report.charts import loss_plot
 from jax_agent_rl.observe.run_dir import RunDir, read_metrics
@@ -298,6 +299,8 @@ class _Run:
         learner = SequenceLearner(
             model, params, config=learner_config, reference=isinstance(config, DpoConfig)
         )
+        if config.learner.lora is not None:
+            print_line(console, describe_adapters(config.learner.lora, model))
         method: Any = Sft(learner=learner)
         if isinstance(config, DpoConfig):
             method = Dpo(

@@ -314,7 +314,7 @@ class TinkerServer:
                 400, f"this server trains adapters of rank {lora.rank}, not {requested.rank}"
             )
         if not (requested.train_mlp and requested.train_attn):
-            raise Refused(400, f"this server's adapters cover {', '.join(lora.targets)}")
+            raise Refused(400, f"this server's adapters cover {lora.targets_text()}")
         return self._add_model(body, body.session_id, body.model_seq_id, seed=requested.seed or 0)
 
     def _add_model(

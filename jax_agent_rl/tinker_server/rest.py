@@ -86,7 +86,7 @@ class RestRoutes:
         note = None
         lora = self._settings.lora
         if lora is not None:
-            note = f"adapters cover {', '.join(lora.targets)}; train_unembed is not supported"
+            note = f"adapters cover {lora.targets_text()}; train_unembed is not supported"
         return web.json_response(
             {"type": "create_session", "session_id": session, "info_message": note}
         )

@@ -50,7 +50,7 @@ def test_a_run_with_adapters_resumes_and_exports_merged_and_for_peft(tmp_path: P
         tmp_path, trainer={"steps": 2, "checkpoint_every": 1}, learner={"lora": {"rank": 4}}
     )
     run = tmp_path / "run"
-    cli("train", recipe)
+    assert "adapters of rank 4 on q_proj, k_proj" in cli("train", recipe)
     assert "resumed after step 2" in cli("train", recipe, "--resume", "trainer.steps=4")
     assert max(step["logprob_gap_max"] for step in step_records(run)) < 1e-3, (
         "engines serve the merged weights"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig, LoraConfig
 from jax_agent_rl.config.learner import LoraTarget
@@ -18,7 +19,7 @@ from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.parameterization import merge_adapters, new_adapters, with_adapters
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params, Rope
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.models.lora import save_peft
+from jax_agent_rl.models.lora import describe_adapters, save_peft
 from tests.messages import raises
 from tests.tiny import (
     GEMMA4,
@@ -61,11 +62,13 @@ DEEPSEEK_V3 = replace(
 )
 """The same with latent attention; matrices have 32 inputs each, whole tiles."""
 assert QWEN3_5_MOE.delta_net is not None
+QWEN3_5 = replace(QWEN3_5_MOE, family="qwen3_5_text", experts=None)
 QWEN3_NEXT = replace(
     QWEN3_5_MOE, family="qwen3_next", delta_net=replace(QWEN3_5_MOE.delta_net, fused=True)
 )
 
 OF_ATTENTION: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+OF_LLAMA: tuple[LoraTarget, ...] = (*OF_ATTENTION, "gate_proj", "up_proj", "down_proj")
 OF_LATENTS: tuple[LoraTarget, ...] = (
     "q_a_proj",
     "q_b_proj",
@@ -298,6 +301,54 @@ def test_the_files_load_in_peft_and_give_the_merged_models_logits(
     assert written["base_model_name_or_path"] == os.fspath(tmp_path / "base")
 
 
+@pytest.mark.parametrize(
+    ("config", "beside"),
+    [
+        pytest.param(TINY, set(), id="llama"),
+        pytest.param(QWEN3_5, set(), id="qwen3_5"),
+        pytest.param(GEMMA4_SMALL, {"per_layer_model_projection"}, id="gemma4 small"),
+    ],
+)
+def test_by_default_all_modules_are_adapted_that_pefts_all_linear_adapts(
+    config: DecoderConfig, beside: set[str], tmp_path: Path
+):
+    """But for those ``beside``, which are not of a layer. Of a mixture PEFT adapts other modules:
+    it takes gate, up and down for the experts' matrices.
+    """
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    save_hf(tmp_path / "base", config, tiny_params(config=config))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear"))
+    expected = {name for name, _ in theirs.named_modules() if name.endswith(".lora_A")}
+    is_beside = tuple(f".{name}.lora_A" for name in beside)
+
+    lora = LoraConfig(rank=2)
+    adapters = drawn_adapters(config, lora)
+    save_peft(tmp_path / "adapter", lora, config, adapters, base=str(tmp_path / "base"))
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    modules = {name.removesuffix(".weight") for name in tensors if ".lora_A." in name}
+    assert modules == {name for name in expected if not name.endswith(is_beside)}
+
+
+def test_a_line_names_what_is_adapted_and_what_is_not():
+    line = describe_adapters(LoraConfig(rank=3), QWEN3_5_MOE)
+    adapted, frozen = line.split("; none on ")
+    assert adapted.endswith(
+        " q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, in_proj_qkv, in_proj_z,"
+        " in_proj_b, in_proj_a, out_proj"
+    )
+    assert frozen == "experts"
+
+    line = describe_adapters(LoraConfig(targets=OF_LLAMA), QWEN3_5)
+    assert line.endswith("; none on in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj")
+    assert "none" not in describe_adapters(LoraConfig(), TINY)
+    assert describe_adapters(LoraConfig(), replace(TINY, family="glm4")).endswith(
+        " q_proj, k_proj, v_proj, o_proj, down_proj; none on gate_proj, up_proj"
+    )
+
+
 def test_bad_settings_are_refused_with_the_fix():
     pytest.importorskip("qwix")
     with raises(ConfigError, value="tiles of 32", fix="learner.lora.quantize=none"):
@@ -305,15 +356,16 @@ def test_bad_settings_are_refused_with_the_fix():
     with pytest.raises(ValueError, match="item twice"):
         LoraConfig(targets=("q_proj", "q_proj"))
     experts = Experts(count=4, per_token=2, intermediate_size=16, normalize=True)
+    named = LoraConfig(targets=OF_LLAMA)
     mixture = DecoderConfig(**{**vars(TINY), "family": "qwen3_moe", "experts": experts})
     with raises(ConfigError, value=("gate_proj", "up_proj", "down_proj")):
-        new_adapters(LORA, mixture)
+        new_adapters(named, mixture)
     with raises(ConfigError, key="glm4", value=("gate_proj", "up_proj", "one matrix")):
-        new_adapters(LORA, replace(TINY, family="glm4"))
+        new_adapters(named, replace(TINY, family="glm4"))
     latent = replace(LATENT, family="deepseek_v3")
     has_not = ("q_proj", "k_proj", "v_proj")
     has = "q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj, gate_proj, up_proj, down_proj"
     with raises(ConfigError, value=has_not, fix=f"some of {has}"):
-        new_adapters(LoraConfig(), latent)
+        new_adapters(named, latent)
     with raises(ConfigError, fix="some of q_proj, k_proj, v_proj, o_proj, down_proj"):
-        new_adapters(LoraConfig(), replace(TINY, family="glm4"))
+        new_adapters(named, replace(TINY, family="glm4"))
