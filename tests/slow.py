@@ -484,6 +484,7 @@ NIGHTLY = {
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[fully_async]": "a run; e2e/test_async_modes.py has others of this trainer",
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[grpo_kl]": "a run; `--all` has GiGPO's, with the same divergence in its loss",
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[gspo]": "a run; `--all` has CISPO's with as many updates, tests/unit/learner has its loss",
+    "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[igpo]": "a run; tests/unit/learner has its advantages",
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[lora]": "a run; e2e/test_precision_runs.py has another with adapters",
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[mt_grpo]": "a run; tests/unit/learner has its advantages",
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[off_policy]": "a run; e2e/test_async_modes.py has others with corrections",

@@ -29,6 +29,7 @@ from jax_agent_rl.chat.formats import detect_format, get_format
 from jax_agent_rl.chat.formats.base import Message
 from jax_agent_rl.chat.grammar import CallSyntax, GrammarCompiler, GrammarError, TurnGrammar
 from jax_agent_rl.chat.growing import GrowingReply
+from jax_agent_rl.chat.markup import Ids, TemplateMarkup, markup_between
 from jax_agent_rl.chat.messages import normalize_messages
 from jax_agent_rl.chat.reply import Reply, ToolCall
 from jax_agent_rl.chat.special_tokens import ControlTokens, MediaTokens, unused_word
@@ -359,6 +360,47 @@ class ChatCodec:
         if sampled_end not in self.eos_token_ids or sampled_end not in boundary.openings:
             return False
         return appended_ids[0] in boundary.openings | boundary.ends
+
+    def append_markup(self) -> TemplateMarkup:
+        """Return what the template writes around messages that are inserted after a turn."""
+        turn = self.encode_text("y")
+        openings = set()
+        separators = set()
+        closings = set()
+        for role in ("tool", "user"):
+            for end in ([], *([token] for token in self.eos_token_ids)):
+                try:
+                    opening, separator, closing = self._markup_of(role, [*turn, *end])
+                except TemplateError:
+                    continue
+                openings.add(opening)
+                closings.add(closing)
+                # A short one of text alone, such as a line break, may be in an observation.
+                has_control_token = any(token in self.control for token in separator)
+                if has_control_token or len(separator) > 3:
+                    separators.add(separator)
+
+        return TemplateMarkup(
+            control_ids=frozenset(self.control.ids.values()),
+            openings=frozenset(openings),
+            separators=frozenset(separators),
+            closings=frozenset(closings),
+        )
+
+    def _markup_of(self, role: str, sampled_ids: Sequence[int]) -> tuple[Ids, Ids, Ids]:
+        """Return the ids before the texts of messages after a turn, between them, and behind."""
+        # Two texts without a common character at either end.
+        seven = {"role": role, "content": "7"}
+        x = {"role": role, "content": "x"}
+        one_message = self.encode_append(sampled_ids, [seven])
+        opening, closing = markup_between(one_message, self.encode_append(sampled_ids, [x]))
+
+        up_to_second_text, _ = markup_between(
+            self.encode_append(sampled_ids, [seven, seven]),
+            self.encode_append(sampled_ids, [seven, x]),
+        )
+        text_length = len(one_message) - len(opening) - len(closing)
+        return opening, up_to_second_text[len(opening) + text_length :], closing
 
     def expand_media(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
         """Repeat each media placeholder as often as the model reads it for its item.

@@ -235,6 +235,21 @@ class FiltersConfig(Section):
     )
 
 
+class ObservationLossConfig(Section):
+    """An auxiliary loss that predicts what tools and environments answer (ECHO, 2605.24517)."""
+
+    coef: float = Field(
+        default=0.0, ge=0, description="Weight of the loss beside the policy's; 0 is off."
+    )
+    template: Annotated[bool, WhenKey("algorithm.observation_loss.coef")] = Field(
+        default=False,
+        description=(
+            "Predict the ids as well that the chat template writes around each message; false"
+            " leaves them out."
+        ),
+    )
+
+
 class ShapingConfig(Section):
     """Penalties on a trajectory's reward before advantages are computed."""
 
@@ -376,6 +391,7 @@ class AlgorithmConfig(Section):
     )
     filters: FiltersConfig = Field(default_factory=FiltersConfig)
     shaping: ShapingConfig = Field(default_factory=ShapingConfig)
+    observation_loss: ObservationLossConfig = Field(default_factory=ObservationLossConfig)
 
     @property
     def needs_group(self) -> bool:

@@ -135,11 +135,24 @@ def schedule_problems(
 
 
 def observation_problems(agent: AgentConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Refuse to train on observations with log-probs that only sampled tokens have."""
+    """Refuse observations in a loss that cannot read them, or in two losses."""
     if not agent.mask_observations and algorithm.rollout_correction.bypass_mode:
         yield (
             "agent.mask_observations=false trains on observations, of which the engine has no"
             " log-probs: set algorithm.rollout_correction.bypass_mode=false"
+        )
+    if not algorithm.observation_loss.coef:
+        return
+    if not agent.mask_observations:
+        yield (
+            "agent.mask_observations=false gives observations the policy's loss, and"
+            f" algorithm.observation_loss.coef={algorithm.observation_loss.coef} one of their own;"
+            " remove one of them"
+        )
+    if agent.history_window is not None:
+        yield (
+            f"agent.history_window={agent.history_window} moves observations into the prompts of"
+            " later turns, which algorithm.observation_loss does not predict; remove one of them"
         )
 
 

@@ -101,6 +101,7 @@ DEFINES = _paths(
             "void_turn void_trajectory all_tool_calls_failed overlong repetition max_repetition"
             " final_answer"
         ),
+        "algorithm.observation_loss": "coef template",
         "algorithm.shaping": "overlong_buffer overlong_factor repetition_factor repetition_ngram",
         "learner": (
             f"{_OPTIMIZER} compute_dtype router_aux_loss_coef num_minibatches ppo_epochs ema_decay"

@@ -13,7 +13,8 @@ Without sharing every trajectory is its own chain, and this mask is the one of a
 
 A *target* is a node with loss; its log-prob is read at its parent. A *term* is one summand of the
 loss: a target as one trajectory sampled it. Several trajectories may have sampled the same token in
-the same context, each with its own advantage.
+the same context, each with its own advantage. Observed ids (``learner.observations``) are targets
+without terms: whoever observed them, their loss differs in its weight alone.
 
 The layout is made once. Numbers about terms (advantages, weights, old log-probs) are plain arrays
 per trajectory; :meth:`Batch.with_terms` writes them into the layout, and
@@ -53,11 +54,13 @@ class PackedSequence:
         terms: its terms in the row, in the order in which they were sampled.
         path: int64 [L + 1], nodes of the last prompt id and of every response id: the states before
             and after each response id.
+        observed: int64 [O], targets of its observed ids, see ``learner.observations``.
     """
 
     row: int
     terms: slice
     path: np.ndarray
+    observed: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,8 @@ class Batch:
         vocab_size: V, for the supports.
         candidates: int32 [R, M, k], ids to score at each target beside its own, and float32
             [R, M, k], their log-probs under a reference. None without a KL over candidates.
+        observation_weights: float32 [R, M], weight of each target in the observation loss, summed
+            over the sequences that observed it. None without such a loss.
     """
 
     token_ids: np.ndarray
@@ -105,6 +110,7 @@ class Batch:
     supports: tuple[tuple[Support | None, ...], ...] | None = None
     vocab_size: int = 0
     candidates: tuple[np.ndarray, np.ndarray] | None = None
+    observation_weights: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
@@ -148,6 +154,27 @@ class Batch:
             target_ids[sequence.row, targets] = ids[number][span]
             target_logprobs[sequence.row, targets] = logprobs[number][span]
         return replace(self, candidates=(target_ids, target_logprobs))
+
+    @property
+    def num_observed(self) -> list[int]:
+        """Number of observed ids of each trajectory."""
+        counts = []
+        for sequences in self.packed:
+            counts.append(sum(len(sequence.observed) for sequence in sequences))
+        return counts
+
+    def with_observations(self, weights: np.ndarray) -> Batch:
+        """Add the weights of observed ids in the observation loss.
+
+        Args:
+            weights: float64 [N], of an observed id of each trajectory.
+        """
+        target_weights = np.zeros(self.target_id.shape)
+        for sequences, weight in zip(self.packed, weights, strict=True):
+            for sequence in sequences:
+                # No two ids of a sequence share a target, so nothing is added twice at once.
+                target_weights[sequence.row, sequence.observed] += weight
+        return replace(self, observation_weights=target_weights.astype(np.float32))
 
     def gather_terms(self, values: np.ndarray) -> list[np.ndarray]:
         """Gather numbers of terms [R, K, ...] into one float64 array [S, ...] per trajectory."""
@@ -226,6 +253,8 @@ class Batch:
             ids, logprobs = self.candidates
             arrays["target_candidates"] = ids
             arrays["target_candidate_logprobs"] = logprobs
+        if self.observation_weights is not None:
+            arrays["target_observation_weight"] = self.observation_weights
         return arrays
 
     def _used_lengths(self) -> np.ndarray:

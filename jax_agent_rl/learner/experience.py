@@ -24,6 +24,7 @@ from jax_agent_rl.learner.comparison import Comparison, comparable, compare
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch
 from jax_agent_rl.learner.losses.aggregation import term_weights
 from jax_agent_rl.learner.losses.kl import kl_forward
+from jax_agent_rl.learner.observations import observation_weights
 from jax_agent_rl.learner.packing import segment_lengths
 from jax_agent_rl.types import Group, Trajectory
 
@@ -62,12 +63,15 @@ class UpdateTerms:
         policy: arrays by the name under which the policy's loss reads them.
         critic: the same for the critic's; empty without one.
         candidates: the reference's likeliest ids; None unless the KL is over them.
+        observation_weights: float64 [N], weight of an observed id of each trajectory; None without
+            an observation loss.
     """
 
     active: list[np.ndarray]
     policy: dict[str, PerTerm]
     critic: dict[str, PerTerm]
     candidates: Candidates | None = None
+    observation_weights: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +110,7 @@ def build_experience(
     masked: Collection[str],
     since: int = 0,
     mini_batches: Sequence[slice] = (slice(None),),
+    observed: Sequence[int] = (),
 ) -> Experience:
     """Compute what the losses need, as far as it does not depend on the current parameters.
 
@@ -117,6 +122,7 @@ def build_experience(
         since: first policy version of the parameters that score; tokens of older ones cannot be
             compared.
         mini_batches: the trajectories of each optimizer update of an epoch.
+        observed: number of observed ids of each trajectory, with an observation loss.
     """
     samples = scored_batch(groups, turn_reward=config.turn_reward)
     trajectories = samples.trajectories
@@ -185,6 +191,9 @@ def build_experience(
 
     # --- terms of each mini-batch ---
     segments = [segment_lengths(trajectory) for trajectory in trajectories]
+    trajectory_ids = [trajectory.trajectory_id for trajectory in trajectories]
+    if config.observation_loss.coef:
+        metrics["observed_tokens"] = float(sum(observed))
     updates = []
     for members in mini_batches:
         policy = {name: values[members] for name, values in terms.items()}
@@ -196,18 +205,25 @@ def build_experience(
         if critic:
             critic["weight"] = term_weights("token-mean", active[members])
 
+        weights_of_observed = None
+        if config.observation_loss.coef:
+            weights_of_observed = observation_weights(
+                trajectory_ids[members], observed[members], masked
+            )
+
         update = UpdateTerms(
             active=active[members],
             policy=policy,
             critic=critic,
             candidates=None if candidates is None else candidates[members],
+            observation_weights=weights_of_observed,
         )
         updates.append(update)
 
     # A trajectory may have no sampled token: a grammar may decide every one.
     mean_distances = [distance.mean() for distance in distances if len(distance)]
     return Experience(
-        trajectory_ids=[trajectory.trajectory_id for trajectory in trajectories],
+        trajectory_ids=trajectory_ids,
         active=active,
         advantages=advantage,
         old_logprobs=old_logprobs,

@@ -48,6 +48,7 @@ from jax_agent_rl.learner.image_packing import image_packing
 from jax_agent_rl.learner.losses.kl import adapt_kl_coef
 from jax_agent_rl.learner.losses.policy import SELECTORS, select_terms
 from jax_agent_rl.learner.metrics import UpdateRecord, UpdateResult, step_metrics, step_result
+from jax_agent_rl.learner.observations import IsText, all_ids, observed_positions
 from jax_agent_rl.learner.optimized_params import (
     Arrays,
     LearnerState,
@@ -106,6 +107,8 @@ class Learner:
         teachers: references of the KL in place of the initial policy. A trajectory is scored by the
             first teacher that fits its row, unless it brings a teacher's scores. None: the
             reference is the initial policy.
+        is_text: tells the ids of observations from the chat template's; None: all are observed. For
+            the observation loss.
         total_steps: training steps of the run, over which a learning rate decays; None if unknown.
 
     Attributes:
@@ -128,6 +131,7 @@ class Learner:
         score_by: ScoreContexts | None = None,
         vision_processor: VisionProcessor | None = None,
         teachers: Sequence[Teacher] | None = None,
+        is_text: IsText | None = None,
         total_steps: int | None = None,
     ) -> None:
         self.model = model
@@ -158,7 +162,10 @@ class Learner:
             scored=score_by is not None,
         )
         self._objective = self._programs.objective
-        self.packer = BatchPacker(config, images, vocab_size=model.vocab_size)
+        observed = None
+        if algorithm.observation_loss.coef:
+            observed = functools.partial(observed_positions, is_text=is_text or all_ids)
+        self.packer = BatchPacker(config, images, vocab_size=model.vocab_size, observed=observed)
         self.scorer = Scorer(self._programs, images)
         self.policy = OptimizedParams(
             policy.params,
@@ -410,6 +417,7 @@ class Learner:
             masked=masked,
             since=since,
             mini_batches=[mini.members for mini in minis],
+            observed=[count for mini in minis for count in mini.batch.num_observed],
         )
         return minis, experience
 
@@ -516,6 +524,8 @@ class Learner:
         if terms.candidates is not None:
             ids, logprobs = zip(*terms.candidates, strict=True)
             policy_batch = policy_batch.with_candidates(ids, logprobs)
+        if terms.observation_weights is not None:
+            policy_batch = policy_batch.with_observations(terms.observation_weights)
         batches.append((self.policy, policy_batch))
         return batches
 

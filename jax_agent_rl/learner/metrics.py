@@ -144,6 +144,8 @@ def _policy_metrics(updates: Sequence[UpdateRecord]) -> dict[str, float]:
     metrics = {}
     if "router_aux" in sums:
         metrics["router_aux_loss"] = sums["router_aux"] / len(records)
+    if "observation_loss" in sums:
+        metrics["observation_loss"] = sums["observation_loss"] / len(records)
     return {
         **metrics,
         "updates": float(len(updates)),

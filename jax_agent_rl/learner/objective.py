@@ -50,6 +50,7 @@ class ObjectiveConfig:
         kl_top_k: number of ids of each position over which the KL term is exact. 0: the KL is
             estimated from the sampled id.
         router_aux_loss_coef: coefficient of the load-balancing loss of a mixture of experts.
+        observation_coef: coefficient of the observation loss; 0: there is none.
     """
 
     loss: LossConfig
@@ -64,6 +65,7 @@ class ObjectiveConfig:
     kl_estimator: str | None = None
     kl_top_k: int = 0
     router_aux_loss_coef: float = 0.0
+    observation_coef: float = 0.0
 
 
 def objective_config(
@@ -129,6 +131,7 @@ def objective_config(
         kl_estimator=kl.estimator if kl.where == "loss" else None,
         kl_top_k=kl.top_k,
         router_aux_loss_coef=config.router_aux_loss_coef,
+        observation_coef=algorithm.observation_loss.coef,
     )
 
 
@@ -291,7 +294,7 @@ def scored_terms(
     model: Decoder,
     batch: Arrays,
     active: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
     """Score the active terms of a micro-batch.
 
     Args:
@@ -300,7 +303,7 @@ def scored_terms(
     Returns:
         log-prob and entropy of every active term, float32 [R, K]; the load of the experts, see
         :func:`routed`; the KL to the reference over the candidates at every active term, float32
-        [R, K], None without candidates.
+        [R, K], None without candidates; the log-prob of every target, float32 [R, M].
     """
     hidden, load = routed(objective, model, batch)
     logprob, entropy, *candidate_logprobs = _at_targets(objective, model, batch, hidden)
@@ -312,7 +315,7 @@ def scored_terms(
     if candidate_logprobs:
         distance = top_k_kl(candidate_logprobs[0], batch["target_candidate_logprobs"])
         distance = at_active_terms(distance)
-    return at_active_terms(logprob), at_active_terms(entropy), load, distance
+    return at_active_terms(logprob), at_active_terms(entropy), load, distance, logprob
 
 
 def scored_sequences(
@@ -346,8 +349,8 @@ def policy_loss(
 ) -> tuple[jax.Array, Statistics]:
     """Return a micro-batch's share of the loss.
 
-    It is the policy loss, minus the entropy bonus, plus the KL to the reference and the
-    load-balancing loss.
+    It is the policy loss, minus the entropy bonus, plus the KL to the reference, the observation
+    loss and the load-balancing loss.
 
     Returns:
         scalar loss (a plain sum over terms; their weights make it the mean of the whole update),
@@ -356,7 +359,7 @@ def policy_loss(
     """
     weight = batch["term_weight"]
     active = weight > 0
-    logprob, entropy, load, distance = scored_terms(objective, model, batch, active)
+    logprob, entropy, load, distance, target_logprob = scored_terms(objective, model, batch, active)
     terms = _terms(objective, batch, logprob, active)
 
     policy = find_policy_loss(objective.loss.policy_loss.loss_mode)(terms, objective.loss)
@@ -368,6 +371,12 @@ def policy_loss(
         distance = jnp.where(active, penalty, 0.0)
     if distance is not None:
         total += jnp.sum(batch["term_kl_weight"] * distance)
+
+    auxiliary = {}
+    if objective.observation_coef:
+        observation_loss = _observation_loss(batch["target_observation_weight"], target_logprob)
+        auxiliary["observation_loss"] = observation_loss
+        total += objective.observation_coef * observation_loss
 
     balance = router_balance(batch, load)
     total += objective.router_aux_loss_coef * sum(balance.values())
@@ -390,10 +399,16 @@ def policy_loss(
             "compared_gap": jnp.sum(compared_gap),
             "entropy": jnp.sum(entropy),
             **balance,
+            **auxiliary,
         },
         "max": {"gap": jnp.max(gap), "compared_gap": jnp.max(compared_gap)},
     }
     return total, jax.lax.stop_gradient(statistics)
+
+
+def _observation_loss(weight: jax.Array, logprob: jax.Array) -> jax.Array:
+    """Return a micro-batch's share of the mean negative log-prob of observed ids, [R, M] each."""
+    return -jnp.sum(weight * jnp.where(weight > 0, logprob, 0.0))
 
 
 def _terms(

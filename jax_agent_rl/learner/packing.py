@@ -11,8 +11,8 @@ The groups of a step are first cut into mini-batches, one for each optimizer upd
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from jax_agent_rl.learner.batch import (
 )
 from jax_agent_rl.learner.image_packing import ImagePacker, ImagePacking
 from jax_agent_rl.types import Group, Support, Trajectory
+
+Observed = Callable[[Trajectory], np.ndarray]
+"""Returns the positions of observed ids in the response of one sequence, int64 [O]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +48,28 @@ class BatchPacker:
 
     Args:
         images: how rows hold images; None for a text model.
+        observed: see :func:`pack`; of mini-batches alone.
     """
 
     def __init__(
-        self, config: LearnerConfig, images: ImagePacking | None, *, vocab_size: int
+        self,
+        config: LearnerConfig,
+        images: ImagePacking | None,
+        *,
+        vocab_size: int,
+        observed: Observed | None = None,
     ) -> None:
         self._config = config
         self._images = images
         self._vocab_size = vocab_size
+        self._observed = observed
 
     def pack(
-        self, trajectories: Sequence[Trajectory], *, targets: Sequence[np.ndarray] | None = None
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        targets: Sequence[np.ndarray] | None = None,
+        observed: Observed | None = None,
     ) -> Batch:
         """Pack trajectories; for the arguments see :func:`pack`."""
         return pack(
@@ -65,6 +79,7 @@ class BatchPacker:
             image_packing=self._images,
             vocab_size=self._vocab_size,
             targets=targets,
+            observed=observed,
         )
 
     def mini_batches(self, groups: Sequence[Group]) -> list[MiniBatch]:
@@ -74,7 +89,8 @@ class BatchPacker:
         for mini_groups in mini_batches(groups, self._config.num_minibatches):
             trajectories = [t for group in mini_groups for t in group.trajectories]
             end = begin + len(trajectories)
-            packed.append(MiniBatch(batch=self.pack(trajectories), members=slice(begin, end)))
+            batch = self.pack(trajectories, observed=self._observed)
+            packed.append(MiniBatch(batch=batch, members=slice(begin, end)))
             begin = end
         return packed
 
@@ -131,6 +147,7 @@ def pack(
     image_packing: ImagePacking | None = None,
     vocab_size: int | None = None,
     targets: Sequence[np.ndarray] | None = None,
+    observed: Observed | None = None,
 ) -> Batch:
     """Pack sequences into rows.
 
@@ -144,6 +161,7 @@ def pack(
         vocab_size: of the model; None if no draw was restricted.
         targets: for each trajectory the ids that are scored in place of its own, int32 [S], or the
             candidates, int32 [S, k]. Then no trajectory may have segments or supports.
+        observed: selects inserted ids that become targets without terms; None selects none.
 
     Raises:
         ValueError: a sequence is longer than a row (nothing is ever truncated), or its images have
@@ -164,12 +182,21 @@ def pack(
     else:
         ids = [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
 
+    observed_positions = []
+    for sequence in sequences:
+        positions = np.zeros(0, np.int64)
+        if observed is not None:
+            positions = observed(sequence)
+        observed_positions.append(positions)
+
+    num_terms = [sum(sequence.loss_mask) for sequence in sequences]
     max_terms = pack_length * TERMS_PER_TOKEN
     if targets is not None or any(sequence.restricted for sequence in sequences):
         # Terms of one node may differ in their supports or scored ids, and need a target each. Then
-        # a row must have room for as many targets as terms.
+        # a row must have room for as many targets as terms and observed ids.
         max_terms = pack_length
-    num_terms = [sum(sequence.loss_mask) for sequence in sequences]
+        for number, positions in enumerate(observed_positions):
+            num_terms[number] += len(positions)
     rows = assign_rows(ids, num_terms, pack_length, max_terms, share_prefixes, packer)
 
     arrays = empty_rows(len(rows), pack_length)
@@ -187,7 +214,7 @@ def pack(
 
         row_candidates = None if candidate_ids is None else candidate_ids[index]
         packed_in_row, row_supports = _fill_terms(
-            arrays, index, row, row_paths, sequences, targets, row_candidates
+            arrays, index, row, row_paths, sequences, observed_positions, targets, row_candidates
         )
         packed |= packed_in_row
         supports.append(row_supports)
@@ -305,10 +332,13 @@ def _fill_terms(
     row: Sequence[Member],
     paths: Sequence[np.ndarray],
     sequences: Sequence[Trajectory],
+    observed_positions: Sequence[np.ndarray],
     targets: Sequence[np.ndarray] | None,
     candidate_ids: np.ndarray | None,
 ) -> tuple[dict[int, PackedSequence], tuple[Support | None, ...]]:
     """Write the terms of one row, member by member, and its targets in the order of first use.
+
+    Targets of observed ids follow, unless a term has the same.
 
     Terms of one node have a target each if they were drawn from different supports, or score
     different ids. If each scores k ids, ``target_id`` is the first of them, and all are written to
@@ -344,8 +374,19 @@ def _fill_terms(
             row=index,
             terms=slice(num_terms, end),
             path=path[prompt_len - 1 :],
+            observed=np.zeros(0, np.int64),
         )
         num_terms = end
+
+    # Behind the terms: what has a target but no term. Nothing restricted what was observed.
+    for member, path in zip(row, paths, strict=True):
+        positions = len(sequences[member.number].prompt_ids) + observed_positions[member.number]
+        nodes = path[positions]
+        node_parts.append(nodes)
+        parent_parts.append(path[positions - 1])
+        if len(nodes):
+            id_parts.append(arrays["token_ids"][index, nodes])
+        term_supports += [None] * len(nodes)
 
     node = np.concatenate(node_parts)
     parent = np.concatenate(parent_parts)
@@ -371,8 +412,14 @@ def _fill_terms(
     arrays["target_parent"][index, :num_targets] = parent[first_term]
     arrays["target_id"][index, :num_targets] = target_ids
     arrays["target_valid"][index, :num_targets] = True
-    arrays["term_target"][index, :num_terms] = target
+    arrays["term_target"][index, :num_terms] = target[:num_terms]
     arrays["term_sequence"][index, :num_terms] = np.concatenate(member_parts)
+
+    begin = num_terms
+    for member in row:
+        end = begin + len(observed_positions[member.number])
+        packed[member.number] = replace(packed[member.number], observed=target[begin:end])
+        begin = end
     return packed, tuple(term_supports[term] for term in first_term)
 
 

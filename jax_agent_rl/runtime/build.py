@@ -21,6 +21,7 @@ from jax_agent_rl.learner.critic import critic_shapes
 from jax_agent_rl.learner.learner import Learner, ScoreContexts
 from jax_agent_rl.learner.losses.policy import find_policy_loss
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
+from jax_agent_rl.learner.observations import IsText
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.lora import describe_adapters
@@ -64,6 +65,7 @@ from jax_agent_rl.runtime.placement import (
 from jax_agent_rl.runtime.rollouts import (
     encode_text_of,
     open_agents,
+    open_codec,
     prepare,
     require_grammars,
     training_sources,
@@ -337,6 +339,7 @@ def make_learner(
         critic_init=_load_critic(config, model),
         score_by=score_by,
         teachers=make_teachers(config, model),
+        is_text=_observed_text(config),
         total_steps=config.trainer.steps,
         vision_processor=VisionProcessor.of(model, config.model.path, pixels=config.model.pixels),
     )
@@ -353,6 +356,14 @@ def make_learner(
     if channel is not None:
         return LeadingLearner(learner, channel)
     return learner
+
+
+def _observed_text(config: Config) -> IsText | None:
+    """Return what tells observations from the chat template's ids; None: nothing has to."""
+    loss = config.algorithm.observation_loss
+    if not loss.coef or loss.template:
+        return None
+    return open_codec(config).append_markup().is_text
 
 
 def open_checkpointer(

@@ -322,6 +322,7 @@ def micro_batches(
         _zero_scores(group, algorithm, scored=scored, has_critic=has_critic),
         kl_coef=0.0,
         masked=(),
+        observed=batch.num_observed,
     )
     (terms,) = experience.updates
     policy_terms = dict(terms.policy)
@@ -331,6 +332,8 @@ def micro_batches(
     policy_batch = batch.with_terms(**policy_terms)
     if terms.candidates is not None:
         policy_batch = policy_batch.with_candidates(*zip(*terms.candidates, strict=True))
+    if terms.observation_weights is not None:
+        policy_batch = policy_batch.with_observations(terms.observation_weights)
     packed = {"policy": policy_batch, "layout": batch.with_terms()}
     if has_critic:
         packed["critic"] = batch.with_terms(**terms.critic)
