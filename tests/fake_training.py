@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ def make_trainer(
     learner: IdleLearner | None = None,
     checkpointer: NoCheckpoints | None = None,
     record: RunRecord | None = None,
-    rows: int = 1,
+    rows: int | Sequence[dict] = 1,
+    curriculum: dict | None = None,
     capabilities: Capabilities | None = None,
     ema_decay: float = 0.0,
     tracer: Tracer | None = None,
@@ -100,7 +102,7 @@ def make_trainer(
         {
             "run_dir": str(tmp_path),
             "model": {"path": "none"},
-            "data": {"train": "none", "eval": "none"},
+            "data": {"train": "none", "eval": "none", "curriculum": curriculum or {}},
             "rollout": {"prompts_per_step": 1, "group_size": 2} | rollout,
             "algorithm": algorithm or {},
             "agent": agent or {},
@@ -134,7 +136,11 @@ def make_trainer(
         collector=collectors[0],
         evaluator=collectors[1],
         learner=learner or IdleLearner(),
-        cursor=DataCursor([ROW] * rows, seed=0),
+        cursor=DataCursor(
+            [ROW] * rows if isinstance(rows, int) else rows,
+            seed=0,
+            curriculum=settings.data.curriculum,
+        ),
         heldout=[ROW],
     )
     record = record or RunRecord()

@@ -48,6 +48,9 @@ DEFINES = _paths(
         "": "seed compute_dtype",
         "model": "min_pixels max_pixels",
         "data": "shuffle shuffle_row_groups max_length min_reward train_on best_of",
+        "data.curriculum": (
+            "enabled easy_threshold hard_threshold easy_fraction hard_fraction window"
+        ),
         "rollout": (
             "prompts_per_step group_size min_group_size group_timeout max_model_len temperature"
             " top_p top_k min_p"

@@ -126,6 +126,47 @@ DataSources = Annotated[
 ]
 
 
+_WITH_CURRICULUM = WhenKey("data.curriculum.enabled")
+
+
+class CurriculumConfig(Section):
+    """A curriculum: rows that are always solved, or never, are drawn less often."""
+
+    enabled: bool = Field(
+        default=False, description="Keep pass rates of the rows, and draw by difficulty."
+    )
+    easy_threshold: Annotated[float, _WITH_CURRICULUM] = Field(
+        default=1.0, gt=0, le=1, description="Rows with at least this pass rate are easy."
+    )
+    hard_threshold: Annotated[float, _WITH_CURRICULUM] = Field(
+        default=0.0, ge=0, lt=1, description="Rows with at most this pass rate are hard."
+    )
+    easy_fraction: Annotated[float, _WITH_CURRICULUM] = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description="Share of the turns of easy rows at which they are drawn.",
+    )
+    hard_fraction: Annotated[float, _WITH_CURRICULUM] = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description="Share of the turns of hard rows at which they are drawn.",
+    )
+    window: Annotated[Positive, _WITH_CURRICULUM] = Field(
+        default=2, description="Number of a row's last groups that its pass rate is the mean of."
+    )
+
+    @model_validator(mode="after")
+    def _pools_are_apart(self) -> Self:
+        if self.hard_threshold >= self.easy_threshold:
+            raise ValueError(
+                f"data.curriculum.hard_threshold={self.hard_threshold} is not below"
+                f" easy_threshold={self.easy_threshold}, so that a row could be both; lower it"
+            )
+        return self
+
+
 class DataConfig(Section):
     """Rows in JSON Lines or Parquet.
 
@@ -162,6 +203,7 @@ class DataConfig(Section):
             " are shuffled together; a source with no more is shuffled as a whole."
         ),
     )
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
 
     @model_validator(mode="after")
     def _weights_are_complete(self) -> Self:

@@ -24,12 +24,16 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from jax_agent_rl.config.task import CurriculumConfig
+from jax_agent_rl.data.curriculum import DifficultyPools
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.utils.fingerprints import fingerprint
 
 T = TypeVar("T")
 _BLOCK = 1024
 """Number of draws of a mixture that are shuffled together."""
+_MAX_POSITIONS = 2**16
+"""Number of last draws that can be repeated with a curriculum: more than may be in flight."""
 
 
 @runtime_checkable
@@ -91,9 +95,21 @@ class DataCursor(Generic[T]):
         rows: the rows, or a mixture of several sources' rows.
         seed: of the order.
         shuffle: False draws each source's rows in their order.
+        curriculum: decides whether a row whose turn it is is drawn; None draws every row. The
+            number of a draw counts rows that are drawn, its position also those passed over.
+
+    Attributes:
+        pools: of the curriculum; None without one.
     """
 
-    def __init__(self, rows: Sequence[T] | Mixture[T], *, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        rows: Sequence[T] | Mixture[T],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        curriculum: CurriculumConfig | None = None,
+    ) -> None:
         mixture = rows if isinstance(rows, Mixture) else Mixture((rows,), (1.0,))
         self._parts = mixture.parts
         self._weights = mixture.weights
@@ -106,6 +122,12 @@ class DataCursor(Generic[T]):
         self._shuffle = shuffle
         self._num_drawn = 0
         self._repeats: list[int] = []
+        self.pools: DifficultyPools | None = None
+        if curriculum is not None and curriculum.enabled:
+            num_rows = sum(len(part) for part in self._parts)
+            self.pools = DifficultyPools(curriculum, seed=seed, num_rows=num_rows)
+        self._num_passed_over = 0
+        self._positions: dict[int, int] = {}  # of the last draws, with a curriculum
 
     @functools.cached_property
     def fingerprints(self) -> list[str]:
@@ -123,21 +145,38 @@ class DataCursor(Generic[T]):
         """Return the number of the next draw and its row."""
         if self._repeats:
             number = self._repeats.pop(0)
-        else:
-            number = self._num_drawn
-            self._num_drawn += 1
+            position = self._positions.get(number, number + self._num_passed_over)
+            return number, self._row(position)
 
+        number = self._num_drawn
+        self._num_drawn += 1
+        position = number + self._num_passed_over
+        row = self._row(position)
+        if self.pools is None:
+            return number, row
+
+        while not self.pools.admits(position, row):
+            self._num_passed_over += 1
+            position += 1
+            row = self._row(position)
+        self._positions[number] = position
+        if len(self._positions) > _MAX_POSITIONS:
+            del self._positions[next(iter(self._positions))]
+        return number, row
+
+    def _row(self, position: int) -> T:
+        """Return the row whose turn is at a position of the order."""
         if len(self._parts) > 1:
-            source, turn = self._blocks.locate(number)
+            source, turn = self._blocks.locate(position)
         else:
             source = 0
-            turn = number
+            turn = position
         rows = self._parts[source]
         if self._shuffle:
             index = self._orders[source].index(turn)
         else:
             index = turn % len(rows)
-        return number, rows[index]
+        return rows[index]
 
     def state(self, *, again: Iterable[int] = ()) -> dict[str, Any]:
         """Return the state for :meth:`restore`, as JSON.
@@ -145,6 +184,13 @@ class DataCursor(Generic[T]):
         Args:
             again: numbers of draws to repeat first.
         """
+        repeats = sorted({*self._repeats, *again})
+        curriculum: dict[str, Any] = {}
+        if self.pools is not None or self._num_passed_over:
+            positions = {str(n): self._positions[n] for n in repeats if n in self._positions}
+            curriculum = {"passed_over": self._num_passed_over, "positions": positions}
+        if self.pools is not None:
+            curriculum["pools"] = self.pools.state()
         return {
             "drawn": self._num_drawn,
             "rows": [len(part) for part in self._parts],
@@ -153,7 +199,8 @@ class DataCursor(Generic[T]):
             "seed": self._seed,
             "shuffle": self._shuffle,
             "windows": [order.windows for order in self._orders] if self._shuffle else [],
-            "again": sorted({*self._repeats, *again}),
+            "again": repeats,
+            "curriculum": curriculum,
         }
 
     def restore(self, state: dict[str, Any], *, accepted: Collection[str] = ()) -> None:
@@ -180,6 +227,12 @@ class DataCursor(Generic[T]):
             )
         self._num_drawn = state["drawn"]
         self._repeats = list(state["again"])
+
+        curriculum = state.get("curriculum") or {}  # earlier versions had none
+        self._num_passed_over = curriculum.get("passed_over", 0)
+        self._positions = {int(n): p for n, p in curriculum.get("positions", {}).items()}
+        if self.pools is not None and "pools" in curriculum:
+            self.pools.restore(curriculum["pools"])
 
 
 _ORDER_KEYS = (

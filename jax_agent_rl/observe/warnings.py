@@ -291,6 +291,9 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         refill = ""
         if not config.algorithm.max_resample_rounds:
             refill = "set algorithm.max_resample_rounds=3 (dynamic sampling), "
+        curriculum = ""
+        if not config.data.curriculum.enabled:
+            curriculum = "set data.curriculum.enabled=true, "
         table.append(
             Rule(
                 name="zero_variance",
@@ -299,7 +302,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
                 ends=0.3,
                 message="{value:.0%} of the groups have equal rewards and teach nothing",
                 advice=(
-                    f"{refill}drop rows that are always right or always wrong, raise "
+                    f"{refill}{curriculum}drop rows that are always right or always wrong, raise "
                     f"rollout.group_size={config.rollout.group_size}, or give partial credit"
                 ),
             )

@@ -233,7 +233,12 @@ async def build(
             evaluator=agents.evaluator,
             learner=learner,
             transport=transport,
-            cursor=DataCursor(mixture, seed=config.seed, shuffle=config.data.shuffle),
+            cursor=DataCursor(
+                mixture,
+                seed=config.seed,
+                shuffle=config.data.shuffle,
+                curriculum=config.data.curriculum,
+            ),
             heldout=heldout_datasets[0] if heldout_datasets else [],
             training_rows=training_rows,
             teach=teach,

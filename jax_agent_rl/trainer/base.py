@@ -30,6 +30,7 @@ from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.rollout.transport import WeightSource
 from jax_agent_rl.trainer.agreement import AgreementWatch
 from jax_agent_rl.trainer.components import Checkpoints, RunComponents
+from jax_agent_rl.trainer.curriculum import record_pass_rates
 from jax_agent_rl.trainer.observing import Phases, RunReporter
 from jax_agent_rl.trainer.record import RunRecord, account, step_record
 from jax_agent_rl.trainer.step import (
@@ -227,6 +228,10 @@ class Trainer:
         if "loss" in result.metrics:
             record.count_comparison(comparison["compared_tokens"] > 0)
 
+        curriculum: dict[str, float] = {}
+        if self.runtime.cursor.pools is not None:
+            curriculum = record_pass_rates(self.runtime.cursor.pools, batch.groups)
+
         line = step_record(
             step.number,
             batch.groups,
@@ -243,6 +248,7 @@ class Trainer:
                 **asdict(self.runtime.client.stats()),
                 **comparison,
                 **batch.metrics,
+                **curriculum,
             },
         )
         if not self._has_recorded_step:

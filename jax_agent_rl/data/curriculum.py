@@ -1,0 +1,148 @@
+"""A curriculum of difficulty pools: rows that teach little are drawn less often.
+
+::
+
+    next row ─► its pool, by its running pass rate ─► admission gate
+                new      not measured yet               always admitted
+                normal   between the thresholds         always admitted
+                easy     at least easy_threshold        admitted easy_fraction of the time
+                hard     at most hard_threshold         admitted hard_fraction of the time
+
+A row that is not admitted is passed over until its turn in the next epoch. Within a pool, the order
+of the rows stays what it was. The pools are those of prime-rl's buffer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from jax_agent_rl.config.task import CurriculumConfig
+from jax_agent_rl.utils.fingerprints import fingerprint
+
+Pool = Literal["new", "normal", "easy", "hard"]
+POOLS: tuple[Pool, ...] = get_args(Pool)
+_MAX_DRAWS = 64
+"""Draws of one row that are in flight at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnRow:
+    """How a row was drawn.
+
+    Attributes:
+        pool: its pool at that time.
+        probability: that its turn admitted it.
+    """
+
+    pool: Pool
+    probability: float
+
+
+class DifficultyPools:
+    """Running pass rates of rows, and the gate that they make.
+
+    Args:
+        seed: of the gate's draws.
+        num_rows: rows of the training data. After twice as many in a row that were passed over,
+            which hold a whole epoch, the next one is admitted whatever its pool is: otherwise a run
+            whose rows are all easy would look for others forever.
+    """
+
+    def __init__(self, config: CurriculumConfig, *, seed: int, num_rows: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._num_rows = num_rows
+        self._rates: dict[str, list[float]] = {}  # of the last groups of each row, by fingerprint
+        # How rows were drawn whose groups have not been recorded yet.
+        self._drawn: dict[str, list[DrawnRow]] = {}
+        self._passed_over = 0  # since the last draw that was admitted
+        self._passed_over_in_step = 0
+
+    def pool_of(self, row: Any) -> Pool:
+        """Return the pool of a row."""
+        return self._pool(fingerprint(row))
+
+    def _pool(self, key: str) -> Pool:
+        rates = self._rates.get(key)
+        if not rates:
+            return "new"
+        pass_rate = sum(rates) / len(rates)
+        if pass_rate >= self._config.easy_threshold:
+            return "easy"
+        if pass_rate <= self._config.hard_threshold:
+            return "hard"
+        return "normal"
+
+    def admits(self, position: int, row: Any) -> bool:
+        """Return whether a row is drawn.
+
+        Args:
+            position: the row's turn in the order of all; decides together with the seed.
+            row: whose turn it is.
+        """
+        key = fingerprint(row)
+        pool = self._pool(key)
+        fractions = {"easy": self._config.easy_fraction, "hard": self._config.hard_fraction}
+        probability = fractions.get(pool, 1.0)
+        uniform = np.random.default_rng([self._seed, position]).random()
+        is_admitted = uniform < probability
+        if not is_admitted and self._passed_over >= 2 * self._num_rows:
+            is_admitted = True
+            probability = 1.0
+
+        if is_admitted:
+            self._passed_over = 0
+            previous_draws = self._drawn.get(key, [])
+            drawn_row = DrawnRow(pool=pool, probability=probability)
+            # Groups that are lost are never recorded.
+            self._drawn[key] = [*previous_draws, drawn_row][-_MAX_DRAWS:]
+        else:
+            self._passed_over += 1
+            self._passed_over_in_step += 1
+        return is_admitted
+
+    def record(self, row: Any, pass_rate: float) -> DrawnRow | None:
+        """Add the pass rate of a group to the running one of its row.
+
+        Returns:
+            How the row was drawn; None if it was not drawn here.
+        """
+        key = fingerprint(row)
+        previous_rates = self._rates.get(key, [])
+        # A new list: a checkpoint may still be writing the previous one.
+        self._rates[key] = [*previous_rates, pass_rate][-self._config.window :]
+        draws = self._drawn.pop(key, [])
+        if not draws:
+            return None
+        if len(draws) > 1:
+            self._drawn[key] = draws[1:]
+        return draws[0]
+
+    def end_step(self) -> dict[str, float]:
+        """Return the sizes of the pools, and how many rows were passed over since the last step."""
+        sizes = Counter(self._pool(key) for key in self._rates)
+        passed_over = self._passed_over_in_step
+        self._passed_over_in_step = 0
+        metrics = {f"curriculum/{pool}": float(sizes[pool]) for pool in ("normal", "easy", "hard")}
+        return {**metrics, "curriculum/passed_over": float(passed_over)}
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for :meth:`restore`, as JSON."""
+        drawn = {}
+        for key, draws in self._drawn.items():
+            drawn[key] = [[row.pool, row.probability] for row in draws]
+        return {"rates": dict(self._rates), "drawn": drawn, "passed_over": self._passed_over}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self._rates = dict(state["rates"])
+        self._drawn = {}
+        for key, draws in state["drawn"].items():
+            drawn_rows = [DrawnRow(pool=pool, probability=share) for pool, share in draws]
+            self._drawn[key] = drawn_rows
+        self._passed_over = state["passed_over"]

@@ -1,0 +1,155 @@
+"""The curriculum: pools by running pass rates, gates, metrics, and what a checkpoint keeps."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_agent_rl.config.task import CurriculumConfig
+from jax_agent_rl.data.cursor import DataCursor, Mixture
+from jax_agent_rl.trainer.curriculum import record_pass_rates
+from jax_agent_rl.types import Group
+from tests.trajectories import group_of, trajectory
+
+ROWS = [{"question": number} for number in range(12)]
+EASY, HARD, NORMAL = ROWS[0], ROWS[1], ROWS[2]
+
+
+def cursor_of(rows=ROWS, *, seed: int = 0, **settings) -> DataCursor:
+    curriculum = CurriculumConfig(**{"enabled": True} | settings)
+    return DataCursor(rows, seed=seed, curriculum=curriculum)
+
+
+def measured(**settings) -> DataCursor:
+    """A cursor that knows three rows: one always solved, one never, one half of the time."""
+    cursor = cursor_of(**settings)
+    for _ in range(2):
+        cursor.pools.record(EASY, 1.0)
+        cursor.pools.record(HARD, 0.0)
+        cursor.pools.record(NORMAL, 0.5)
+    return cursor
+
+
+def test_rows_are_in_pools_by_the_mean_of_their_last_groups():
+    pools = cursor_of(window=2, easy_threshold=0.9, hard_threshold=0.1).pools
+    expected = ["hard", "normal", "normal", "easy", "easy", "normal"]
+    assert pools.pool_of(EASY) == "new"
+    for pass_rate, pool in zip([0.1, 0.5, 0.9, 0.9, 1.0, 0.5], expected, strict=True):
+        pools.record(EASY, pass_rate)
+        assert pools.pool_of(EASY) == pool
+    assert pools.pool_of(HARD) == "new"
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.75])
+def test_easy_and_hard_rows_are_drawn_at_their_share_of_turns_and_others_at_each(fraction: float):
+    cursor = measured(easy_fraction=fraction, hard_fraction=1 - fraction)
+    drawn: Counter = Counter()
+    epochs = 400
+    while drawn[11] < epochs:  # a new row is drawn once in every epoch
+        (row,) = cursor.next_rows(1)
+        drawn[row["question"]] += 1
+    deviation = 4 * np.sqrt(0.25 * epochs)  # four standard deviations
+    assert abs(drawn[0] - fraction * epochs) < deviation
+    assert abs(drawn[1] - (1 - fraction) * epochs) < deviation
+    for number in range(2, 12):
+        assert drawn[number] in (epochs - 1, epochs)
+
+
+def test_without_a_curriculum_and_with_rows_that_are_all_new_the_order_is_the_same():
+    plain = DataCursor(ROWS, seed=3)
+    assert cursor_of(seed=3).next_rows(30) == plain.next_rows(30)
+    disabled = DataCursor(ROWS, seed=3, curriculum=CurriculumConfig())
+    assert disabled.pools is None
+    assert disabled.next_rows(12) == DataCursor(ROWS, seed=3).next_rows(12)
+
+
+def test_rows_that_are_all_easy_are_drawn_all_the_same():
+    cursor = cursor_of(easy_fraction=0.0, hard_fraction=0.0)
+    for row in ROWS:
+        cursor.pools.record(row, 1.0)
+    assert len(cursor.next_rows(3)) == 3
+    # each after two epochs that were passed over
+    assert cursor.state()["curriculum"]["passed_over"] == 3 * 2 * len(ROWS)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=12, max_size=12),
+    st.integers(0, 40),
+    st.integers(0, 9),
+)
+def test_a_resumed_run_draws_what_the_first_would_have_drawn(rates, before, seed):
+    settings = {"easy_fraction": 0.5, "hard_fraction": 0.25, "seed": seed}
+    first = cursor_of(Mixture((ROWS[:5], ROWS[5:]), (1.0, 2.0)), **settings)
+    for row, rate in zip(ROWS, rates, strict=True):
+        first.pools.record(row, rate)
+    first.next_rows(before)
+    state = json.loads(json.dumps(first.state()))
+
+    resumed = cursor_of(Mixture((ROWS[:5], ROWS[5:]), (1.0, 2.0)), **settings)
+    resumed.restore(state)
+    assert resumed.state() == first.state()
+    assert resumed.next_rows(20) == first.next_rows(20)
+
+
+def test_draws_in_flight_are_repeated_by_their_numbers():
+    cursor = measured(easy_fraction=0.0, hard_fraction=0.0)
+    draws = dict(cursor.draw() for _ in range(30))
+    assert list(draws) == list(range(30))  # rows that are passed over have no number
+    state = json.loads(json.dumps(cursor.state(again=[3, 28])))
+    resumed = cursor_of(easy_fraction=0.0, hard_fraction=0.0)
+    resumed.restore(state)
+    for number in (3, 28):
+        assert resumed.draw() == (number, draws[number])
+    assert resumed.draw() == cursor.draw()
+
+
+def test_a_checkpoint_of_a_run_without_a_curriculum_goes_on_with_one():
+    plain = DataCursor(ROWS, seed=0)
+    plain.next_rows(5)
+    cursor = cursor_of()
+    state = plain.state()
+    del state["curriculum"]  # as in earlier versions
+    cursor.restore(state)
+    assert cursor.next_rows(4) == plain.next_rows(4)
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def group_for(row: dict, number: int, *scores: float) -> Group:
+    members = []
+    for index, score in enumerate(scores):
+        member = trajectory([3], [4], reward=score, index=index, group=f"g{number}")
+        members.append(replace(member, row=row))
+    return group_of(members)
+
+
+def test_a_step_says_what_was_drawn_from_which_pool():
+    cursor = measured(easy_fraction=1.0, hard_fraction=0.5)
+    rows = cursor.next_rows(11)
+    groups = [group_for(row, number, 1.0, 0.0) for number, row in enumerate(rows)]
+    groups.append(Group(group_id="lost", trajectories=()))
+    metrics = record_pass_rates(cursor.pools, groups)
+    drawn = {pool: metrics[f"curriculum/drawn_{pool}"] for pool in ("new", "normal", "easy")}
+    assert drawn["new"] == sum(row["question"] > 2 for row in rows)
+    assert drawn["normal"] == rows.count(NORMAL)
+    assert drawn["easy"] == rows.count(EASY)
+    assert sum(metrics[f"curriculum/drawn_{p}"] for p in ("new", "normal", "easy", "hard")) == 11
+    assert metrics["curriculum/passed_over"] == cursor.state()["curriculum"]["passed_over"]
+    assert record_pass_rates(cursor.pools, [])["curriculum/passed_over"] == 0  # of each step
+
+
+def test_accuracy_is_weighted_by_how_rarely_a_row_is_drawn():
+    """One easy row in four turns is drawn, solved; the normal one always, solved half the time."""
+    cursor = measured(easy_fraction=0.25, hard_fraction=0.0)
+    seen: dict[int, dict] = {}
+    while not {0, 2} <= set(seen):
+        (row,) = cursor.next_rows(1)
+        seen[row["question"]] = row
+    groups = [group_for(EASY, 0, 1.0, 1.0), group_for(NORMAL, 1, 1.0, 0.0)]
+    metrics = record_pass_rates(cursor.pools, groups)
+    assert metrics["curriculum/accuracy"] == pytest.approx((4 * 1.0 + 1 * 0.5) / 5)
