@@ -492,6 +492,7 @@ NIGHTLY = {
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[quickstart]": "a run; e2e/test_wheel_quickstart.py has it with the real model",
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[reinforce_plus_plus]": "a run; `--all` has PPO's with the same divergence, tests/unit/learner has its advantages",
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[remax]": "a run; tests/unit/trainer has its greedy samples, tests/unit/learner its advantages",
+    "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[sdpo]": "a run; tests/unit/learner has its teacher",
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[tpu_8b]": "a run; `--all` has another in bfloat16",
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[tree_grpo]": "a run of a tree; `--all` has TreeRL's",
     "e2e/test_remote_run.py::test_a_server_added_by_command_takes_over_from_the_one_that_is_removed": "two servers; `--all` has a run with one",

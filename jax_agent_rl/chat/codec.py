@@ -369,12 +369,18 @@ class ChatCodec:
         closings = set()
         for role in ("tool", "user"):
             for end in ([], *([token] for token in self.eos_token_ids)):
+                sampled_ids = [*turn, *end]
                 try:
-                    opening, separator, closing = self._markup_of(role, [*turn, *end])
+                    opening, closing = self._markup_around(role, sampled_ids)
                 except TemplateError:
                     continue
                 openings.add(opening)
                 closings.add(closing)
+
+                try:
+                    separator = self._markup_between(role, sampled_ids)
+                except TemplateError:  # it takes one message of the role after a turn
+                    continue
                 # A short one of text alone, such as a line break, may be in an observation.
                 has_control_token = any(token in self.control for token in separator)
                 if has_control_token or len(separator) > 3:
@@ -387,20 +393,46 @@ class ChatCodec:
             closings=frozenset(closings),
         )
 
-    def _markup_of(self, role: str, sampled_ids: Sequence[int]) -> tuple[Ids, Ids, Ids]:
-        """Return the ids before the texts of messages after a turn, between them, and behind."""
+    def _markup_around(self, role: str, sampled_ids: Sequence[int]) -> tuple[Ids, Ids]:
+        """Return the ids before and behind the text of a message after a turn."""
         # Two texts without a common character at either end.
+        seven = self.encode_append(sampled_ids, [{"role": role, "content": "7"}])
+        x = self.encode_append(sampled_ids, [{"role": role, "content": "x"}])
+        return markup_between(seven, x)
+
+    def _markup_between(self, role: str, sampled_ids: Sequence[int]) -> Ids:
+        """Return the ids between the texts of two messages after a turn."""
+        opening, closing = self._markup_around(role, sampled_ids)
         seven = {"role": role, "content": "7"}
         x = {"role": role, "content": "x"}
-        one_message = self.encode_append(sampled_ids, [seven])
-        opening, closing = markup_between(one_message, self.encode_append(sampled_ids, [x]))
-
+        text_length = len(self.encode_append(sampled_ids, [seven])) - len(opening) - len(closing)
         up_to_second_text, _ = markup_between(
             self.encode_append(sampled_ids, [seven, seven]),
             self.encode_append(sampled_ids, [seven, x]),
         )
-        text_length = len(one_message) - len(opening) - len(closing)
-        return opening, up_to_second_text[len(opening) + text_length :], closing
+        return up_to_second_text[len(opening) + text_length :]
+
+    def insert_message(self, prompt_ids: Sequence[int], text: str) -> list[int] | None:
+        """Return a prompt with one more user message before its generation prompt.
+
+        None if the template refuses two user messages in a row, or the prompt does not end as it
+        ends one after a user message.
+        """
+        try:
+            opening, closing = self._user_markup
+        except TemplateError:
+            return None
+        prompt = tuple(prompt_ids)
+        if not closing or prompt[-len(closing) :] != closing:
+            return None
+        return [*prompt[: -len(closing)], *opening, *self.encode_text(text), *closing]
+
+    @functools.cached_property
+    def _user_markup(self) -> tuple[Ids, Ids]:
+        """What the template writes around a user message after another one."""
+        turn = self.encode_text("y")  # without an end, which the template writes then
+        self._markup_between("user", turn)
+        return self._markup_around("user", turn)
 
     def expand_media(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
         """Repeat each media placeholder as often as the model reads it for its item.

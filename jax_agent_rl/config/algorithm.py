@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from jax_agent_rl.config.base import (
     Expression,
@@ -235,6 +235,27 @@ class FiltersConfig(Section):
     )
 
 
+def _holds_feedback(template: str) -> str:
+    if "{feedback}" not in template:
+        raise ValueError("must contain {feedback}, which stands for what was said")
+    return template
+
+
+class FeedbackConfig(Section):
+    """What the policy sees of feedback when it teaches itself."""
+
+    template: Annotated[str, AfterValidator(_holds_feedback)] = Field(
+        default=(
+            "An earlier attempt at this had the following feedback:\n{feedback}\nTake it into"
+            " account."
+        ),
+        description="User message at the end of the prompt; {feedback} stands for what was said.",
+    )
+    max_length: Positive = Field(
+        default=256, description="Tokens of the feedback; a longer one loses its middle."
+    )
+
+
 class ObservationLossConfig(Section):
     """An auxiliary loss that predicts what tools and environments answer (ECHO, 2605.24517)."""
 
@@ -364,6 +385,9 @@ class AlgorithmConfig(Section):
     )
     entropy_coeff: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
     kl: KLConfig = Field(default_factory=KLConfig)
+    feedback: Annotated[FeedbackConfig, WhenKey("algorithm.kl.reference", "feedback")] = Field(
+        default_factory=FeedbackConfig
+    )
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     filter_zero_variance: bool | None = Field(
         default=None,
@@ -586,6 +610,12 @@ def _kl_problems(kl: KLConfig, adv_estimator: str) -> Iterator[str]:
         )
     if kl.where == "loss" and kl.estimator == "k1" and not kl.top_k:
         yield "algorithm.kl.estimator=k1 has a gradient of mean zero in the loss; use k1+, k2 or k3"
+    if kl.reference == "feedback" and kl.top_k:
+        yield (
+            f"algorithm.kl.top_k={kl.top_k} reads one distribution at each position, and with"
+            " kl.reference=feedback every trajectory has a teacher of its own, also where it shares"
+            " a prefix with others; set kl.top_k=0"
+        )
     if kl.where == "reward" and adv_estimator == "gdpo":
         yield (
             "algorithm.kl.where=reward would not reach gdpo, which reads the reward's parts; use"

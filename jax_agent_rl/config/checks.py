@@ -170,6 +170,12 @@ def distill_problems(
             " or loss"
         )
 
+    if kl.reference == "feedback":
+        yield (
+            "distill.teachers and algorithm.kl.reference=feedback are two references of one KL; set"
+            " kl.reference=initial, or train without distill"
+        )
+
     # A server scores at temperature 1 over the whole vocabulary, whatever the policy samples from.
     temperature = rollout.temperature
     urls = [teacher.url for teacher in distill.teachers if teacher.url is not None]

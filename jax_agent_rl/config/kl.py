@@ -34,6 +34,13 @@ class KLConfig(Section):
             " term of the loss). All but none need the reference's weights."
         ),
     )
+    reference: Annotated[Literal["initial", "feedback"], _WITH_KL] = Field(
+        default="initial",
+        description=(
+            "initial: the model the run started from. feedback: the policy itself, once it has seen"
+            " what tools and rewards said about the trajectory, see `algorithm.feedback` (SDPO)."
+        ),
+    )
     estimator: Annotated[KLEstimator, _WITH_KL & _SAMPLED_TOKENS] = Field(
         default="k3",
         description=(
@@ -64,6 +71,11 @@ class KLConfig(Section):
         default=10_000,
         description="adaptive: trajectories over which the coefficient may change by 20%.",
     )
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether weights beside the policy's are needed, unless there are teachers."""
+        return self.where != "none" and self.reference == "initial"
 
 
 class TeacherConfig(Section):

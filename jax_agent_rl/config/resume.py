@@ -95,7 +95,8 @@ DEFINES = _paths(
             "loss_mode behav_imp_weight_cap tau_pos tau_neg clip_cov_ratio clip_cov_lb"
             " clip_cov_ub kl_cov_ratio ppo_kl_coef dppo_ratio_cap dro_beta"
         ),
-        "algorithm.kl": "where estimator top_k coef controller target horizon",
+        "algorithm.kl": "where reference estimator top_k coef controller target horizon",
+        "algorithm.feedback": "template max_length",
         "algorithm.rollout_correction": (
             "rollout_is rollout_is_threshold rollout_is_batch_normalize rollout_rs"
             " rollout_rs_threshold bypass_mode"

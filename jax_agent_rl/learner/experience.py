@@ -139,10 +139,16 @@ def build_experience(
     else:
         ref_logprobs = scores.ref
 
+    is_taught = np.ones(len(trajectories))
+    if config.kl.reference == "feedback":
+        # Without feedback the reference is the policy itself. Nothing is left of the distance then,
+        # not even its rounding, which an optimizer would scale up.
+        is_taught = np.array([bool(trajectory.teacher_prompt_ids) for trajectory in trajectories])
+
     distances = []  # to the reference, per token
     if old_logprobs is not None and ref_logprobs is not None:
-        for old, ref in zip(old_logprobs, ref_logprobs, strict=True):
-            distances.append(kl_forward(config.kl.estimator, old, ref))
+        for old, ref, taught in zip(old_logprobs, ref_logprobs, is_taught, strict=True):
+            distances.append(kl_forward(config.kl.estimator, old, ref) * taught)
 
     # --- advantages ---
     if config.kl.where == "reward":
@@ -192,6 +198,8 @@ def build_experience(
     # --- terms of each mini-batch ---
     segments = [segment_lengths(trajectory) for trajectory in trajectories]
     trajectory_ids = [trajectory.trajectory_id for trajectory in trajectories]
+    if config.kl.where != "none" and config.kl.reference == "feedback":
+        metrics["feedback_share"] = float(np.mean(is_taught))
     if config.observation_loss.coef:
         metrics["observed_tokens"] = float(sum(observed))
     updates = []
@@ -199,7 +207,10 @@ def build_experience(
         policy = {name: values[members] for name, values in terms.items()}
         policy["weight"] = _weights(config, active[members], segments[members])
         if "ref_logprob" in terms or candidates is not None:
-            policy["kl_weight"] = [kl_coef * weight for weight in policy["weight"]]
+            policy["kl_weight"] = [
+                kl_coef * taught * weight
+                for weight, taught in zip(policy["weight"], is_taught[members], strict=True)
+            ]
 
         critic = {name: values[members] for name, values in value_terms.items()}
         if critic:

@@ -40,6 +40,7 @@ from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.experience import (
     Experience,
     PerTerm,
+    RefScores,
     Scores,
     UpdateTerms,
     build_experience,
@@ -56,11 +57,11 @@ from jax_agent_rl.learner.optimized_params import (
     Statistics,
 )
 from jax_agent_rl.learner.optimizer import learning_rate, undo_update
-from jax_agent_rl.learner.packing import BatchPacker, MiniBatch
+from jax_agent_rl.learner.packing import BatchPacker, MiniBatch, mini_batches
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.scoring import ScoreContexts, Scorer, score_contexts
-from jax_agent_rl.learner.teachers import Teacher, score_by_teachers
+from jax_agent_rl.learner.teachers import Teacher, as_teacher_reads, score_by_teachers
 from jax_agent_rl.learner.undo import HostState, all_or_nothing
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, place, replicated
@@ -104,9 +105,9 @@ class Learner:
         critic_init: a language model to start the critic from; the policy if None.
         score_by: computes old log-probs; the learner's own packed passes if None.
         vision_processor: None if trajectories hold no images.
-        teachers: references of the KL in place of the initial policy. A trajectory is scored by the
-            first teacher that fits its row, unless it brings a teacher's scores. None: the
-            reference is the initial policy.
+        teachers: references of the KL in place of the initial policy, or of the policy that has
+            read feedback (``algorithm.kl.reference``). A trajectory is scored by the first teacher
+            that fits its row, unless it brings a teacher's scores. None: there are none.
         is_text: tells the ids of observations from the chat template's; None: all are observed. For
             the observation loss.
         total_steps: training steps of the run, over which a learning rate decays; None if unknown.
@@ -176,7 +177,7 @@ class Learner:
 
         self._teachers = teachers
         self._reference: tuple[Params, Params] | None = None
-        if algorithm.kl.where != "none" and teachers is None:
+        if algorithm.kl.keeps_reference and teachers is None:
             self._reference = policy.reference()
 
         self.critic: OptimizedParams | None = None
@@ -439,6 +440,8 @@ class Learner:
             ref = []
             for mini in minis:
                 ref += self.scorer.reference(self._reference, mini.batch)
+        elif self._algorithm.kl.where != "none":
+            ref = self._self_taught(groups)
 
         values: list[np.ndarray] | None = None
         if self.critic is not None:
@@ -446,6 +449,15 @@ class Learner:
             for mini in minis:
                 values += self.scorer.values(self.critic.weights, mini.batch)
         return Scores(old=old_logprobs, ref=ref, values=values)
+
+    def _self_taught(self, groups: Sequence[Group]) -> RefScores:
+        """Score trajectories by the policy itself, which has read the feedback on each."""
+        ref: Any = []
+        for mini_groups in mini_batches(groups, self._config.num_minibatches):
+            members = [member for group in mini_groups for member in group.trajectories]
+            batch = self.packer.pack([as_teacher_reads(member) for member in members])
+            ref += self.scorer.reference(self.policy.weights, batch)
+        return ref
 
     # --- gradients --------------------------------------------------------------------------------
 

@@ -155,6 +155,20 @@ def score_by_teachers(teachers: Sequence[Teacher], trajectories: Sequence[Trajec
     return scores
 
 
+def as_teacher_reads(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory after the prompt under which the policy is its own teacher.
+
+    The ids of its response are the same. Which experts the engine chose for them says nothing about
+    another context.
+    """
+    if not trajectory.teacher_prompt_ids:
+        return trajectory
+    turns = []
+    for turn in trajectory.turns:
+        turns.append(replace(turn, output=replace(turn.output, routed_experts=None)))
+    return replace(trajectory, prompt_ids=trajectory.teacher_prompt_ids, turns=tuple(turns))
+
+
 def _as_arrays(scores: TokenScores) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
     """Return what the KL reads of a served teacher's scores, see :data:`RefScores`."""
     if scores.top_ids:

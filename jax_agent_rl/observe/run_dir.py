@@ -387,6 +387,8 @@ def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
         history_window=record.get("history_window"),
         role=record.get("role"),
         adapter=record.get("adapter"),
+        feedback=record.get("feedback", ""),
+        teacher_prompt_ids=tuple(record.get("teacher_prompt_ids", ())),
     )
 
 

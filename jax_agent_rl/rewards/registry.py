@@ -26,7 +26,7 @@ from collections import ChainMap
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from jax_agent_rl.checks import as_score, brief_repr, looks_like_number
 from jax_agent_rl.errors import ConfigError, RewardError
@@ -191,7 +191,8 @@ def register_reward(
 
     It may be async, and returns a number or a dict with ``"score"``; other numbers of the dict
     become ``Trajectory.reward_parts`` and metrics of the run, as do those of a list ``"progress"``:
-    one partial score after each turn. A synchronous function may block:
+    one partial score after each turn. A text ``"feedback"`` says what was wrong, see
+    ``algorithm.kl.reference``. A synchronous function may block:
     functions of ``reward.path`` run in worker processes (``reward.workers``), others in threads.
 
     Args:
@@ -248,13 +249,24 @@ def known_data_sources() -> list[str]:
     return sorted({*REWARDS, *installed("rewards")} - {_ALL_ROWS})
 
 
-def split_score(
-    result: Any, reward: RewardFunction, data_source: str
-) -> tuple[float, dict[str, float]]:
-    """Split the result of a reward function into its score and its named parts.
+class SplitScore(NamedTuple):
+    """The result of a reward function, checked.
+
+    Attributes:
+        feedback: what it says about the trajectory; "" for nothing.
+    """
+
+    score: float
+    parts: dict[str, float]
+    feedback: str
+
+
+def split_score(result: Any, reward: RewardFunction, data_source: str) -> SplitScore:
+    """Split the result of a reward function into its score, its named parts and its feedback.
 
     Parts are the numbers beside ``score``, and the numbers of the list ``progress`` as
-    ``progress/1``, ``progress/2``, …; texts and other collections are left out.
+    ``progress/1``, ``progress/2``, …; texts but ``feedback``, and other collections, are left
+    out.
 
     Raises:
         RewardError: there is no score, or it or a part is a number that is not finite or that
@@ -280,7 +292,8 @@ def split_score(
         raise reward_failure(
             RewardError, reward, data_source, f"returned what is not a reward: {error}"
         ) from None
-    return score, parts
+    feedback = fields.get("feedback")
+    return SplitScore(score, parts, feedback if isinstance(feedback, str) else "")
 
 
 def reward_failure(

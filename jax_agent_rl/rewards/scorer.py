@@ -41,7 +41,7 @@ async def score(
     services: Mapping[str, Any] = _NO_SERVICES,
     workers: FunctionWorkers | None = None,
 ) -> Trajectory:
-    """Return the trajectory with its ``reward``, ``reward_parts`` and metrics.
+    """Return the trajectory with its ``reward``, ``reward_parts``, ``feedback`` and metrics.
 
     ``metrics`` gains ``reward_seconds``, ``tool_reward`` and ``turn_score`` (sums over the
     trajectory).
@@ -77,7 +77,9 @@ async def score(
         requests_service = bool(services.keys() & kwargs.keys())
         if workers is not None and reward.path and not reward.is_async and not requests_service:
             try:
-                total, parts = await workers.score(data_source, args, kwargs, timeout=timeout)
+                total, parts, feedback = await workers.score(
+                    data_source, args, kwargs, timeout=timeout
+                )
             except RewardTimeoutError:
                 raise timeout_error() from None
         else:
@@ -88,7 +90,7 @@ async def score(
                 late=timeout_error,
                 error=lambda problem: reward_failure(RewardError, reward, data_source, problem),
             )
-            total, parts = split_score(result, reward, data_source)
+            total, parts, feedback = split_score(result, reward, data_source)
     _check_sums(trajectory, total)
     _check_progress(trajectory, parts, reward, data_source)
 
@@ -98,7 +100,7 @@ async def score(
         "tool_reward": sum(call.reward for call in trajectory.tool_calls),
         "turn_score": sum(trajectory.turn_scores),
     }
-    return replace(trajectory, reward=total, reward_parts=parts, metrics=metrics)
+    return replace(trajectory, reward=total, reward_parts=parts, metrics=metrics, feedback=feedback)
 
 
 def _check_sums(trajectory: Trajectory, score: float) -> None:

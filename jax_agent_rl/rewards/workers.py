@@ -18,7 +18,13 @@ from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from jax_agent_rl.errors import JaxAgentRLError, RewardError, RewardTimeoutError
-from jax_agent_rl.rewards.registry import RewardFunction, find_reward, load_rewards, split_score
+from jax_agent_rl.rewards.registry import (
+    RewardFunction,
+    SplitScore,
+    find_reward,
+    load_rewards,
+    split_score,
+)
 from jax_agent_rl.utils import worker_pool
 from jax_agent_rl.utils.failures import describe_error, user_code_error
 from jax_agent_rl.utils.packages import install_command
@@ -68,8 +74,8 @@ class FunctionWorkers:
 
     async def score(
         self, data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, timeout: float
-    ) -> tuple[float, dict[str, float]]:
-        """Call the function of a data source and return its score and named parts.
+    ) -> SplitScore:
+        """Call the function of a data source and return its score, named parts and feedback.
 
         Args:
             data_source: selects the function.
@@ -95,7 +101,7 @@ class FunctionWorkers:
 
         async with self._slots:
             answer = await self._threads.run(ask, name=f"the reward of {data_source!r}")
-        return answer["score"], answer["parts"]
+        return SplitScore(**answer)
 
     def close(self) -> None:
         """End the workers, including busy ones."""
@@ -115,7 +121,8 @@ def serve() -> None:
 
         request                            action                           answer
         {"path", "sys_path"}               imports ``reward.path``          {"ready": true}
-        {"call", "seconds"}                calls one of its functions       {"score", "parts"}
+        {"call", "seconds"}                calls one of its functions       {"score", "parts",
+                                                                             "feedback"}
         {"solution", "truth", "seconds"}   compares mathematical answers    {"score", "extracted"}
 
     ``call`` is the pickled data source and arguments. math-verify limits its time with SIGALRM,
@@ -158,10 +165,10 @@ def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
     assert reward is not None, "the parent has the same file"
     try:
         result = _call(reward, data_source, args, kwargs)
-        score, parts = split_score(result, reward, data_source)
+        split = split_score(result, reward, data_source)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    return {"score": score, "parts": parts}
+    return split._asdict()
 
 
 def _call(

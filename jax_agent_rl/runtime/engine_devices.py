@@ -146,7 +146,7 @@ def _learner_bytes(config: Config, model: DecoderConfig) -> float:
         total += MASTER * count / 2
     else:
         copies = 2  # parameters and gradient
-        if config.algorithm.kl.where != "none" and config.distill is None:
+        if config.algorithm.kl.keeps_reference and config.distill is None:
             copies += 1  # the reference model
         total += copies * MASTER * count + optimizer_bytes(config.learner, shapes)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from jax_agent_rl.agents import FrozenModel
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.chat.feedback import with_teacher_prompt
 from jax_agent_rl.collect.collector import Score
 from jax_agent_rl.config import Config, JudgeConfig
 from jax_agent_rl.errors import ConfigError
@@ -31,7 +32,7 @@ from jax_agent_rl.rewards.registry import find_reward
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.tool_server.sandbox import open_sandbox
-from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.types import SamplingParams, Trajectory
 
 POLICY = "policy"
 """Value of ``reward.judge.model`` for the model being trained."""
@@ -122,9 +123,31 @@ async def open_scorer(
                     stall_seconds=config.rollout.stall_seconds,
                 )
             )
-        yield functools.partial(
+        score_one = functools.partial(
             score, timeout=config.reward.timeout, workers=workers, services=services
         )
+        kl = config.algorithm.kl
+        # Without a codec, recorded trajectories are scored again: they have their prompts.
+        if kl.where != "none" and kl.reference == "feedback" and codec is not None:
+            yield _with_teacher_prompts(config, score_one, codec)
+        else:
+            yield score_one
+
+
+def _with_teacher_prompts(config: Config, score_one: Score, codec: ChatCodec) -> Score:
+    """Let a scorer add the prompt under which the policy teaches itself."""
+    feedback = config.algorithm.feedback
+
+    async def score_and_prompt(trajectory: Trajectory) -> Trajectory:
+        return with_teacher_prompt(
+            await score_one(trajectory),
+            codec,
+            template=feedback.template,
+            max_feedback_length=feedback.max_length,
+            max_length=config.learner.pack_length,
+        )
+
+    return score_and_prompt
 
 
 @asynccontextmanager

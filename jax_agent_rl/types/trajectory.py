@@ -149,6 +149,9 @@ class Trajectory:
             policy itself.
         teacher_scores: of every id in the loss, sequence after sequence, by a teacher that is
             served elsewhere.
+        feedback: what the reward function said about it, as text.
+        teacher_prompt_ids: the prompt under which the policy is its own teacher
+            (``algorithm.kl.reference=feedback``); empty: the one it had.
     """
 
     trajectory_id: str
@@ -176,6 +179,8 @@ class Trajectory:
     role: str | None = None
     adapter: str | None = None
     teacher_scores: TokenScores | None = None
+    feedback: str = ""
+    teacher_prompt_ids: tuple[int, ...] = ()
 
     @classmethod
     def from_turns(

@@ -75,18 +75,19 @@ def add_learner(
     )
     weights = (state.params, policy.frozen)
 
-    has_reference = algorithm.kl.where != "none" and config.distill is None
+    compares = algorithm.kl.where != "none" and config.distill is None
     scorings = 0
     if scores_old:
         scorings += 1
-    if has_reference:
-        reference = policy.reference()[0]
-        inventory.keep("reference", reference)
+    if compares:
+        if algorithm.kl.keeps_reference:
+            reference = policy.reference()[0]
+            inventory.keep("reference", reference)
         if not algorithm.kl.top_k:
             scorings += 1
     if scorings:
         builder.read("score", programs.score, weights, layout, holds, calls=scorings)
-    if has_reference and algorithm.kl.top_k:
+    if compares and algorithm.kl.top_k:
         builder.read("likeliest", programs.likeliest, weights, layout, holds)
     _add_teachers(builder, config, layout)
     if learner.router_aux_loss_coef:

@@ -54,6 +54,8 @@ from jax_agent_rl.config.default_agent import default_agent
 from jax_agent_rl.config.kl import KLConfig
 from jax_agent_rl.config.learner import LoraConfig, MultihostConfig
 from jax_agent_rl.config.rollout import StrategyConfig
+from jax_agent_rl.config.task import CurriculumConfig
+from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.experience import Scores, build_experience
 from jax_agent_rl.learner.learner import Learner
@@ -133,9 +135,16 @@ READ_ELSEWHERE = {
         )
     },
     # the weights of a critic have to be loaded
-    "runtime/build.py": {"critic.path": "config.critic.path"},
+    "runtime/build.py": {
+        "critic.path": "config.critic.path",
+        "algorithm.observation_loss.template": "loss.template",
+    },
     # an engine, a learner's update or a vision model has to be compiled
-    "runtime/scoring.py": {"reward.judge.max_model_len": "config.max_model_len"},
+    "runtime/scoring.py": {
+        "reward.judge.max_model_len": "config.max_model_len",
+        "algorithm.feedback.template": "feedback.template",
+        "algorithm.feedback.max_length": "feedback.max_length",
+    },
     "learner/learner.py": {
         "algorithm.kl.target": "kl.target",
         "algorithm.kl.horizon": "kl.horizon",
@@ -344,6 +353,14 @@ def learn() -> None:
             select_terms(old, {"advantage": old}, active, loss, seed=0)
 
 
+def draw() -> None:
+    """Draw rows by difficulty."""
+    cursor = DataCursor([{"question": 1}], seed=0, curriculum=CurriculumConfig(enabled=True))
+    assert cursor.pools is not None
+    cursor.pools.record({"question": 1}, 0.5)
+    cursor.draw()
+
+
 def branch() -> None:
     """Decide about the branches of a trajectory whose second turn follows an observation."""
     arpo = make_strategy(StrategyConfig(name="arpo"))
@@ -362,6 +379,7 @@ async def do_everything(folder: Path, patch: pytest.MonkeyPatch) -> None:
     await make_engines(folder / "parts", patch)
     await play()
     branch()
+    draw()
     learn()
 
 

@@ -106,6 +106,12 @@ async def test_partial_scores_of_turns_are_parts_of_the_reward():
     assert scored.reward_parts == {"progress/1": 0.25, "progress/2": 1.0}
 
 
+async def test_a_text_of_feedback_stays_with_the_trajectory():
+    rewards.register_reward("mine")(lambda *_: {"score": 0.0, "feedback": "The unit is missing."})
+    scored = await rewards.score(trajectory())
+    assert (scored.feedback, scored.reward_parts) == ("The unit is missing.", {})
+
+
 @pytest.mark.parametrize("progress", [[], [0.5], [0.5, 1, 1], [0.5, math.nan], [0.5, None]])
 async def test_partial_scores_are_one_number_for_each_turn(progress):
     rewards.register_reward("mine")(lambda *_: {"score": 1.0, "progress": progress})
