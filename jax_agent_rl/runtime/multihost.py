@@ -480,6 +480,7 @@ def _lean_trajectory(trajectory: Trajectory) -> Trajectory:
         segments=tuple(_lean_trajectory(segment) for segment in trajectory.segments),
         row=row,
         messages=(),
+        feedback="",
         metrics={},
         prompt_media=encode_media(trajectory.prompt_media),
     )

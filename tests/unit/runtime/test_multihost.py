@@ -133,6 +133,7 @@ def test_what_the_learner_reads_of_groups_survives_the_way_to_the_last_bit():
         ),
         reward_parts={"format": 1e-17},
         no_loss=DropReason.OVERLONG,
+        teacher_prompt_ids=(3, 9, 4),
     )
     group = group_of(
         [first, trajectory([3], [2], index=1)],
@@ -156,6 +157,7 @@ def test_texts_stay_where_they_are():
         trajectory([3], [4, 2], calls=[[long_call]]),
         row={"answer": object()},
         messages=({"role": "user"},),
+        feedback="long",
     )
     ((got,),) = (
         group.trajectories
@@ -163,6 +165,7 @@ def test_texts_stay_where_they_are():
     )
     assert got.response_ids == (4, 2)
     assert not got.messages
+    assert not got.feedback
     assert not got.row
     assert not got.tool_calls[0].observation
 

@@ -1,5 +1,6 @@
 """The config's reward section: what is registered, what is started, what is asked."""
 
+import json
 import os
 from contextlib import nullcontext
 from dataclasses import replace
@@ -7,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from jax_agent_rl import config, rewards
+from jax_agent_rl.config import AlgorithmConfig
 from jax_agent_rl.config.loading import valid_keys
 from jax_agent_rl.errors import ConfigError, RewardError
+from jax_agent_rl.observe.run_dir import restore_trajectory, trajectory_record
 from jax_agent_rl.rewards import registry
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
@@ -16,6 +19,7 @@ from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_se
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.messages import raises
 from tests.trajectories import trajectory
+from tests.unit.chat.test_template_families import codec_of
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +85,38 @@ async def test_synchronous_reward_functions_run_in_the_configured_workers(
     assert (process != os.getpid()) is elsewhere
     with pytest.raises(ProcessLookupError) if elsewhere else nullcontext():
         os.kill(int(process), 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_feedback_becomes_a_message_of_the_prompt_in_which_the_policy_teaches(
+    tmp_path, workers: int
+):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from jax_agent_rl.rewards import register_reward\n"
+        "@register_reward('mine')\n"
+        "def mine(solution_str):\n"
+        "    return {'score': 0.0, 'feedback': 'The unit is missing.'}\n"
+    )
+    codec = codec_of("qwen2.5")
+    prompt_ids = codec.encode_prompt([{"role": "user", "content": "How heavy?"}])
+    row = {"data_source": "mine"}
+    sampled = replace(
+        trajectory(prompt_ids, [2]), row=row, messages=({"role": "assistant", "content": "3"},)
+    )
+    conf = settings(path=str(path), workers=workers)
+    kl = {"where": "advantage", "estimator": "k1", "coef": 1.0, "reference": "feedback"}
+    taught = conf.model_copy(update={"algorithm": AlgorithmConfig.model_validate({"kl": kl})})
+    for run_config, is_taught in ((conf, False), (taught, True)):
+        async with reward_server(conf), open_scorer(run_config, set(), codec=codec) as score:
+            scored = await score(sampled)
+        assert scored.feedback == "The unit is missing."
+        text = codec.decode(scored.teacher_prompt_ids)
+        assert ("The unit is missing." in text) is is_taught
+        record = trajectory_record(scored, step=1, split="train")
+        restored = restore_trajectory(json.loads(json.dumps(record)))
+        assert restored.teacher_prompt_ids == scored.teacher_prompt_ids
+        assert restored.feedback == scored.feedback
 
 
 async def test_programs_are_scored_in_the_sandbox():
