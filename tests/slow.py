@@ -40,7 +40,7 @@ seconds, and run before the others."""
 
 SLOW = {
     "conformance/test_conformance.py::test_engines_report_experts": "engines with experts",
-    "conformance/test_conformance.py::test_an_engine_with_recurrent_layers_does_all_that_one_without_does": "the whole suite once more",
+    "conformance/test_conformance.py::test_an_engine_of_other_layers_does_all_that_one_of_attention_does": "the whole suite once more",
     "conformance/test_conformance.py::test_engines_see_images": "engines with a tower",
     "conformance/test_conformance.py::test_engines_serve_latents": "an engine with latents",
     "conformance/test_conformance.py::test_engines_serve_layers_that_share_keys": "another engine",
@@ -351,6 +351,10 @@ REPRESENTATIVES = {
         ("{'top_k': 5}",),
         "many draws for every rule",
     ),
+    "unit/jetstream/test_shared_keys.py": (
+        ("[one mixer-cpu]",),
+        "an engine for every kind of kernels",
+    ),
     "unit/jetstream/test_speculation.py": (
         ("[xla-0.0]", "accepted_run_end_it[xla"),
         "an engine for every kernel and rule",
@@ -409,6 +413,10 @@ REPRESENTATIVES = {
         ("test_a_parameter_is", "test_files_name", "[none]"),
         "compiles every layout",
     ),
+    "unit/models/test_shared_keys.py::test_one_mixer_computes_what_two_with_equal_heads_do": (
+        ("[fwww]",),
+        "compiles every pattern",
+    ),
     "unit/models/test_tree_kernel.py": (("test_outputs_and_gradients",), "compiles every kernel"),
     "unit/supervised/test_train.py::test_a_run_learns_its_rows_and_others_use_its_checkpoint": (
         ("SftConfig",),
@@ -462,6 +470,9 @@ NIGHTLY = {
     "conformance/test_conformance.py::test_engines_report_experts[remote]": "an engine with experts behind a server; `--all` has one in the process",
     "e2e/test_agent_examples.py::test_a_program_in_the_sandbox_trains_on_task_folders[swe_mini": "a run in sandboxes; `--all` has another on task folders",
     "e2e/test_agent_examples.py::test_an_example_trains_with_every_trajectory_accounted_for[openai_agent]": "a run; `--all` has LangGraph's example, and tests/unit/agents/test_clients.py OpenAI's agent",
+    "conformance/test_conformance.py::test_an_engine_of_other_layers_does_all_that_one_of_attention_does[latent": "the whole suite; `--all` runs the checks that a cache of latents could fail",
+    "conformance/test_conformance.py::test_an_engine_of_other_layers_does_all_that_one_of_attention_does[sharing": "the whole suite; `--all` runs the checks that shared keys could fail",
+    "conformance/test_conformance.py::test_an_engine_of_other_layers_does_all_that_one_of_attention_does[beside_dense": "the whole suite; `--all` has it with recurrent layers",
     "e2e/test_async_modes.py::test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing[keep": "two runs; `--all` ends the other modes",
     "e2e/test_async_modes.py::test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing[one_step_off-interrupt]": "two runs; `--all` kills one, and interrupts other trainers in tests/faults",
     "e2e/test_async_modes.py::test_a_run_trains_on_every_row_once_and_within_its_bound[one_step_off]": "a run; `--all` checks the same of one that is killed",
@@ -650,6 +661,7 @@ NIGHTLY = {
     "unit/models/test_sharded_families.py::test_a_mesh_reads_and_trains_a_family_as_one_device_does[qwen2": "compiles three families for eight devices; `--all` has others with their kinds of layers",
     "unit/models/test_sharded_families.py::test_a_mesh_reads_and_trains_a_family_as_one_device_does[qwen3_5": "compiles another family for eight devices; `--all` has Qwen3-Next, with its kinds of layers",
     "unit/runtime/test_multihost.py::test_adapters_train_on_two_processes_as_on_one": "three processes; `--all` has adapters on a mesh, and two processes without",
+    "unit/models/test_sharded_families.py::test_a_mesh_reads_and_trains_a_tower_as_one_device_does[qwen3_5": "compiles a tower and a decoder for eight devices; `--all` has Qwen2.5-VL's",
     "unit/runtime/test_multihost.py::test_one_and_four_processes_go_on_from_what_two_saved": "seven processes; `--all` has one that goes on from what two saved",
     "unit/runtime/test_multihost_engines.py::test_two_processes_sample_what_all_four_devices_have_trained[data]": "a run of two processes; `--all` has the one whose engines split a model",
     "unit/testing/simulate/test_simulation.py::test_a_session_whose_server_is_full_waits_where_its_context_is_dear": "simulates thousands of sessions; `--all` has those that move",

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream import speculation
 from jax_agent_rl.jetstream.speculation import Speculation
+from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.testing.conformance.backends import (
     ADAPTED,
@@ -34,7 +35,7 @@ from jax_agent_rl.testing.conformance.models import (
 from jax_agent_rl.testing.conformance.runner import SUITE, BackendSession, run_suite
 from tests.gpu_backend.vision import write_model
 from tests.simulated import environment_with
-from tests.tiny import GEMMA4_SMALL, tiny_params
+from tests.tiny import GEMMA4_EXPERTS, GEMMA4_SMALL, tiny_params
 from tests.toy_backend import ToyBackend, served_toy, toy_files, toy_subject
 from tests.warm import python
 
@@ -283,31 +284,64 @@ def test_engines_report_experts(backend: str, tmp_path: Path):
     assert [r.outcome for r in report.results] == ["passed"] * 6, report.results
 
 
+def write_gemma4(folder: Path, config: DecoderConfig) -> Path:
+    """Write a random Gemma 4 with the suite's tokenizer."""
+    letters = write_tiny_model(folder / "letters")
+    config = replace(config, max_position_embeddings=1024)
+    model = folder / "model"
+    save_hf(model, config, tiny_params(config=config), tokenizer_from=letters)
+    return model
+
+
 def test_engines_serve_layers_that_share_keys(tmp_path: Path):
     """Checks that heads of two sizes and shared caches could fail, on a tiny random Gemma 4."""
     pytest.importorskip("torch")
-    letters = write_tiny_model(tmp_path / "letters")
-    config = replace(GEMMA4_SMALL, max_position_embeddings=1024)
-    model = tmp_path / "model"
-    save_hf(model, config, tiny_params(config=config), tokenizer_from=letters)
+    model = write_gemma4(tmp_path, GEMMA4_SMALL)
     options = BackendOptions(folders=prepare_folders(model, tmp_path), max_concurrent=2)
     checks = ["greedy-matches-reference", "prefix-reuse", "weights-take-effect"]
     report = run_suite(select_backend("jetstream", options), only=checks)
     assert [r.outcome for r in report.results] == ["passed"] * 3, report.results
 
 
-def test_an_engine_with_recurrent_layers_does_all_that_one_without_does(tmp_path: Path):
-    """The whole suite, on a tiny random Qwen3.5."""
+def recurrent(folder: Path) -> Path:
+    """Qwen3.5: a delta net, then gated attention."""
+    return write_tiny_model(folder / "model", delta_nets=True)
+
+
+def latent(folder: Path) -> Path:
+    """DeepSeek-V3: latent attention and experts in groups."""
+    return write_tiny_model(folder / "model", latents=True)
+
+
+def sharing(folder: Path) -> Path:
+    """Gemma 4 E2B: windows, heads of two sizes, and layers that share keys and values."""
+    return write_gemma4(folder, GEMMA4_SMALL)
+
+
+def beside_dense(folder: Path) -> Path:
+    """Gemma 4 26B-A4B: windows, keys as values, and experts beside dense networks."""
+    return write_gemma4(folder, GEMMA4_EXPERTS)
+
+
+@pytest.mark.parametrize(
+    "write", [recurrent, latent, sharing, beside_dense], ids=lambda write: write.__name__
+)
+def test_an_engine_of_other_layers_does_all_that_one_of_attention_does(write, tmp_path: Path):
+    """The whole suite on a tiny random model, with drafts and an adapter."""
     pytest.importorskip("torch")
-    model = write_tiny_model(tmp_path / "model", delta_nets=True)
     options = BackendOptions(
-        folders=prepare_folders(model, tmp_path), max_concurrent=2, num_speculative_tokens=3
+        folders=prepare_folders(write(tmp_path), tmp_path),
+        max_concurrent=2,
+        num_speculative_tokens=3,
+        adapters=True,
     )
     report = run_suite(select_backend("jetstream", options))
     failed = [result for result in report.results if result.outcome not in ("passed", "skipped")]
     assert not failed
     passed = {result.check for result in report.results if result.outcome == "passed"}
     assert passed >= {"greedy-matches-reference", "prefix-reuse", "weights-take-effect"}
+    assert passed >= {"adapters", "adapters-and-prefixes", "sleep-and-wake", "replay-supports"}
+    assert ("experts-match-reference" in passed) == (write in (latent, beside_dense))
 
 
 def test_engines_serve_latents(tmp_path: Path):

@@ -23,7 +23,16 @@ from jax_agent_rl.utils.packages import install_command
 from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 _SPECIAL = ("<unk>", "<bos>", "<eos>")
-_ADAPTED = ("self_attn.q_proj.weight", "self_attn.v_proj.weight")
+_ADAPTED = (
+    "self_attn.q_proj",
+    "self_attn.v_proj",
+    # Latent attention.
+    "self_attn.q_b_proj",
+    "self_attn.kv_b_proj",
+    # Delta nets.
+    "linear_attn.out_proj",
+)
+"""Modules of a layer that the adapter changes, of those that a model has."""
 _LETTERS = [chr(code) for code in range(33, 127)]
 _PROBE_LENGTH = 48
 _RANK = 2
@@ -49,8 +58,19 @@ class ModelDirs:
 
     @property
     def adapter(self) -> Path:
-        """A PEFT adapter of ``base``."""
-        return self.scratch / "adapter"
+        """A PEFT adapter of ``base``.
+
+        Raises:
+            ConfigError: ``base`` has no matrix that the suite adapts.
+        """
+        folder = self.scratch / "adapter"
+        if not folder.is_dir():
+            modules = ", ".join(_ADAPTED)
+            raise ConfigError(
+                f"--adapters: {self.base} has none of the matrices that the suite adapts"
+                f" ({modules}); leave --adapters out"
+            )
+        return folder
 
 
 def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
@@ -59,7 +79,7 @@ def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
     ``other`` differs in every parameter by a few per cent, so that a stale one cannot go unnoticed.
     Every second tensor of ``mixed`` is ``other``'s; its subfolder ``partial`` holds these alone.
     Neighbours differ in origin, so matrices that an engine fuses are partly new and partly old.
-    ``adapted`` is ``base`` with the adapter merged in.
+    ``adapted`` is ``base`` with the adapter merged in; without matrices to adapt there is none.
 
     Raises:
         ModelError: ``model`` holds no safetensors files.
@@ -97,30 +117,33 @@ def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
         _save({**tensors, **partial}, mixed / file.name)
 
         for name in list(tensors):
-            if ".layers." not in name or not name.endswith(_ADAPTED):
+            module, _, ending = name.rpartition(".")
+            if ending != "weight" or ".layers." not in module or not module.endswith(_ADAPTED):
                 continue
-            module = f"base_model.model.{name.removesuffix('.weight')}"
             a, b = _low_rank(tensors[name], adapter_rng)
-            adapter[f"{module}.lora_A.weight"] = a
-            adapter[f"{module}.lora_B.weight"] = b
+            adapter[f"base_model.model.{module}.lora_A.weight"] = a
+            adapter[f"base_model.model.{module}.lora_B.weight"] = b
             tensors[name] = tensors[name].astype(np.float32) + 2 * b @ a
         _save(tensors, adapted / file.name)
 
-    folders = ModelDirs(base=base, scratch=scratch)
-    _write_adapter(folders.adapter, adapter)
-    return folders
+    if adapter:
+        _write_adapter(scratch / "adapter", adapter)
+    return ModelDirs(base=base, scratch=scratch)
 
 
 def _write_adapter(folder: Path, tensors: dict[str, np.ndarray]) -> None:
     """Write a PEFT adapter."""
     folder.mkdir()
     _save(tensors, folder / "adapter_model.safetensors")
-    modules = [name.removeprefix("self_attn.").removesuffix(".weight") for name in _ADAPTED]
+    modules = set()
+    for name in tensors:
+        module = name.partition(".lora_")[0]
+        modules.add(module.rpartition(".")[2])
     settings = {
         "peft_type": "LORA",
         "r": _RANK,
         "lora_alpha": 2 * _RANK,
-        "target_modules": modules,
+        "target_modules": sorted(modules),
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
