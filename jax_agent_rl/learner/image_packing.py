@@ -72,7 +72,8 @@ def image_packing(
     if config.mesh.context > 1:
         raise ConfigError(
             f"learner.mesh.context={config.mesh.context} splits rows within images, which this"
-            " learner cannot do; set learner.mesh.context=1 and split over fsdp or tensor"
+            " learner cannot do; set learner.mesh.context=1 and split over fsdp or tensor, or, to"
+            ' train a Qwen3.5 on texts alone, "language_model_only": true in its config.json'
         )
     row_patches = config.row_patches
     if not row_patches:  # as many as a row has tokens for: one for each feature

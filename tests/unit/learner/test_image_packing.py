@@ -310,7 +310,8 @@ def test_adapters_leave_the_tower_alone(model: DecoderConfig, target: str):
 
 
 def test_what_a_learner_cannot_do_is_said():
-    with raises(ConfigError, key="learner.mesh.context", value=2):
+    fixes = ("learner.mesh.context=1", '"language_model_only": true')
+    with raises(ConfigError, key="learner.mesh.context", value=2, fix=fixes):
         image_packing(vision_processor(), LearnerConfig(mesh={"context": 2}))
     assert image_packing(None, LearnerConfig(mesh={"context": 2})) is None
     with raises(ConfigError, key="learner.freeze_vision=true", value="llama"):
