@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import (
     DecoderConfig,
     DynamicScaling,
@@ -215,7 +216,10 @@ def _distinct(
     """Return the values that compute something new, and add their configs to ``known``."""
     distinct = []
     for value in values:
-        config = _normalized(field.config_with(value))
+        try:
+            config = _normalized(field.config_with(value))
+        except ModelError:  # no engine can have what no config can be
+            continue
         if config not in known and is_complete(config):
             known.append(config)
             distinct.append(value)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.layer_kinds import FeedForwardName, KeysName, LayerKind, MixerName
 
 Params = dict[str, Any]
@@ -514,6 +515,10 @@ class DecoderConfig:
         carried: fields of the ``config.json`` it was read from that have no effect on what is
             computed (``pad_token_id``), written again with it. Configurations that differ in them
             alone are equal.
+
+    Raises:
+        ModelError: layers share keys and values that no layer before them has, or that are
+            ambiguous.
     """
 
     family: str = "llama"
@@ -557,6 +562,39 @@ class DecoderConfig:
     delta_net: DeltaNet | None = None
     vision: VisionConfig | None = None
     carried: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.shared_kv_layers:
+            self._check_shared_keys()
+
+    def _check_shared_keys(self) -> None:
+        """Check that each layer without keys and values finds those of one layer before it."""
+        setting = f"shared_kv_layers={self.shared_kv_layers}"
+        windowed = [self.is_windowed(layer) for layer in range(self.num_layers)]
+        most = self.num_layers - 1 - max(map(windowed.index, set(windowed)))
+        if not 0 <= self.shared_kv_layers <= most:
+            raise ModelError(
+                f"{setting}: layers share keys and values of an earlier layer with a window, or of"
+                f" one without, as they are themselves; set shared_kv_layers from 0 to {most}, so"
+                " that there is one"
+            )
+
+        windows: dict[MixerName, bool] = {}
+        for layer, kind in enumerate(self.layer_kinds):
+            if kind.keys == "private":
+                continue
+            if kind.mixer not in ("attention", "global_attention"):
+                raise ModelError(
+                    f"{setting}: layer {layer} takes part, but its mixer is {kind.mixer!r}, which"
+                    " has no keys and values to share; set shared_kv_layers=0"
+                )
+            # Layers find the keys and values to read by their mixer.
+            if windows.setdefault(kind.mixer, windowed[layer]) != windowed[layer]:
+                raise ModelError(
+                    f"{setting}: layers with windows and without share keys and values of the same"
+                    f" heads; set global_attention to GlobalAttention(num_kv_heads="
+                    f"{self.num_kv_heads}, head_dim={self.head_dim}), which keeps them apart"
+                )
 
     @property
     def score_scale(self) -> float:
@@ -656,17 +694,25 @@ class DecoderConfig:
         first_shared = self.num_layers - self.shared_kv_layers
         if layer >= first_shared:
             return "shared"
-        later = range(layer + 1, first_shared)
-        if any(self.is_windowed(other) == self.is_windowed(layer) for other in later):
-            return "private"
-        return "source"
+
+        is_windowed = self.is_windowed(layer)
+        is_read = any(
+            self.is_windowed(i) == is_windowed for i in range(first_shared, self.num_layers)
+        )
+        is_last = not any(
+            self.is_windowed(i) == is_windowed for i in range(layer + 1, first_shared)
+        )
+        if is_read and is_last:
+            return "source"
+        return "private"
 
     def keys_source(self, layer: int) -> int:
         """Return the layer whose keys and values a layer attends to."""
-        if self.layer_kind(layer).keys != "shared":
+        kinds = self.layer_kinds
+        if kinds[layer].keys != "shared":
             return layer
-        mixer = self.layer_kind(layer).mixer
-        return self.layer_kinds.index(LayerKind(mixer=mixer, keys="source"))
+        sources = [kind.mixer if kind.keys == "source" else None for kind in kinds]
+        return sources.index(kinds[layer].mixer)
 
     def heads(self, mixer: MixerName) -> AttentionHeads:
         """Return the heads of the layers with one of the mixers of keys and values."""
@@ -791,7 +837,9 @@ class DecoderConfig:
                 shapes["v"] = (key, d)
         shapes["o"] = (d, query)
         if self.qkv_bias:
-            shapes |= {"q_bias": (query_rows,), "k_bias": (key,), "v_bias": (key,)}
+            shapes["q_bias"] = (query_rows,)
+            if has_keys:
+                shapes |= {"k_bias": (key,), "v_bias": (key,)}
         if self.o_bias:
             shapes["o_bias"] = (d,)
         if self.attention_sinks:

@@ -234,6 +234,7 @@ def read_attention(
     positions: jax.Array,
     pages: jax.Array,
     rope_table: tuple[jax.Array, jax.Array],
+    sinks: jax.Array | None = None,
     *,
     windowed: bool = False,
 ) -> jax.Array:
@@ -250,7 +251,7 @@ def read_attention(
     call = _call("read_attention", jax.ShapeDtypeStruct(queries.shape, queries.dtype))
     cos, sin = rope_table
     return call(
-        *(queries, cached.keys, cached.values, pages, positions, cos, sin, _or_empty(None)),
+        *(queries, cached.keys, cached.values, pages, positions, cos, sin, _or_empty(sinks)),
         **_attention_settings(config, windowed),
     )
 

@@ -65,7 +65,14 @@ def _decode(
         assert pages is not None  # these kernels read no rows
         if settings.kind.keys == "shared":
             mixed = cpu_kernels.read_attention(
-                config, heads, cached, positions, pages, rope_table, windowed=settings.windowed
+                config,
+                heads,
+                cached,
+                positions,
+                pages,
+                rope_table,
+                sinks,
+                windowed=settings.windowed,
             )
         else:
             mixed, cached = cpu_kernels.decode_attention(
@@ -147,13 +154,13 @@ def _project(
         qkv = qkv + layer.params["qkv_bias"][..., None]
     qkv = qkv.reshape(heads.num_kv_heads, -1, heads.head_dim, x.shape[1])
 
+    group = config.num_heads // heads.num_kv_heads
     gate = None
     if config.attention_gate:  # each query is followed by its gate
-        queries = qkv[:, :-2]
+        queries = qkv[:, : 2 * group]
         gate = queries[:, 1::2].reshape(-1, x.shape[1])
-        qkv = jnp.concatenate([queries[:, ::2], qkv[:, -2:]], axis=1)
+        qkv = jnp.concatenate([queries[:, ::2], qkv[:, 2 * group :]], axis=1)
 
-    group = config.num_heads // heads.num_kv_heads
     q = qkv[:, :group]
     if settings.kind.keys == "shared":
         return _head_norm(settings, layer, q, "q_norm"), gate
