@@ -117,6 +117,30 @@ def test_a_checkpoint_of_a_run_without_a_curriculum_goes_on_with_one():
     assert cursor.next_rows(4) == plain.next_rows(4)
 
 
+def zero_variance_share(cursor: DataCursor, rates: np.ndarray, *, draws: int) -> float:
+    """The share of the last half of the groups, of twelve members, that do equally well."""
+    rng = np.random.default_rng(1)
+    are_equal = []
+    for _ in range(draws):
+        (row,) = cursor.next_rows(1)
+        scores = (rng.random(12) < rates[row["question"]]).astype(float)
+        are_equal.append(len(set(scores)) == 1)
+        if cursor.pools is not None:
+            cursor.pools.record(row, scores.mean())
+    return float(np.mean(are_equal[draws // 2 :]))
+
+
+def test_fewer_groups_do_equally_well():
+    """A third of the rows is hardly ever solved, a third nearly always, a third in between."""
+    rates = np.concatenate([np.full(40, 0.005), np.full(40, 0.995), np.linspace(0.2, 0.8, 40)])
+    rows = [{"question": number} for number in range(len(rates))]
+    without = zero_variance_share(DataCursor(rows, seed=0), rates, draws=1200)
+    settings = {"easy_fraction": 0.1, "hard_fraction": 0.1}
+    gated = zero_variance_share(cursor_of(rows, **settings), rates, draws=1200)
+    assert without > 0.55
+    assert gated < 0.25
+
+
 # --- metrics --------------------------------------------------------------------------------------
 
 
