@@ -12,6 +12,8 @@ arrays to arrays in the engine's layout. On CPUs six devices are simulated:
     files             safetensors in shared memory with digests, read by an engine of one device
     upload            the same files over HTTP on loopback
     tensorstore       learner fsdp 3 ─► folder in shared memory ─► engine tensor 3
+    pull              pulled from the learner's device over sockets on loopback (jax_transfer)
+    pull_resharded    learner fsdp 3 ─► sockets ─► engine tensor 3, by shards
 
 With ``--steps``, the learner takes that many steps of AdamW (8 sequences of 256 random ids, a
 policy gradient of advantage +-1), and each version goes over HTTP to two servers, in bfloat16: in
@@ -50,11 +52,18 @@ from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.weights import WEIGHT_PAYLOADS, ServedWeights
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.offered import OFFER, OfferedParams
 from jax_agent_rl.models.parameters import rounded_params
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health, WeightUpdate
+from jax_agent_rl.rollout.protocol import (
+    PULL,
+    BackendMetrics,
+    Capabilities,
+    Health,
+    WeightUpdate,
+)
 from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import Group
 
@@ -128,11 +137,20 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
         "tensorstore": WeightReceiver(
             model, rounded_shards, three_devices, device_offset=3, dtype=dtype
         ),
+        "pull": WeightReceiver(model, host_params, one_device, dtype=dtype),
+        "pull_resharded": WeightReceiver(
+            model, rounded_shards, three_devices, device_offset=3, dtype=dtype
+        ),
     }
-    server = RolloutServer(receivers["upload"])  # type: ignore[arg-type]
-    await server.start()
-    remote = RemoteBackend(server.url, shares_disk=False)
-    await remote.start()
+    stack = contextlib.AsyncExitStack()
+    remotes = {}
+    for name in ("upload", "pull", "pull_resharded"):
+        server = RolloutServer(receivers[name])  # type: ignore[arg-type]
+        await server.start()
+        stack.push_async_callback(server.close)
+        remotes[name] = RemoteBackend(server.url, shares_disk=False)
+        await remotes[name].start()
+        stack.push_async_callback(remotes[name].close)
 
     def make_arrays(version: int) -> WeightUpdate:
         return WeightUpdate(version=version, kind="arrays", payload=params)
@@ -149,12 +167,26 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
         stored.remove(stored.version_folder(root, version - 1))
         return WeightUpdate(version=version, kind="tensorstore", payload=folder, digests=digests)
 
+    def offer_from(source: Params) -> MakeUpdate:
+        offers: list[OfferedParams] = []
+
+        def offer(version: int) -> WeightUpdate:
+            while offers:
+                offers.pop().release()
+            offers.append(OfferedParams(source, version=version, dtype=dtype))
+            digests = {OFFER: offers[0].digest}
+            return WeightUpdate(version=version, kind=PULL, payload=offers[0], digests=digests)
+
+        return offer
+
     routes: dict[str, tuple[MakeUpdate, SendUpdate]] = {
         "arrays": (make_arrays, receivers["arrays"].update_weights),
         "arrays_resharded": (make_sharded_arrays, receivers["arrays_resharded"].update_weights),
         "files": (write_files, receivers["files"].update_weights),
-        "upload": (write_files, remote.update_weights),
+        "upload": (write_files, remotes["upload"].update_weights),
         "tensorstore": (write_shards, receivers["tensorstore"].update_weights),
+        "pull": (offer_from(params), remotes["pull"].update_weights),
+        "pull_resharded": (offer_from(sharded_params), remotes["pull_resharded"].update_weights),
     }
     all_seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *routes)}
     source = np.ones(num_parameters, np.float32)
@@ -168,8 +200,7 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
             await send(make(version))
             all_seconds[name].append(time.perf_counter() - start)
 
-    await remote.close()
-    await server.close()
+    await stack.aclose()
     files.release()
     stored.remove(stored.address(root))
 

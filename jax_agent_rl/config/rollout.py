@@ -162,15 +162,17 @@ class RolloutConfig(Section):
         ),
     )
     weight_transport: Annotated[
-        Literal["files", "tensorstore", "broadcast"], WhenKey("rollout.backend", "remote", "vllm")
+        Literal["files", "tensorstore", "jax_transfer", "broadcast"],
+        WhenKey("rollout.backend", "remote", "vllm"),
     ] = Field(
         default="files",
         description=(
             "How weights reach other processes. files: one process writes safetensors. tensorstore:"
             " each learner process writes its own shards to weight_dir, and each jetstream server"
-            " reads its devices' shards (backend: remote). broadcast: from the learner's device to"
-            " each engine's, by NCCL or, between CPUs, gloo (backend: vllm with placement:"
-            " separate; a trusted network)."
+            " reads its devices' shards (backend: remote). jax_transfer: each jetstream server"
+            " pulls them from the learner's devices (backend: remote, a learner of one process, a"
+            " trusted network). broadcast: from the learner's device to each engine's, by NCCL or,"
+            " between CPUs, gloo (backend: vllm with placement: separate; a trusted network)."
         ),
     )
     full_weights_every: Annotated[
@@ -487,6 +489,12 @@ def _transport_problems(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.weight_transport=tensorstore with rollout.backend={rollout.backend} and"
             f" rollout.weight_dir={weight_dir}: it is for remote servers that see a folder or"
             " bucket; set rollout.weight_dir, or rollout.weight_transport=files"
+        )
+    if rollout.weight_transport == "jax_transfer" and rollout.backend != "remote":
+        yield (
+            f"rollout.weight_transport=jax_transfer with rollout.backend={rollout.backend}: it is"
+            " for jetstream engines behind rollout servers; set rollout.backend=remote, or"
+            " rollout.weight_transport=files"
         )
     joins_broadcast = rollout.backend == "vllm" and rollout.placement == "separate"
     if rollout.weight_transport == "broadcast" and not joins_broadcast:

@@ -32,6 +32,7 @@ from jax_agent_rl.jetstream.sharding import engine_shardings, learner_shardings
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import verify_probe
 from jax_agent_rl.models.hf import load_params
+from jax_agent_rl.models.offered import OFFER, pull
 from jax_agent_rl.models.parameters import dtype_of
 from jax_agent_rl.models.sharding import (
     MESH_AXES,
@@ -43,10 +44,12 @@ from jax_agent_rl.models.sharding import (
     shard_bounds,
 )
 from jax_agent_rl.models.stored import MANIFEST, StoredParams, named, require_same
-from jax_agent_rl.rollout.protocol import ARRAYS, FILES, SHARDS, WeightUpdate
+from jax_agent_rl.rollout.protocol import ARRAYS, FILES, PULL, SHARDS, WeightUpdate
+from jax_agent_rl.utils.pull_tickets import PullOffer, PullTicket
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, check_files
 
-WEIGHT_PAYLOADS = frozenset({ARRAYS, FILES, SHARDS})
+WEIGHT_PAYLOADS = frozenset({ARRAYS, FILES, PULL, SHARDS})
+LOOPBACK = "127.0.0.1"
 Devices = tuple[Device, ...]
 
 
@@ -112,6 +115,23 @@ class ServedWeights:
             stored = StoredParams(update.payload, manifest_digest=update.digests.get(MANIFEST))
             params = stored.read(
                 self._config.parameter_shapes(), dtype=dtype, shardings=self._shardings
+            )
+            return replace(update, kind=ARRAYS, payload=params)
+
+        if update.kind == PULL:
+            ticket = update.payload
+            if isinstance(ticket, PullOffer):  # of this process
+                ticket = ticket.ticket(LOOPBACK)
+            if not isinstance(ticket, PullTicket):
+                raise WeightUpdateError(
+                    f"payload must be a PullTicket, got {type(update.payload).__name__}"
+                )
+            params = pull(
+                ticket,
+                self._config.parameter_shapes(),
+                digest=update.digests.get(OFFER),
+                dtype=dtype,
+                shardings=self._shardings,
             )
             return replace(update, kind=ARRAYS, payload=params)
 

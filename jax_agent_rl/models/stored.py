@@ -20,7 +20,7 @@ import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -69,7 +69,7 @@ def write_part(folder: str, params: Params, *, part: int, dtype: str = AS_THEY_A
     try:
         store = ts.KvStore.open(folder, context=ts.Context(_CONTEXT)).result()
         for name, value in named(params).items():
-            entries[name] = _write_shards(store, name, rounded(value, dtype, _key(name)))
+            entries[name] = _write_shards(store, name, rounded(value, dtype, own_name(name)))
         store.write(f"part-{part}.json", json.dumps(entries).encode()).result()
     except ValueError as error:  # raised by TensorStore
         raise OSError(f"weights cannot be written to {folder}: {error}") from error
@@ -83,7 +83,7 @@ def _write_shards(store: ts.KvStore, name: str, x: jax.Array) -> dict[str, Any]:
     for shard in x.addressable_shards:
         if shard.replica_id == 0:
             data = np.asarray(shard.data).tobytes()
-            key = _chunk_key(shard_bounds(shard.index, x.shape), chunk)
+            key = chunk_key(shard_bounds(shard.index, x.shape), chunk)
             digests[key] = digest(data)
             writes.append(store.write(f"{name}/{key}", data))
     for write in writes:
@@ -189,7 +189,7 @@ class StoredParams:
         require_same(named(shapes), stored_shapes)
         arrays = []
         for name, sharding in named(shardings).items():
-            arrays.append(self._read(name, sharding, dtype_of(_key(name), dtype)))
+            arrays.append(self._read(name, sharding, dtype_of(own_name(name), dtype)))
         return jax.tree.unflatten(jax.tree.structure(shardings), arrays)
 
     def _read(self, name: str, sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> jax.Array:
@@ -198,7 +198,7 @@ class StoredParams:
         shards = local_bounds(sharding, shape)
         overlapping: set[Bounds] = set()
         for bounds in shards.values():
-            overlapping.update(self._overlapping_chunks(name, bounds))
+            overlapping.update(overlapping_chunks(bounds, self._entries[name]["chunk"]))
         chunks = self._fetch_chunks(name, overlapping)
 
         # Devices may hold the same part.
@@ -209,23 +209,12 @@ class StoredParams:
         arrays = [jax.device_put(parts[bounds], device) for device, bounds in shards.items()]
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
-    def _overlapping_chunks(self, name: str, bounds: Bounds) -> Iterator[Bounds]:
-        """Yield the bounds of the chunks that overlap with some bounds of a parameter."""
-        chunk = self._entries[name]["chunk"]
-        ranges = []
-        for (begin, end), size in zip(bounds, chunk, strict=True):
-            first = begin // size
-            stop = -(-end // size)  # rounded up
-            ranges.append(range(first, stop))
-        for indices in itertools.product(*ranges):
-            yield tuple((i * size, (i + 1) * size) for i, size in zip(indices, chunk, strict=True))
-
     def _fetch_chunks(self, name: str, all_bounds: set[Bounds]) -> dict[Bounds, np.ndarray]:
         """Read chunks of a parameter, given by their bounds, and check their digests."""
         entry = self._entries[name]
         reads = {}
         for bounds in all_bounds:
-            key = _chunk_key(bounds, entry["chunk"])
+            key = chunk_key(bounds, entry["chunk"])
             reads[key] = bounds, self._store.read(f"{name}/{key}")
 
         chunks: dict[Bounds, np.ndarray] = {}
@@ -270,7 +259,7 @@ def named(tree: Params) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _key(name: str) -> str:
+def own_name(name: str) -> str:
     """Return a parameter's own name, the last part of its dotted one."""
     return name.rpartition(".")[2]
 
@@ -294,7 +283,22 @@ def require_same(served: Mapping[str, Any], update: Mapping[str, Any]) -> None:
             )
 
 
-def _chunk_key(bounds: Bounds, chunk: tuple[int, ...]) -> str:
+def overlapping_chunks(bounds: Bounds, chunk: Sequence[int]) -> Iterator[Bounds]:
+    """Yield the bounds of the chunks that overlap with some bounds of a parameter.
+
+    Args:
+        chunk: size of a chunk in every dimension.
+    """
+    ranges = []
+    for (begin, end), size in zip(bounds, chunk, strict=True):
+        first = begin // size
+        stop = -(-end // size)  # rounded up
+        ranges.append(range(first, stop))
+    for indices in itertools.product(*ranges):
+        yield tuple((i * size, (i + 1) * size) for i, size in zip(indices, chunk, strict=True))
+
+
+def chunk_key(bounds: Bounds, chunk: Sequence[int]) -> str:
     """Return a chunk's key from its index in every dimension, such as ``c/0/2``."""
     indices = [str(begin // size) for (begin, _), size in zip(bounds, chunk, strict=True)]
     return "/".join(["c", *indices])

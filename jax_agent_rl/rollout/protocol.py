@@ -199,6 +199,8 @@ FILES = "safetensors"
 """A list of file paths."""
 SHARDS = "tensorstore"
 """The address of a version's folder, as ``models.stored`` writes it."""
+PULL = "jax_transfer"
+"""A :class:`~jax_agent_rl.utils.pull_tickets.PullOffer`, or the ticket for one pull of it."""
 OBJECT_STORE = "object_store"
 """A reference to files in Ray's object store, by ``rollout.transport.store_files``."""
 CUDA_IPC = "cuda_ipc"
@@ -214,7 +216,8 @@ class WeightUpdate:
     Attributes:
         version: policy version of these weights; must be greater than the one served.
         kind: what ``payload`` is: ``arrays``, ``mesh``, ``safetensors``, ``tensorstore``,
-            ``object_store``, ``cuda_ipc``, ``broadcast``, or a kind of a backend of your own.
+            ``jax_transfer``, ``object_store``, ``cuda_ipc``, ``broadcast``, or a kind of a backend
+            of your own.
         payload: opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.
         lasting: the payload stays valid until the next update is made, so a server that joins
@@ -222,8 +225,8 @@ class WeightUpdate:
             their memory.
         dtype: what the weights were rounded to, ``Capabilities.weight_dtype`` of the engines they
             are for; ``float32``: they are as the learner has them.
-        digests: fingerprints of the payload's files by name, checked before an engine takes
-            anything; without any, files are not checked.
+        digests: fingerprints of the payload's files or parts by name, checked before an engine
+            takes anything; without any, files are not checked.
         deltas: delta files (``utils.weight_deltas``) that turn files of the previous version into
             files of ``payload``, and the digest of the file that each changes. Files without one
             are sent whole. None: the next version is sent whole as well, and a server need not keep

@@ -45,6 +45,7 @@ from jax_agent_rl.runtime.engine_devices import engine_mesh
 from jax_agent_rl.runtime.engines import UNTRAINED, make_engine
 from jax_agent_rl.runtime.identity import named_content
 from jax_agent_rl.runtime.multihost import LeadingLearner, PutWeights
+from jax_agent_rl.utils.network import local_address
 
 logger = logging.getLogger(__name__)
 
@@ -309,10 +310,7 @@ def own_address(coordinator: str | None) -> str:
         host = coordinator_host or host
 
     with contextlib.suppress(OSError):  # there is no route
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as connection:
-            connection.connect(address)  # chooses the route, sends nothing
-            return connection.getsockname()[0]
+        return local_address(host)
     return socket.gethostbyname(socket.gethostname())
 
 

@@ -7,6 +7,7 @@ They differ in who holds the bytes, and in how an engine gets them::
     HostTransport         each process of the learner         takes the copy of its process
     FileTransport         a folder, in memory if it may be    opens paths, or gets an upload
     ShardTransport        a shared folder or bucket           reads the parts of its devices
+    PullTransport         the learner's devices               pulls the parts onto its devices
     ObjectStoreTransport  Ray's store, once on every node     opens files with these bytes
     DeviceTransport       the learner's first device          gets CUDA handles, or a broadcast
 
@@ -36,8 +37,17 @@ from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import device_tensors, hf_tensors
+from jax_agent_rl.models.offered import OFFER, OfferedParams
 from jax_agent_rl.models.tensors import save_tensors
-from jax_agent_rl.rollout.protocol import ARRAYS, BROADCAST, CUDA_IPC, FILES, SHARDS, WeightUpdate
+from jax_agent_rl.rollout.protocol import (
+    ARRAYS,
+    BROADCAST,
+    CUDA_IPC,
+    FILES,
+    PULL,
+    SHARDS,
+    WeightUpdate,
+)
 from jax_agent_rl.rollout.transport import (
     Engines,
     ObjectStoreTransport,
@@ -77,10 +87,13 @@ def make_transport(
     if jax.process_count() == 1 and len(probe_ids) > 1:
         score = functools.partial(score_probe, model, sequences=[probe_ids])
 
-    if rollout.weight_transport == BROADCAST and score is None:
+    is_divided = jax.process_count() > 1
+    has_no_probe = rollout.weight_transport == BROADCAST and score is None
+    if has_no_probe or (rollout.weight_transport == PULL and is_divided):
         raise ConfigError(
-            f"rollout.weight_transport={BROADCAST} sends from a learner of one process, this one"
-            f" has {jax.process_count()}; set rollout.weight_transport=files"
+            f"rollout.weight_transport={rollout.weight_transport} sends from a learner of one"
+            f" process, this one has {jax.process_count()}; set rollout.weight_transport=files, or"
+            " tensorstore with rollout.weight_dir"
         )
 
     if rollout.backend == "jetstream" and is_colocated:
@@ -89,6 +102,8 @@ def make_transport(
     if rollout.weight_transport == "tensorstore":
         assert rollout.weight_dir is not None  # checked with the configuration
         return ShardTransport(rollout.weight_dir, engines, score)
+    if rollout.weight_transport == PULL:
+        return PullTransport(engines, score)
 
     # Engines of this machine, and those that see the folder, map the files and get no bytes sent.
     hosts = [urlsplit(url).hostname or "" for url in rollout.urls]
@@ -291,6 +306,50 @@ class ShardTransport(WeightTransport):
 
     def release(self) -> None:
         stored.remove(self._root)
+
+
+@dataclass
+class PullTransport(WeightTransport):
+    """Offers a copy of the weights on the learner's devices, for JAX engines of other processes.
+
+    It is in the engines' precision, and stays until the next version, so that an engine that joins
+    or is restarted can pull it.
+    """
+
+    engines: Engines
+    score_probe: ScoreProbe | None = None
+    _newest: OfferedParams | None = None
+
+    def offer(self, learner: WeightSource, version: int) -> WeightUpdate:
+        self.release()  # its memory is needed for the next copy
+        kinds = self.engines.weight_payloads()
+        if PULL not in kinds:
+            raise WeightUpdateError(
+                f"rollout.weight_transport={PULL} needs engines that pull weights, those of"
+                f" rollout.urls take {sorted(kinds)}; serve the model with rollout.backend="
+                "jetstream, or set rollout.weight_transport=files"
+            )
+
+        dtype = self.engines.weight_dtype()
+        newest = OfferedParams(learner.params, version=version, dtype=dtype)
+        self._newest = newest
+        probe = None
+        if self.score_probe is not None:
+            probe = self.score_probe(learner.params, dtype=dtype)
+        return WeightUpdate(
+            version=version,
+            kind=PULL,
+            payload=newest,
+            lasting=True,
+            dtype=dtype,
+            digests={OFFER: newest.digest},
+            probe=probe,
+        )
+
+    def release(self) -> None:
+        if self._newest is not None:
+            self._newest.release()
+            self._newest = None
 
 
 @dataclass

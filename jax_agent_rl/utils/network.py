@@ -57,6 +57,20 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def local_address(host: str) -> str:
+    """Return the address of this machine in the network in which it reaches a host.
+
+    Nothing is sent.
+
+    Raises:
+        OSError: there is no route to the host, or it has no address.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as connection:
+        connection.connect(address)  # chooses the route
+        return connection.getsockname()[0]
+
+
 def require_token(host: str, token: str | None, *, key: str) -> None:
     """Check that a server that other machines can reach has a token.
 

@@ -154,6 +154,22 @@ def test_a_run_trains_with_a_rollout_server_and_the_server_passes_conformance(
         assert (counts["passed"], counts["failed"], counts["skipped"]) == (2, 0, 0)
 
 
+def test_a_run_trains_with_weights_that_the_server_pulls(recipe: Path, tmp_path: Path):
+    with rollout_server(recipe) as url:
+        remote = [
+            "rollout.backend=remote",
+            f"rollout.urls=[{url}]",
+            "rollout.token_env=ROLLOUT_TOKEN",
+            "rollout.weight_transport=jax_transfer",
+        ]
+        result = run("train", recipe, "trainer.steps=2", *remote)
+        assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["token_drift"] == 0
+    assert summary["max_logprob_gap"] <= 1e-3
+
+
 def test_a_server_added_by_command_takes_over_from_the_one_that_is_removed(tmp_path: Path):
     """Both servers leave the run, one at its end, and serve on; no trajectory is lost."""
     gate = tmp_path / "gate"

@@ -140,6 +140,9 @@ CLIENTS = {
     "jax_agent_rl/environments/server_session.py": (
         "read_answer, MAX_MESSAGE_BYTES for messages, decode_json; environments.timeout"
     ),
+    "jax_agent_rl/models/offered.py": (
+        "no byte is read there; what JAX pulls has shapes that were checked, and _await_array"
+    ),
     "jax_agent_rl/tool_server/worker.py": (
         "read_answer, decode_json; its own worker, killed when stuck"
     ),

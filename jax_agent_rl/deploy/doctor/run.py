@@ -463,7 +463,7 @@ class RunChecks:
         """Check the shared memory through which weights pass to engines in other processes."""
         rollout = self.config.rollout
         in_this_process = rollout.backend == "jetstream" and rollout.placement == "colocated"
-        if rollout.weight_dir or in_this_process:
+        if rollout.weight_dir or in_this_process or rollout.weight_transport == "jax_transfer":
             return
 
         if not _SHARED_MEMORY.is_dir():

@@ -23,6 +23,7 @@ from jax_agent_rl.rollout.http.connection import MAX_LINE_VALUES, ServerConnecti
 from jax_agent_rl.rollout.http.wire import encode_request
 from jax_agent_rl.rollout.protocol import (
     MESH,
+    PULL,
     SHARDS,
     BackendMetrics,
     GenerateRequest,
@@ -34,7 +35,8 @@ from jax_agent_rl.rollout.proxy import ProxyBackend
 from jax_agent_rl.types import TokenOutput, TokenScores
 from jax_agent_rl.utils.bounded_json import decode_json
 from jax_agent_rl.utils.fingerprints import read_fingerprint
-from jax_agent_rl.utils.network import is_loopback, read_beginning
+from jax_agent_rl.utils.network import is_loopback, local_address, read_beginning
+from jax_agent_rl.utils.pull_tickets import PullOffer
 from jax_agent_rl.utils.weight_deltas import delta_path
 
 _RETRY_SECONDS = 0.5
@@ -196,6 +198,8 @@ class RemoteBackend(ProxyBackend):
                     f"payload must be an address, got {type(update.payload).__name__}"
                 )
             return {"folder": update.payload}
+        if update.kind == PULL:
+            return {"ticket": await asyncio.to_thread(self._ticket, update.payload)}
 
         files = [Path(path).absolute() for path in update.payload]
         missing = [str(file) for file in files if not file.is_file()]
@@ -224,6 +228,19 @@ class RemoteBackend(ProxyBackend):
                 await self._upload(upload, file, digest)
         # The next version may be sent as what changes.
         return {"upload": upload, "keep": update.deltas is not None}
+
+    def _ticket(self, offer: Any) -> dict[str, Any]:
+        """Let the server pull what is offered; return the ticket.
+
+        Its addresses are left out: they are those of the connection on which it is sent.
+        """
+        if not isinstance(offer, PullOffer):
+            raise WeightUpdateError(f"payload must be a PullOffer, got {type(offer).__name__}")
+        try:
+            interface = local_address(self._connection.host)
+        except OSError as error:
+            raise EngineDiedError(f"the rollout server at {self.url} is gone: {error}") from error
+        return wire.encode_ticket(offer.ticket(interface))
 
     async def _upload(self, upload: str, file: Path, digest: str) -> bool:
         """Send the bytes of a file, or of a delta.

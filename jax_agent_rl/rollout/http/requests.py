@@ -14,6 +14,7 @@ from jax_agent_rl.rollout.http.weight_files import MAX_FILES
 from jax_agent_rl.rollout.http.wire import REMOTE_PAYLOADS
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.types.token_ids import ID_BOUND
+from jax_agent_rl.utils.network import LAST_PORT
 
 MAX_PATH = 4096
 MAX_ALTERNATIVES = 1024
@@ -86,8 +87,31 @@ class _Probe(_Request):
     ]
 
 
+_Sizes = Annotated[list[Annotated[int, Field(ge=0, lt=2**53)]], Field(max_length=16)]
+
+
+class _OfferedParam(_Request):
+    shape: _Sizes
+    dtype: Annotated[str, Field(max_length=32)]
+    chunk: _Sizes
+    digests: Digests
+
+
+class _Ticket(_Request):
+    """A :class:`~jax_agent_rl.utils.pull_tickets.PullTicket` for a pull from the client."""
+
+    port: Annotated[int, Field(ge=1, le=LAST_PORT)]
+    number: Annotated[int, Field(ge=0, lt=2**63)]
+    jaxlib: Annotated[str, Field(max_length=64)]
+    params: Annotated[
+        dict[Annotated[str, Field(max_length=256)], _OfferedParam], Field(max_length=MAX_FILES)
+    ]
+
+
 class UpdateRequest(_Request):
-    """``update_weights``: where the weights are, in ``paths``, a ``folder`` or an ``upload``.
+    """``update_weights``: where the weights are.
+
+    They are in ``paths``, a ``folder`` or an ``upload``, or pulled with a ``ticket``.
 
     Attributes:
         keep: whether the files of the upload are kept for deltas.
@@ -101,4 +125,5 @@ class UpdateRequest(_Request):
     folder: Path | None = None
     upload: Digest | None = None
     keep: bool = False
+    ticket: _Ticket | None = None
     probe: _Probe | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -32,10 +33,11 @@ from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.http import requests, wire
 from jax_agent_rl.rollout.http.weight_files import SharedDir, Uploads
 from jax_agent_rl.rollout.http.wire import decode_request
-from jax_agent_rl.rollout.protocol import MESH, Health, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import MESH, PULL, Health, RolloutBackend, WeightUpdate
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.utils.http_server import HttpServer, Refused, counted, read_body, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text
+from jax_agent_rl.utils.pull_tickets import PullTicket
 from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 logger = logging.getLogger(__name__)
@@ -132,7 +134,6 @@ class RolloutServer:
             "abort": (requests.AbortRequest, lambda body: backend.abort(body.request_id)),
             "pause": (requests.PauseRequest, lambda body: backend.pause(PauseMode(body.mode))),
             "resume": (requests.NoArguments, lambda body: backend.resume()),
-            "update_weights": (requests.UpdateRequest, self._update_weights),
             "needed_files": (requests.NeededFilesRequest, self._needed_files),
             "reset_prefix_cache": (requests.NoArguments, lambda body: backend.reset_prefix_cache()),
             "sleep": (requests.NoArguments, lambda body: backend.sleep()),
@@ -143,6 +144,7 @@ class RolloutServer:
             ("GET", "health", self._report(self._health)),
             ("GET", "metrics", self._report(backend.metrics)),
             ("POST", "generate", self._generate),
+            ("POST", "update_weights", self._serve_update),
             ("PUT", "uploads/{upload}/{name}", self._receive),
         ]
         for name, (schema, call) in calls.items():
@@ -325,12 +327,26 @@ class RolloutServer:
             return wire.DELTAS
         return wire.WHOLE_FILES
 
-    async def _update_weights(self, body: requests.UpdateRequest) -> None:
-        """Let the backend take weights from where the request says they are."""
+    async def _serve_update(self, request: web.Request) -> web.StreamResponse:
+        """Answer ``/v1/update_weights``."""
+        update_weights = functools.partial(self._update_weights, connection=request.transport)
+        return await self._call(requests.UpdateRequest, update_weights)(request)
+
+    async def _update_weights(
+        self, body: requests.UpdateRequest, *, connection: asyncio.Transport | None
+    ) -> None:
+        """Let the backend take weights from where the request says they are.
+
+        Args:
+            connection: of the request; weights are pulled from the machine at its other end, and
+                from nowhere else.
+        """
         self._updating += 1
         try:
-            payload: str | list[str] | None = None
-            if body.folder is not None:
+            payload: Any = None
+            if body.kind == PULL:
+                payload = _pull_ticket(body, connection)
+            elif body.folder is not None:
                 payload = await self._shared.address(body.folder)
             elif body.upload:
                 payload = self._uploads.files(body.upload)
@@ -357,6 +373,26 @@ class RolloutServer:
             self._updating -= 1
             if body.upload:
                 self._uploads.drop(body.upload)
+
+
+def _pull_ticket(body: requests.UpdateRequest, connection: asyncio.Transport | None) -> PullTicket:
+    """Return the ticket of a request, for a pull between both ends of its connection.
+
+    Raises:
+        WeightUpdateError: it has none.
+        ConnectionResetError: the client is gone.
+    """
+    if body.ticket is None:
+        raise WeightUpdateError(f"an update of kind={PULL!r} needs a ticket")
+    if connection is None:
+        raise ConnectionResetError("the client has closed its connection")
+    addresses = []
+    for end in ("peername", "sockname"):
+        host = connection.get_extra_info(end)[0]
+        # A server that listens on :: as well sees the others' addresses as such.
+        addresses.append(host.removeprefix("::ffff:"))
+    host, interface = addresses
+    return wire.decode_ticket(body.ticket.model_dump(), host=host, interface=interface)
 
 
 def _refuse(status: int, error: Exception) -> web.Response:

@@ -31,6 +31,7 @@ from jax_agent_rl.errors import (
 from jax_agent_rl.rollout.protocol import (
     FILES,
     MESH,
+    PULL,
     SHARDS,
     Capabilities,
     GenerateRequest,
@@ -40,6 +41,7 @@ from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutpu
 from jax_agent_rl.types.routed_experts import routed_from_json, routed_to_json
 from jax_agent_rl.types.token_ids import ID_BOUND
 from jax_agent_rl.utils.media import as_frames, as_image
+from jax_agent_rl.utils.pull_tickets import OfferedParam, PullTicket
 
 PROTOCOL_VERSION = 9
 PROTOCOL_HEADER = "X-Rollout-Protocol"
@@ -62,7 +64,7 @@ _ERRORS: dict[str, type[Exception]] = {
     )
 }
 _SEQUENCES = ("token_ids", "log_probs", "policy_versions", "constrained", "supports")
-REMOTE_PAYLOADS = frozenset({FILES, SHARDS, MESH})
+REMOTE_PAYLOADS = frozenset({FILES, SHARDS, MESH, PULL})
 
 # What a server needs to be sent of an update in files.
 NO_FILES = "none"
@@ -146,7 +148,7 @@ def decode_scores(data: Mapping[str, Any]) -> TokenScores:
 def encode_capabilities(capabilities: Capabilities, *, has_folder: bool) -> dict[str, Any]:
     """Return the capabilities of a remote backend.
 
-    It takes only files as weights, or its process has them already.
+    It takes weights in files, or from devices of its client's; or its process has them already.
 
     Args:
         has_folder: the server also takes the address of a folder.
@@ -159,6 +161,39 @@ def encode_capabilities(capabilities: Capabilities, *, has_folder: bool) -> dict
     data["pause_modes"] = sorted(capabilities.pause_modes)
     data["weight_payloads"] = sorted(payloads)
     return data
+
+
+def encode_ticket(ticket: PullTicket) -> dict[str, Any]:
+    """Return a ticket as JSON, without the addresses of both machines."""
+    data = asdict(ticket)
+    del data["host"]
+    del data["interface"]
+    return data
+
+
+def decode_ticket(data: Mapping[str, Any], *, host: str, interface: str) -> PullTicket:
+    """Return the ticket that was encoded.
+
+    Args:
+        host: the machine that sent it.
+        interface: the address of this machine to which it was sent.
+    """
+    params = {}
+    for name, param in data["params"].items():
+        params[name] = OfferedParam(
+            shape=tuple(param["shape"]),
+            dtype=param["dtype"],
+            chunk=tuple(param["chunk"]),
+            digests=param["digests"],
+        )
+    return PullTicket(
+        host=host,
+        interface=interface,
+        port=data["port"],
+        number=data["number"],
+        jaxlib=data["jaxlib"],
+        params=params,
+    )
 
 
 def decode_capabilities(data: Mapping[str, Any]) -> Capabilities:

@@ -34,6 +34,7 @@ from jax_agent_rl.testing.conformance.models import (
     weight_files,
 )
 from jax_agent_rl.utils.plugins import installed, load_installed
+from jax_agent_rl.utils.pull_tickets import PullOffer
 from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 if TYPE_CHECKING:
@@ -184,7 +185,8 @@ def describe(
         name: name in the report.
         make: builds the backend over ``options.folders.base``.
         options: options of the factory.
-        payload: makes payloads of kinds other than ``safetensors`` and ``tensorstore``.
+        payload: makes payloads of kinds other than ``safetensors``, ``tensorstore`` and
+            ``jax_transfer``.
     """
     folders = options.folders
     weight_sets = (BASE, OTHER, MIXED, ADAPTED)
@@ -200,6 +202,8 @@ def describe(
             return weight_files(folder)
         if kind == "tensorstore":
             return _stored(folders.weights(which), folders.scratch / which)
+        if kind == "jax_transfer":
+            return _offered(folders.weights(which))
         if payload is None:
             raise ConfigError(f"{name}: there is no payload of kind {kind!r} to test with")
         return payload(kind, which)
@@ -286,6 +290,15 @@ def _stored(model: Path, folder: Path) -> str:
     _, params = load_hf(model)
     stored.store(address, params)
     return address
+
+
+def _offered(model: Path) -> PullOffer:
+    """Offer a model's parameters on this process's devices."""
+    from jax_agent_rl.models.hf import load_hf
+    from jax_agent_rl.models.offered import OfferedParams
+
+    _, params = load_hf(model)
+    return OfferedParams(params, version=0)
 
 
 def jetstream(options: BackendOptions) -> BackendUnderTest:
