@@ -511,6 +511,7 @@ NIGHTLY = {
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[sdpo]": "a run; tests/unit/learner has its teacher",
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[tpu_8b]": "a run; `--all` has another in bfloat16",
     "e2e/test_recipes.py::test_a_recipe_trains_and_accounts_for_everything[tree_grpo]": "a run of a tree; `--all` has TreeRL's",
+    "e2e/test_recurrent_run.py::test_every_token_is_of_its_version_while_weights_change_under_recurrent_states": "two runs, each of whose tokens is scored by the weights of its version; `--all` has updates in tests/unit/jetstream/test_recurrent_engine.py",
     "e2e/test_remote_run.py::test_a_server_added_by_command_takes_over_from_the_one_that_is_removed": "two servers; `--all` has a run with one",
     "e2e/test_remote_run.py::test_eval_on_a_rollout_server_samples_what_the_engine_here_does": "a server; `--all` has a run with one",
     "e2e/test_resume.py::test_twenty_steps_are_ten_a_kill_and_ten_more[grpo-1]": "forty steps; `--all` kills other runs in tests/faults/test_kill_learner.py",
