@@ -124,7 +124,7 @@ def _forward(
         tree_mask,
         tpu=tree_kernel.forward,
         cuda=tree_kernel_cuda.forward if tree_kernel_cuda.supports(q, v) else None,
-        default=_forward_by_blocks,
+        default=forward_by_blocks,
     )
     if sinks is None:
         return output, normalizer
@@ -149,9 +149,10 @@ def add_sinks(
     return (output * shrink).astype(output.dtype), total
 
 
-def _forward_by_blocks(
+def forward_by_blocks(
     q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask
 ) -> tuple[jax.Array, jax.Array]:
+    """Do in XLA's operations what the kernels' ``forward`` does."""
     heads = q.shape[1]
     kv_heads = k.shape[1]
     outputs = []
@@ -198,7 +199,7 @@ def _backward(
         d_output,
         tpu=tree_kernel.backward,
         cuda=tree_kernel_cuda.backward if tree_kernel_cuda.supports(q, v) else None,
-        default=_backward_by_blocks,
+        default=backward_by_blocks,
     )
     if sinks is None:
         return dq, dk, dv, None, None
@@ -209,7 +210,7 @@ def _backward(
     return dq, dk, dv, None, d_sinks.astype(sinks.dtype)
 
 
-def _backward_by_blocks(
+def backward_by_blocks(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -218,6 +219,7 @@ def _backward_by_blocks(
     normalizer: jax.Array,
     d_output: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Do in XLA's operations what the kernels' ``backward`` does."""
     heads = q.shape[1]
     kv_heads = k.shape[1]
     dq_blocks = []

@@ -207,20 +207,26 @@ def backward(
 def forward_tile(size: int, itemsize: int) -> Tile:
     """Return the tile of the forward pass.
 
+    Tiles are as large as they can be without spilling registers, as ptxas says for sm_90a.
+
     Args:
         size: numbers of a head.
         itemsize: bytes of a number.
     """
     if size * itemsize <= 256:  # 128 numbers in bfloat16
         return Tile(queries=128, keys=64, warps=8, stages=2)
-    return Tile(queries=64, keys=32, warps=4, stages=2)
+    if size * itemsize <= 512:
+        return Tile(queries=64, keys=32, warps=4, stages=2)
+    return Tile(queries=32, keys=32, warps=8, stages=1)
 
 
 def backward_tile(size: int, itemsize: int) -> Tile:
     """Return the tile of the backward pass, which holds twice as many arrays; see above."""
     if size * itemsize <= 256:
         return Tile(queries=64, keys=64, warps=8, stages=2)
-    return Tile(queries=32, keys=32, warps=4, stages=1)
+    if size * itemsize <= 512:
+        return Tile(queries=32, keys=32, warps=8, stages=1)
+    return Tile(queries=16, keys=16, warps=8, stages=1)
 
 
 # --- around the kernels ---------------------------------------------------------------------------

@@ -27,7 +27,7 @@ HARNESS_SCRIPTS = sorted((ROOT / "examples" / "harnesses" / "program").glob("*.s
         "run_tests.sh",
         "../.ci/run",
     ]
-    + ["tpu_pod.sh", "tpu_host.sh", "tpu_environment.sh", "cuda_environment.sh"]
+    + ["tpu_pod.sh", "tpu_host.sh", "tpu_environment.sh", "cuda_environment.sh", "gpu_check.sh"]
     + [f"../{file.relative_to(ROOT)}" for file in HARNESS_SCRIPTS],
 )
 def test_scripts_are_valid_shell(script: str):
@@ -38,6 +38,7 @@ def test_scripts_are_valid_shell(script: str):
     "script",
     [
         "launch/cuda_environment.sh",
+        "launch/gpu_check.sh",
         "launch/install.sh",
         "launch/local.sh",
         "launch/test.sh",
@@ -298,3 +299,23 @@ def test_harnesses_are_installed_from_one_list_of_versions_and_tested_at_night(t
     )
     for command in dry_run("test.sh", run, "--all", **place):
         assert "tests/harnesses" not in command
+
+
+def test_the_cuda_environment_has_the_versions_of_gpu_hosts_without_vllm(tmp_path: Path):
+    place = {"JAX_AGENT_RL_CUDA_VENV": str(tmp_path / "venv-cuda")}
+    commands = dry_run("cuda_environment.sh", tmp_path, **place)
+    (install,) = [command for command in commands if f"-e {ROOT}" in command]
+    assert install.startswith(f"{tmp_path}/venv-cuda/bin/uv pip install ")
+    assert f"-e {ROOT}[cuda]" in install and "locks/gpu.txt" in install
+
+
+def test_a_gpu_is_checked_in_under_ten_minutes(tmp_path: Path):
+    """Every part has a limit; a machine without a GPU only prints the parts."""
+    commands = dry_run("gpu_check.sh", tmp_path)
+    parts = [command for command in commands if command.startswith("timeout ")]
+    assert sum(int(part.split()[1]) for part in parts) < 600
+    for what in ("certify --only kernels", "benchmarks/cuda_attention.py", "trainer.steps=2"):
+        assert any(what in part for part in parts)
+    assert "rollout.weight_transport=broadcast" in parts[-1]
+    before = commands[: commands.index(parts[0])]
+    assert any("locks/gpu.txt" in command for command in before)
