@@ -89,6 +89,15 @@ async def test_prompts_over_the_limit_are_told_by_their_share(recipe):
     assert "raise it to" in text
 
 
+async def test_shared_memory_is_looked_at_where_weights_pass_through_it(recipe):
+    overrides = ["rollout.backend=remote", "rollout.urls=[http://127.0.0.1:1]"]
+    in_files = await findings(recipe, *overrides, of=["model", "shared memory"])
+    assert "/dev/shm" in only(in_files, "shared memory")[1]
+    overrides.append("rollout.weight_transport=jax_transfer")
+    pulled = await findings(recipe, *overrides, of=["model", "shared memory"])
+    assert pulled.keys() == {"model"}
+
+
 TOOLS = """
 from jax_agent_rl.tools import function_tool
 
