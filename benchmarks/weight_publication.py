@@ -15,6 +15,8 @@ arrays to arrays in the engine's layout. On CPUs six devices are simulated:
     pull              pulled from the learner's device over sockets on loopback (jax_transfer)
     pull_resharded    learner fsdp 3 ─► sockets ─► engine tensor 3, by shards
 
+Log-probs of 32 ids are sent and compared with files, upload and pull.
+
 With ``--steps``, the learner takes that many steps of AdamW (8 sequences of 256 random ids, a
 policy gradient of advantage +-1), and each version goes over HTTP to two servers, in bfloat16: in
 whole files, and as what changed. Adam's first steps are its largest, so later ones change less.
@@ -52,6 +54,7 @@ from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.weights import WEIGHT_PAYLOADS, ServedWeights
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.offered import OFFER, OfferedParams
 from jax_agent_rl.models.parameters import rounded_params
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
@@ -75,6 +78,7 @@ SHAPES = EngineShapes(
     prefill_buckets=(32,),
 )
 SHARED_MEMORY = Path("/dev/shm")
+PROBE_IDS = list(range(3, 35))
 MakeUpdate = Callable[[int], WeightUpdate]
 SendUpdate = Callable[[WeightUpdate], Awaitable[None]]
 
@@ -117,7 +121,7 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
     shardings = parameter_shardings(make_mesh(MeshConfig(fsdp=3)), model.parameter_shapes())
     sharded_params = jax.tree.map(place, params, shardings)
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
-    files = FileTransport(model, probe_ids=[list(range(3, 35))])
+    files = FileTransport(model, probe_ids=[PROBE_IDS])
     root = tempfile.mkdtemp(
         prefix="jax_agent_rl-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     )
@@ -167,15 +171,23 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
         stored.remove(stored.version_folder(root, version - 1))
         return WeightUpdate(version=version, kind="tensorstore", payload=folder, digests=digests)
 
-    def offer_from(source: Params) -> MakeUpdate:
+    def offer_from(source: Params, *, has_probe: bool) -> MakeUpdate:
         offers: list[OfferedParams] = []
 
         def offer(version: int) -> WeightUpdate:
             while offers:
                 offers.pop().release()
             offers.append(OfferedParams(source, version=version, dtype=dtype))
-            digests = {OFFER: offers[0].digest}
-            return WeightUpdate(version=version, kind=PULL, payload=offers[0], digests=digests)
+            probe = None
+            if has_probe:
+                probe = score_probe(model, source, [PROBE_IDS], dtype=dtype)
+            return WeightUpdate(
+                version=version,
+                kind=PULL,
+                payload=offers[0],
+                digests={OFFER: offers[0].digest},
+                probe=probe,
+            )
 
         return offer
 
@@ -185,8 +197,11 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
         "files": (write_files, receivers["files"].update_weights),
         "upload": (write_files, remotes["upload"].update_weights),
         "tensorstore": (write_shards, receivers["tensorstore"].update_weights),
-        "pull": (offer_from(params), remotes["pull"].update_weights),
-        "pull_resharded": (offer_from(sharded_params), remotes["pull_resharded"].update_weights),
+        "pull": (offer_from(params, has_probe=True), remotes["pull"].update_weights),
+        "pull_resharded": (
+            offer_from(sharded_params, has_probe=False),
+            remotes["pull_resharded"].update_weights,
+        ),
     }
     all_seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *routes)}
     source = np.ones(num_parameters, np.float32)
@@ -251,9 +266,7 @@ async def measure_deltas(steps: int, learning_rate: float) -> dict[str, list[flo
             remote = RemoteBackend(server.url, shares_disk=False)
             await remote.start()
             stack.push_async_callback(remote.close)
-            files = FileTransport(
-                learner.model, probe_ids=[list(range(3, 35))], full_every=full_every
-            )
+            files = FileTransport(learner.model, probe_ids=[PROBE_IDS], full_every=full_every)
             stack.callback(files.release)
             routes[name] = (files, remote)
             result |= {f"{name}_mb": [], f"{name}_make_seconds": [], f"{name}_send_seconds": []}
