@@ -134,7 +134,7 @@ def assembled(texts: list[str]) -> dict[str, int]:
         registers = [int(number) for number in re.findall(r"Used (\d+) registers", said)]
         spilled = [int(number) for number in re.findall(r"(\d+) bytes spill stores", said)]
         figures["kernels"] += len(registers)
-        figures["instructions"] += len(re.findall(r"^\s+[^.\s/][^:]*;\s*$", text, re.MULTILINE))
+        figures["instructions"] += len(re.findall(r"^\s+[a-z@].*;$", text, re.MULTILINE))
         figures["registers"] = max(figures["registers"], *registers)
         figures["spilled"] += sum(spilled)
     return figures

@@ -5,9 +5,9 @@
 # It begins with lint, import rules and the tests that look at all sources, pages and tables, which end it where they fail;
 # --only-structure runs these alone, in half a minute.
 # --all adds the slow tests, SkyPilot's parser, tests on a real vLLM (CPU build) and trials of Harbor, as CI does; --nightly
-# adds the slowest, tests on SGLang's server (CPU) and tests of agent harnesses (Claude Code, Codex, …), and has twenty
-# times the examples of hypothesis; --only-vllm and --only-harbor run a part of --all, --only-sglang and --only-harnesses
-# one of --nightly. With pytest arguments it is these tests that run, quick or slow.
+# adds the slowest, plans of GPUs, tests on SGLang's server (CPU) and tests of agent harnesses (Claude Code, Codex, …), and
+# has twenty times the examples of hypothesis; --only-vllm and --only-harbor run a part of --all, --only-sglang and
+# --only-harnesses one of --nightly. With pytest arguments it is these tests that run, quick or slow.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -32,6 +32,7 @@ VLLM_SELECTED="vllm and not nightly"
 HARBOR_SELECTED="harbor and not nightly"
 TYPED=(jax_agent_rl gpu_backend) # empty: what pyproject.toml includes, benchmarks and tests too
 ALL=0                            # 1: slow tests too; the files that took longest are listed
+NIGHTLY=0                        # 1: also plans of GPUs, whose compiler has an environment of its own
 while true; do
   case "${1:-}" in
     --dry-run) DRY_RUN=1 ;;
@@ -39,6 +40,7 @@ while true; do
       PARTS="structure main vllm harbor"
       SELECTED="not vllm and not sglang and not harnesses and not nightly"
       if [ "$1" = --nightly ]; then
+        NIGHTLY=1
         PARTS="structure main vllm sglang harbor harnesses"
         SELECTED="not vllm and not sglang and not harnesses"
         VLLM_SELECTED=vllm
@@ -142,6 +144,9 @@ test_main() {
     make_further_environments >/dev/null 2>&1 &
   fi
   if [ "$ALL" = 1 ]; then make_sky_environment || say "SkyPilot could not be installed: its parser is not asked"; fi
+  if [ "$NIGHTLY" = 1 ]; then
+    run ./launch/cuda_environment.sh || say "XLA's CUDA compiler could not be installed: plans of GPUs are not tested"
+  fi
   install_browser || say "the browser could not be installed: tests of the report's page are skipped"
   say "tests, and types beside them"
   local types times timing=() failed=0

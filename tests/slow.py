@@ -571,6 +571,7 @@ NIGHTLY = {
     "unit/agreement/test_sampling_replay.py::test_old_logprobs_are_the_rollouts_whatever_restricted_the_draws[min_p]": "an engine and a learner; `--all` has them together",
     "unit/agreement/test_sampling_replay.py::test_old_logprobs_are_the_rollouts_whatever_restricted_the_draws[top_k]": "an engine and a learner; `--all` has them together",
     "unit/agreement/test_sampling_replay.py::test_old_logprobs_are_the_rollouts_whatever_restricted_the_draws[top_p]": "an engine and a learner; `--all` has them together",
+    "unit/deploy/plan/test_cuda_plans.py": "compiles for GPUs, in an environment of 4 GB",
     "unit/deploy/plan/test_plan_command.py::test_a_slice_that_does_not_go_with_the_run_is_refused_with_the_fix[v5e:2x2-overrides4": "a process with libtpu; `--all` has other refusals",
     "unit/deploy/plan/test_plan_command.py::test_a_slice_that_does_not_go_with_the_run_is_refused_with_the_fix[v5e:2x2-overrides5": "a process with libtpu; `--all` has other refusals",
     "unit/deploy/plan/test_plan_command.py::test_a_slice_that_does_not_go_with_the_run_is_refused_with_the_fix[v5e:4x4": "a process with libtpu; `--all` has other refusals",

@@ -218,6 +218,7 @@ def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path
     selected = f"pytest -m {ELSEWHERE} and not nightly and not structural --durations"
     assert any(selected in command for command in commands)
     nightly = dry_run("test.sh", tmp_path, "--nightly")
+    assert "./launch/cuda_environment.sh" in nightly
     selected = f"pytest -m {ELSEWHERE} and not structural --durations"
     assert any(selected in command for command in nightly)
     assert any("pytest -m vllm --durations" in command for command in nightly)

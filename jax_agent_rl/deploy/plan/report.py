@@ -23,6 +23,8 @@ from jax_agent_rl.deploy.plan.engine_programs import CACHE, WEIGHTS
 from jax_agent_rl.deploy.plan.estimate import estimate
 from jax_agent_rl.deploy.plan.hlo import Collective
 from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load, ResourcePlan
+from jax_agent_rl.deploy.plan.prediction import SUSTAINED
+from jax_agent_rl.deploy.plan.roofline import PRODUCTS
 from jax_agent_rl.deploy.plan.topology import (
     Chip,
     Slice,
@@ -68,6 +70,12 @@ COLUMNS = {
     "compiled": "seconds that compiling took here",
 }
 
+PREDICTED_ON_GPUS = (
+    f"time by a roofline: a kernel's products at {PRODUCTS:.0%} of the stated peak or its bytes at"
+    f" {SUSTAINED:.0%} of the stated bandwidth, as they are scheduled; the compiler gives none"
+)
+"""What a GPU's predicted times are."""
+
 _SIZE_COLUMNS = 6  # columns of the first table, the programs' names included
 _PROGRAM_WIDTH = 10  # characters of a program's column: its name is broken at blanks
 _WRAPPED = ("program", "exchanges in", "kinds")
@@ -89,7 +97,10 @@ def show(plan: ResourcePlan, console: Console, *, price: float | None = None) ->
         if table.row_count:
             console.print(table, "")
 
-    for name, meaning in COLUMNS.items():
+    meanings = dict(COLUMNS)
+    if plan.slice.chip.gpu is not None:
+        meanings["predicted"] = PREDICTED_ON_GPUS
+    for name, meaning in meanings.items():
         console.print(f"  [bold]{name}[/bold]: {meaning}", highlight=False, soft_wrap=True)
     console.print()
 

@@ -99,6 +99,14 @@ def test_memory_is_shown_by_kind_for_every_program(plan):
     assert rows(lines, "together") == [["together", "2.00", "0.75"]]
 
 
+def test_times_of_gpus_are_said_to_be_those_of_a_roofline(plan):
+    on_tpus = plan([gradient()])
+    on_gpus = dataclasses.replace(on_tpus, slice=Slice.parse("h100:1"))
+    vars(on_gpus.slice)["devices"] = list(MESH.devices.flat)
+    assert any("predicted: time by the compiler's estimates" in line for line in shown(on_tpus))
+    assert any("predicted: time by a roofline" in line for line in shown(on_gpus))
+
+
 @pytest.mark.parametrize("width", [80, 100])
 def test_many_programs_are_shown_on_a_narrow_screen_with_no_number_broken(width, plan):
     lines = shown(plan([gradient(), *rollouts(10)]), width)
