@@ -148,17 +148,14 @@ class RolloutConfig(Section):
     )
     weight_dir: Annotated[
         str | None,
-        WhenKey("rollout.backend", "vllm", "sglang", "remote")
-        | WhenKey("rollout.placement", "separate", "hybrid")
-        | WhenCommand("rollout-server"),
+        WhenKey("rollout.backend", "vllm", "sglang", "remote") | WhenCommand("rollout-server"),
     ] = Field(
         default=None,
         description=(
             "Folder through which weights reach vllm, sglang and remote engines. Engines must see"
-            " it, and rollout servers read weights from nowhere else. Files on their way to Ray's"
-            " object store are written there as well. null: shared memory, or an upload to rollout"
-            " servers on other machines. With weight_transport: tensorstore also a bucket,"
-            " gs://bucket/path."
+            " it, and rollout servers read weights from nowhere else. null: shared memory, or an"
+            " upload to rollout servers on other machines. With weight_transport: tensorstore also"
+            " a bucket, gs://bucket/path."
         ),
     )
     weight_transport: Annotated[

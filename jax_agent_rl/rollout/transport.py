@@ -24,9 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 by name)
 import numpy as np
 
 from jax_agent_rl.rollout.protocol import (
+    ARRAYS,
     BROADCAST,
     FILES,
     OBJECT_STORE,
@@ -35,7 +37,8 @@ from jax_agent_rl.rollout.protocol import (
     WeightUpdate,
 )
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
-from jax_agent_rl.utils.weight_transfer import LogprobProbe
+from jax_agent_rl.utils.fingerprints import fingerprint
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, LogprobProbe, check_digest, rounded
 
 Fetch = Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]]
 """Yields an update as the engine loads it, valid within the context."""
@@ -128,35 +131,64 @@ class FetchingBackend:
         return getattr(self.backend, name)
 
 
-# --- files in Ray's object store ------------------------------------------------------------------
+# --- Ray's object store ---------------------------------------------------------------------------
+
+Tensor = tuple[str, np.ndarray]
+"""A stored array: the name of its type, and its numbers as unsigned integers of that size.
+
+Ray returns these as views of shared memory, while it would copy arrays of types that NumPy itself
+does not know (bfloat16).
+"""
 
 
 @dataclass
 class ObjectStoreTransport(WeightTransport):
-    """Offers files in Ray's object store, to engines in Ray actors: each node gets them once."""
+    """Offers another transport's weights in Ray's object store, to engines in Ray actors.
 
-    files: WeightTransport
+    They are written once, and are once on every node.
+
+    Args:
+        source: makes the update in the engines' form: arrays or files.
+        score_probe: None if the source adds a probe, and for a learner of several processes.
+    """
+
+    source: WeightTransport
+    engines: Engines
+    score_probe: ScoreProbe | None = None
 
     def offer(self, learner: WeightSource, version: int) -> WeightUpdate:
         import ray
 
-        return store_files(self.files.offer(learner, version), ray.put)
+        dtype = self.engines.weight_dtype()
+        update = store(self.source.offer(learner, version), ray.put, dtype=dtype)
+        if self.score_probe is not None:
+            update = replace(update, probe=self.score_probe(learner.params, dtype=dtype))
+        return update
 
     def release(self) -> None:
-        self.files.release()
+        self.source.release()
 
 
-def store_files(update: WeightUpdate, put: Callable[[Any], Any]) -> WeightUpdate:
-    """Write an update's files to the store; return an update that refers to them.
+def store(
+    update: WeightUpdate, put: Callable[[Any], Any], *, dtype: str = AS_THEY_ARE
+) -> WeightUpdate:
+    """Write the weights of an update to the store; return an update that refers to them.
 
     Args:
+        update: of kind ``arrays`` (nested dicts) or ``safetensors`` (paths).
         put: writes an object to the store; returns its reference, which the object lives as long
             as.
+        dtype: what arrays are rounded to; files are as their update says.
     """
-    contents = {}
-    for path in update.payload:
-        contents[Path(path).name] = np.asarray(np.memmap(path, np.uint8, mode="r"))
-    return replace(update, kind=OBJECT_STORE, payload=put(contents))
+    contents: dict[str, Any] = {}
+    if update.kind == FILES:
+        for path in update.payload:
+            contents[Path(path).name] = np.asarray(np.memmap(path, np.uint8, mode="r"))
+    else:
+        contents = _map(lambda name, array: _pack(rounded(array, dtype, name)), update.payload)
+        update = replace(update, dtype=dtype, digests={ARRAYS: fingerprint(contents)})
+    payload = (update.kind, put(contents))
+    return replace(update, kind=OBJECT_STORE, payload=payload, lasting=True)
 
 
 async def await_reference(reference: Any) -> Any:
@@ -165,17 +197,64 @@ async def await_reference(reference: Any) -> Any:
 
 
 @asynccontextmanager
-async def fetch_files(
+async def fetch(
     update: WeightUpdate, *, get: GetObject = await_reference
 ) -> AsyncIterator[WeightUpdate]:
-    """Yield an update of stored files with their paths, in shared memory if there is some."""
-    contents = await get(update.payload)
+    """Yield the update as an engine loads it: views of the store, or files in shared memory.
+
+    Args:
+        update: from :func:`store`.
+        get: returns a stored object by its reference.
+
+    Raises:
+        WeightUpdateError: arrays have another digest than the update. Of files, the engine finds
+            it.
+    """
+    kind, reference = update.payload
+    contents = await get(reference)
+    if kind == ARRAYS:
+        if update.digests:
+            digest = await asyncio.to_thread(fingerprint, contents)
+            check_digest(f"version {update.version} in Ray's store", digest, update.digests[ARRAYS])
+        yield replace(update, kind=kind, payload=_map(lambda _, tensor: _unpack(tensor), contents))
+        return
+
     folder = make_temp_folder("jax_agent_rl-fetched-", in_memory=True)
     try:
         paths = await asyncio.to_thread(_write_files, contents, folder)
-        yield replace(update, kind=FILES, payload=paths)
+        yield replace(update, kind=kind, payload=paths)
     finally:
         remove_temp_folder(folder)
+
+
+def from_object_store(
+    backend: RolloutBackend, *, get: GetObject = await_reference
+) -> RolloutBackend:
+    """Return a backend whose weights come from the object store, or by broadcast."""
+    return fetching(backend, OBJECT_STORE, functools.partial(fetch, get=get), passes=BROADCAST)
+
+
+def _pack(array: Any) -> Tensor:
+    """Copy a NumPy or device array only if it is not in C order on the host already."""
+    host_array = np.asarray(array, order="C")
+    return host_array.dtype.name, host_array.view(f"u{host_array.dtype.itemsize}")
+
+
+def _unpack(tensor: Tensor) -> np.ndarray:
+    """Return the array, a view of the stored one."""
+    dtype, numbers = tensor
+    return numbers.view(dtype)
+
+
+def _map(function: Callable[[str, Any], Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree with ``function(name, value)`` in place of every value."""
+    mapped = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            mapped[name] = _map(function, value)
+        else:
+            mapped[name] = function(name, value)
+    return mapped
 
 
 def _write_files(contents: Mapping[str, np.ndarray], folder: Path) -> list[str]:
@@ -185,12 +264,3 @@ def _write_files(contents: Mapping[str, np.ndarray], folder: Path) -> list[str]:
         content.tofile(path)
         paths.append(str(path))
     return paths
-
-
-def from_object_store(
-    backend: RolloutBackend, *, get: GetObject = await_reference
-) -> RolloutBackend:
-    """Return a backend whose weights come from the object store, or by broadcast."""
-    return fetching(
-        backend, OBJECT_STORE, functools.partial(fetch_files, get=get), passes=BROADCAST
-    )

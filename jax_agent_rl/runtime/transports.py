@@ -8,7 +8,7 @@ They differ in who holds the bytes, and in how an engine gets them::
     FileTransport         a folder, in memory if it may be    opens paths, or gets an upload
     ShardTransport        a shared folder or bucket           reads the parts of its devices
     PullTransport         the learner's devices               pulls the parts onto its devices
-    ObjectStoreTransport  Ray's store, once on every node     opens files with these bytes
+    ObjectStoreTransport  Ray's store, once on every node     reads views of the store
     DeviceTransport       the learner's first device          gets CUDA handles, or a broadcast
 
 Weights that leave the process are rounded to what the engines compute in, and a probe goes with
@@ -96,8 +96,10 @@ def make_transport(
             " tensorstore with rollout.weight_dir"
         )
 
-    if rollout.backend == "jetstream" and is_colocated:
-        return ArrayTransport()
+    if rollout.backend == "jetstream":
+        if is_colocated:
+            return ArrayTransport()
+        return ObjectStoreTransport(ArrayTransport(), engines, score)
 
     if rollout.weight_transport == "tensorstore":
         assert rollout.weight_dir is not None  # checked with the configuration
@@ -121,7 +123,7 @@ def make_transport(
             return DeviceTransport(CUDA_IPC, model, engines, score, instead=files)
         return files
 
-    objects = ObjectStoreTransport(files)
+    objects = ObjectStoreTransport(files, engines)
     if rollout.weight_transport == BROADCAST and score is not None:
         return DeviceTransport(BROADCAST, model, engines, score, instead=objects)
     return objects

@@ -31,7 +31,7 @@ from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.rollout.http.membership import ADDRESS_FILE, command_run
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.ray_backend import EngineHost, RayBackend
-from jax_agent_rl.rollout.transport import from_object_store, store_files
+from jax_agent_rl.rollout.transport import from_object_store, store
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
 from jax_agent_rl.runtime.train import train
 from jax_agent_rl.testing.leaks import Footprint
@@ -274,7 +274,7 @@ async def test_one_object_updates_all_engines_and_a_damaged_one_none(tmp_path: P
         put.append(ray.put(contents))
         return put[-1]
 
-    update = store_files(files, counting)
+    update = store(files, counting)
     damaged = replace(update, digests={"w.safetensors": digest(b"othex")})
     async with toys(2) as actors:
         old_outputs = [await actor.generate(request("before")) for actor in actors]

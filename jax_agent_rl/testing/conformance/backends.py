@@ -21,7 +21,7 @@ from jax_agent_rl.chat.special_tokens import MediaTokens
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.protocol import FILES, BackendSpec, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import ARRAYS, FILES, BackendSpec, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.ray_backend import RayBackend
 from jax_agent_rl.runtime.ray_cluster import open_ray
 from jax_agent_rl.testing.conformance.models import (
@@ -461,15 +461,17 @@ def ray_actor(options: BackendOptions) -> BackendUnderTest:
 
     It takes its weights from the object store.
     """
-    from jax_agent_rl.rollout.transport import store_files
+    from jax_agent_rl.rollout.transport import store
 
     inner = select_backend(options.engine, options)
+    inner_kind = ARRAYS if options.engine == "jetstream" else FILES
 
     def payload(kind: str, which: str) -> Any:
         import ray  # not before it is started: it reads variables at import that starting sets
 
-        files = WeightUpdate(version=0, kind=FILES, payload=inner.payload(FILES, which))
-        return store_files(files, ray.put).payload
+        inner_payload = inner.payload(inner_kind, which)
+        update = WeightUpdate(version=0, kind=inner_kind, payload=inner_payload)
+        return store(update, ray.put).payload
 
     make = functools.partial(_engine, options)
     return describe(f"ray {options.engine}", lambda: ActorBackend(make), options, payload=payload)

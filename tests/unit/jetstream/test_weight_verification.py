@@ -22,7 +22,7 @@ from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.rollout.transport import from_object_store, store_files
+from jax_agent_rl.rollout.transport import from_object_store, store
 from jax_agent_rl.runtime.transports import FileTransport
 from jax_agent_rl.types import SamplingParams
 from tests.messages import raises
@@ -81,8 +81,8 @@ class Paths:
         )
 
     def object_store(self, params: Params, version: int) -> WeightUpdate:
-        files = self.files(params, version)
-        return store_files(files, lambda contents: SimpleNamespace(contents=contents))
+        arrays = WeightUpdate(version=version, kind="arrays", payload=params, probe=canary())
+        return store(arrays, lambda contents: SimpleNamespace(contents=contents))
 
 
 def canary():

@@ -9,7 +9,7 @@ from jax_agent_rl.errors import PromptTooLongError, WeightUpdateError
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.ray_backend import EngineHost
-from jax_agent_rl.rollout.transport import from_object_store, store_files
+from jax_agent_rl.rollout.transport import from_object_store, store
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.fingerprints import digest
 from tests.messages import raises
@@ -80,8 +80,8 @@ async def test_stored_weights_are_taken_and_damaged_ones_leave_the_old_ones_serv
         payload=[str(tmp_path / "w.safetensors")],
         digests={"w.safetensors": digest(b"other")},
     )
-    update = store_files(files, lambda contents: contents)
-    stored = update.payload
+    update = store(files, lambda contents: contents)
+    _, stored = update.payload
     weights = stored["w.safetensors"]
     old_ids = (await host.call("generate", request("before"))).value.token_ids
 

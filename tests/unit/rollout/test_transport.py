@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,10 +16,10 @@ from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import BROADCAST, FILES, OBJECT_STORE, WeightUpdate
 from jax_agent_rl.rollout.transport import (
-    fetch_files,
+    fetch,
     fetching,
     from_object_store,
-    store_files,
+    store,
 )
 from jax_agent_rl.testing.conformance.backends import OTHER
 from jax_agent_rl.utils.fingerprints import digest
@@ -117,7 +118,7 @@ async def test_a_kind_passes_to_an_engine_that_leaves_its_declaration_to_the_sen
     assert BROADCAST not in backend.capabilities.weight_payloads
 
 
-# --- files in Ray's object store ------------------------------------------------------------------
+# --- Ray's object store ---------------------------------------------------------------------------
 
 
 class FakeStore:
@@ -147,11 +148,63 @@ def written(folder: Path, content: bytes = b"weights") -> WeightUpdate:
     )
 
 
+TREE = {
+    "embed": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "layers": {0: {"scale": np.ones(3, ml_dtypes.bfloat16)}, 1: {"scale": np.float32(4)}},
+}
+
+
+def arrays(tree: Any = TREE) -> WeightUpdate:
+    return WeightUpdate(version=3, kind="arrays", payload=tree)
+
+
+async def test_arrays_come_back_as_they_were():
+    objects = FakeStore()
+    update = store(arrays(), objects.put)
+    assert (update.kind, update.version) == (OBJECT_STORE, 3)
+    async with fetch(update, get=objects.get) as fetched:
+        assert (fetched.kind, fetched.version) == ("arrays", 3)
+        np.testing.assert_array_equal(fetched.payload["embed"], TREE["embed"])
+        scale = fetched.payload["layers"][0]["scale"]
+        assert scale.dtype == ml_dtypes.bfloat16
+        assert scale.tolist() == [1, 1, 1]
+        assert fetched.payload["layers"][1]["scale"].shape == ()
+
+
+async def test_what_the_store_holds_is_read_without_a_copy():
+    objects = FakeStore()
+    update = store(arrays(), objects.put)
+    _, held = objects.objects[0]["embed"]
+    async with fetch(update, get=objects.get) as fetched:
+        assert np.shares_memory(fetched.payload["embed"], held)
+
+
+@given(place=st.integers(0, 23), bit=st.integers(0, 7))
+async def test_any_flipped_bit_is_found_before_the_engine_sees_it(place: int, bit: int):
+    objects = FakeStore()
+    update = store(arrays({"embed": TREE["embed"].copy()}), objects.put)
+    _, held = objects.objects[0]["embed"]
+    held.view(np.uint8).reshape(-1)[place] ^= 1 << bit
+    with raises(WeightUpdateError, key="version 3", value="damaged"):
+        async with fetch(update, get=objects.get):
+            raise AssertionError("damaged weights were given out")
+
+
+def test_the_digest_is_of_names_types_and_shapes_as_well():
+    zeros = np.zeros((2, 2), np.float32)
+    changed_weights = [{"b": zeros}, {"a": zeros.astype(np.int32)}, {"a": zeros.reshape(4)}]
+
+    def digest_of(weights: dict[str, np.ndarray]) -> str:
+        return store(arrays(weights), FakeStore().put).digests["arrays"]
+
+    assert digest_of({"a": zeros}) not in {digest_of(weights) for weights in changed_weights}
+
+
 async def test_files_come_back_with_their_bytes_and_do_not_stay(tmp_path: Path):
     objects = FakeStore()
-    update = store_files(written(tmp_path), objects.put)
+    update = store(written(tmp_path), objects.put)
     assert update.kind == OBJECT_STORE
-    async with fetch_files(update, get=objects.get) as fetched:
+    async with fetch(update, get=objects.get) as fetched:
         (file,) = fetched.payload
         assert (fetched.kind, fetched.partial) == (FILES, True)
         assert Path(file).read_bytes() == b"weights"
@@ -164,11 +217,11 @@ async def test_any_flipped_bit_is_found_by_the_digests_that_came_along(
     tmp_path_factory, place: int, bit: int
 ):
     objects = FakeStore()
-    update = store_files(written(tmp_path_factory.mktemp("files")), objects.put)
+    update = store(written(tmp_path_factory.mktemp("files")), objects.put)
     content = np.array(objects.objects[0]["a.safetensors"])
     content[place] ^= 1 << bit
     objects.objects[0]["a.safetensors"] = content
-    async with fetch_files(update, get=objects.get) as fetched:
+    async with fetch(update, get=objects.get) as fetched:
         with raises(WeightUpdateError, key="a.safetensors", value="damaged"):
             check_files(fetched.payload, fetched.digests)
 

@@ -16,7 +16,7 @@ from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import OBJECT_STORE, WeightUpdate
 from jax_agent_rl.rollout.ray_backend import RayBackend
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.rollout.transport import FetchingBackend, from_object_store, store_files
+from jax_agent_rl.rollout.transport import FetchingBackend, from_object_store, store
 from jax_agent_rl.runtime.engine_devices import check_turns
 from jax_agent_rl.runtime.placement import (
     open_engine,
@@ -184,9 +184,7 @@ async def test_an_engine_of_this_process_takes_weights_from_the_store(tmp_path):
     engine = from_object_store(ToyBackend(weight_payloads=frozenset({"safetensors"})), get=get)
     assert engine.capabilities.weight_payloads == {OBJECT_STORE}
     files = WeightUpdate(version=4, kind="safetensors", payload=[str(tmp_path / "w.safetensors")])
-    await engine.update_weights(
-        store_files(files, lambda contents: stored.setdefault(0, contents) and 0)
-    )
+    await engine.update_weights(store(files, lambda contents: stored.setdefault(0, contents) and 0))
     assert engine.policy_version == 4
 
 

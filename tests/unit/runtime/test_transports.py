@@ -15,6 +15,7 @@ import pytest
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import device_tensors, hf_tensors
@@ -143,7 +144,8 @@ async def test_weights_are_rounded_for_the_transfer_as_an_engine_would(
                 return stored_objects[reference]
 
             await from_object_store(receiver, get=get).update_weights(update)
-            size = sum(content.nbytes for content in stored_objects[0].values())
+            tensors = stored.named(stored_objects[0]).values()
+            size = sum(numbers.nbytes for _, numbers in tensors)
         else:
             await client.pool.update_weights(update)
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
