@@ -17,7 +17,13 @@ from jax_agent_rl.config import LoraConfig
 from jax_agent_rl.errors import BackendError, ConfigError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.models.lora import blank_adapter, read_peft, save_peft, scaled_adapter
+from jax_agent_rl.models.lora import (
+    adapted_targets,
+    blank_adapter,
+    read_peft,
+    save_peft,
+    scaled_adapter,
+)
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams, TokenOutput
 from tests.messages import raises
@@ -37,7 +43,8 @@ def drawn(lora: LoraConfig, seed: int) -> dict:
         return (0.3 * rng.standard_normal(shape)).astype(np.float32)
 
     adapters = {}
-    for name in (target.removesuffix("_proj") for target in lora.targets):
+    for target in adapted_targets(lora, TINY):
+        name = target.removesuffix("_proj")
         layers, out, inputs = SHAPES_OF[name]
         adapters[name] = {"a": draw(layers, lora.rank, inputs), "b": draw(layers, out, lora.rank)}
     return {"adapters": adapters}
