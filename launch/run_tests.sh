@@ -17,7 +17,8 @@ run_tests() {
   cache="$(mktemp -d)"
   failed="$cache/v/cache/lastfailed"
   run "$python" -m pytest "$@" -o "cache_dir=$cache" || status=$?
-  if [ "$status" != 0 ] && [ -e "$failed" ]; then
+  # 1: all have run, and some failed. Otherwise pytest was interrupted, or broke, and others have not run.
+  if [ "$status" = 1 ] && [ -e "$failed" ]; then
     status=0
     repeat_failed "$python" "$@" || status=$?
   fi

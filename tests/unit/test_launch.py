@@ -320,3 +320,17 @@ def test_a_gpu_is_checked_in_under_ten_minutes(tmp_path: Path):
     assert "rollout.weight_transport=broadcast" in parts[-1]
     before = commands[: commands.index(parts[0])]
     assert any("locks/gpu.txt" in command for command in before)
+
+
+def test_an_interruption_after_a_failure_is_no_success(tmp_path: Path):
+    tests = tmp_path / "test_some.py"
+    interrupted = "\n\ndef test_interrupted():\n    raise KeyboardInterrupt\n"
+    tests.write_text(UNSTEADY_TESTS.replace("BROKEN", "0") + interrupted)
+    program = f"""
+        source {ROOT}/launch/lib.sh
+        source {ROOT}/launch/run_tests.sh
+        run_tests {sys.executable} {tests} || echo "failed"
+    """
+    result = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+    assert "once more, alone" not in result.stdout
+    assert result.stdout.endswith("failed\n")
