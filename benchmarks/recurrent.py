@@ -62,8 +62,7 @@ def measure(function: Callable[..., Any], *arguments: Any) -> tuple[float, int]:
 def train_delta(length: int) -> tuple[float, int]:
     """Measure the delta rule and its gradient over a row."""
     rng = np.random.default_rng(0)
-    positions = jnp.arange(length, dtype=jnp.int32)[None]
-    forest = plan_forest(positions, jnp.full((1, length), length, jnp.int32))
+    forest = plan_forest(jnp.full((1, length), length, jnp.int32))
 
     def loss(tokens: DeltaTokens) -> jax.Array:
         return jnp.sum(jnp.sin(tree_delta_rule(tokens, forest)))

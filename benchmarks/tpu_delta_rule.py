@@ -50,17 +50,17 @@ def predicted(slice: Slice, rule: Rule, chunk: int, length: int, heads: int) -> 
         return jax.ShapeDtypeStruct((1, length, *shape), dtype, sharding=sharding)
 
     def outputs_and_gradients(
-        tokens: DeltaTokens, positions: jax.Array, ends: jax.Array, d_outputs: jax.Array
+        tokens: DeltaTokens, ends: jax.Array, d_outputs: jax.Array
     ) -> tuple[jax.Array, DeltaTokens]:
-        forest = plan_forest(positions, ends, chunk=chunk)
+        forest = plan_forest(ends, chunk=chunk)
         outputs, pull = jax.vjp(lambda tokens: rule(tokens, forest), tokens)
         return outputs, pull(d_outputs)[0]
 
     vectors = describe(heads, SIZE)
     numbers = describe(heads)
-    marks = describe(dtype=jnp.int32)
+    ends = describe(dtype=jnp.int32)
     tokens = DeltaTokens(vectors, vectors, vectors, numbers, numbers)
-    traced = jax.jit(outputs_and_gradients).trace(tokens, marks, marks, vectors)
+    traced = jax.jit(outputs_and_gradients).trace(tokens, ends, vectors)
     program = traced.lower().compile()
 
     text = program.as_text()

@@ -38,23 +38,18 @@ def depth_first(choices: list[float]) -> Parents:
     return parents
 
 
-def marks(parents: Parents) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and ends of subtrees of one row."""
-    positions = np.zeros(len(parents), np.int32)
+def subtree_ends(parents: Parents) -> np.ndarray:
+    """Ends of the subtrees of one row."""
     ends = np.arange(1, len(parents) + 1, dtype=np.int32)
-    for token, parent in enumerate(parents):
-        if parent >= 0:
-            positions[token] = positions[parent] + 1
     for token in reversed(range(len(parents))):
         if parents[token] >= 0:
             ends[parents[token]] = max(ends[parents[token]], ends[token])
-    return positions, ends
+    return ends
 
 
 def forest_of(rows: list[Parents], chunk: int) -> TokenForest:
-    pairs = [marks(parents) for parents in rows]
-    positions, ends = (np.stack(arrays) for arrays in zip(*pairs, strict=True))
-    return plan_forest(jnp.asarray(positions), jnp.asarray(ends), chunk=chunk)
+    ends = np.stack([subtree_ends(parents) for parents in rows])
+    return plan_forest(jnp.asarray(ends), chunk=chunk)
 
 
 def random_tokens(seed: int, rows: int, heads: int, key_size: int, value_size: int) -> DeltaTokens:

@@ -482,9 +482,6 @@ def delta_errors() -> Errors:
     parents = np.arange(count) - 1
     parents[branch_end] = trunk_end - 1
     parents[tree_end] = -1
-    depths = np.arange(count, dtype=np.int32)
-    depths[branch_end:] -= branch_end - trunk_end
-    depths[tree_end:] = np.arange(count - tree_end)
     ends = np.full(count, count, np.int32)
     ends[:tree_end] = tree_end
     ends[trunk_end:branch_end] = branch_end
@@ -502,7 +499,7 @@ def delta_errors() -> Errors:
     @jax.jit
     def run(tokens: DeltaTokens) -> tuple[jax.Array, DeltaTokens]:
         chunk = delta_kernel.CHUNK
-        forest = plan_forest(jnp.asarray(depths[None]), jnp.asarray(ends[None]), chunk=chunk)
+        forest = plan_forest(jnp.asarray(ends[None]), chunk=chunk)
         outputs, pull = jax.vjp(lambda tokens: tree_delta_rule(tokens, forest), tokens)
         return outputs, pull(d_out)[0]
 

@@ -63,7 +63,7 @@ class HeadWeights(NamedTuple):
 
 def _prepare(config: DecoderConfig, windowed: bool, tokens: TokenTrees) -> TokenForest:
     chunk = delta_kernel.CHUNK if compiles_for("tpu") else CHUNK
-    return plan_forest(tokens.positions, tokens.subtree_end, chunk=chunk)
+    return plan_forest(tokens.subtree_end, chunk=chunk)
 
 
 def _mix(layer: LayerWeights, x: jax.Array, forest: TokenForest) -> jax.Array:

@@ -92,10 +92,10 @@ def test_a_learners_delta_rule_compiles_to_a_kernel_each_way(devices: np.ndarray
     length = 1024
     heads = described(mesh, (2, length, HEADS, SIZE), jnp.float32, None, None, "tensor")
     numbers = described(mesh, (2, length, HEADS), jnp.float32, None, None, "tensor")
-    marks = described(mesh, (2, length), jnp.int32)
+    ends = described(mesh, (2, length), jnp.int32)
 
-    def outputs_and_gradients(tokens, positions, ends, d_outputs):
-        forest = plan_forest(positions, ends, chunk=delta_kernel.CHUNK)
+    def outputs_and_gradients(tokens, ends, d_outputs):
+        forest = plan_forest(ends, chunk=delta_kernel.CHUNK)
         outputs, pull = jax.vjp(lambda tokens: tree_delta_rule(tokens, forest), tokens)
         return outputs, pull(d_outputs)
 
@@ -103,12 +103,12 @@ def test_a_learners_delta_rule_compiles_to_a_kernel_each_way(devices: np.ndarray
     run = jax.shard_map(
         outputs_and_gradients,
         mesh=mesh,
-        in_specs=(split, PartitionSpec(), PartitionSpec(), split),
+        in_specs=(split, PartitionSpec(), split),
         out_specs=split,
         check_vma=False,
     )
     tokens = DeltaTokens(heads, heads, heads, numbers, numbers)
-    program = jax.jit(run).lower(tokens, marks, marks, heads).compile()
+    program = jax.jit(run).lower(tokens, ends, heads).compile()
     assert kernels(program) == 2
     # Beside the arrays as the kernels read them: a correction of each value, and a state of each
     # chunk and its gradient. Solved systems of all chunks would not fit.
