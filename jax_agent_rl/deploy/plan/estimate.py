@@ -49,7 +49,8 @@ class PlanEstimate:
     """Estimated memory and time of one configuration.
 
     Attributes:
-        resident_bytes: lower bound of what stays on the fullest chip between programs.
+        resident_bytes: lower bound of what stays on the fullest chip while the learner works.
+        rollout_bytes: the same while engines sample and take weights.
         learner_bytes: the learner's part of it, on each of its chips.
         weight_bytes: the weights' part of an engine's.
         engine_bytes: an engine's part of it; 0 where engines run elsewhere.
@@ -60,17 +61,25 @@ class PlanEstimate:
     resident_bytes: float
     gradient_bytes: float
     seconds: float
+    rollout_bytes: float = 0.0
     learner_bytes: float = 0.0
     engine_bytes: float = 0.0
     weight_bytes: float = 0.0
 
     @property
+    def least_bytes(self) -> float:
+        """Lower bound of the fullest chip's bytes, in the fuller phase."""
+        return max(self.resident_bytes, self.rollout_bytes)
+
+    @property
     def total(self) -> float:
-        """Bytes of the fullest chip."""
-        return self.resident_bytes + self.gradient_bytes
+        """Bytes of the fullest chip, in the fuller phase."""
+        return max(self.resident_bytes + self.gradient_bytes, self.rollout_bytes)
 
 
-def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) -> PlanEstimate:
+def estimate(
+    config: Config, model: DecoderConfig, chip: Chip, *, engines: int, hosts: int = 1
+) -> PlanEstimate:
     """Estimate memory and time, to compare configurations by.
 
     Resident bytes are a lower bound, and a gradient's bytes rough.
@@ -78,6 +87,7 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
     Args:
         engines: number of engines that sample concurrently; where they run elsewhere, neither
             their memory nor their time counts.
+        hosts: number of processes that have engines.
     """
     rollout = config.rollout
     engine_devices = rollout.jetstream.mesh.engine_devices
@@ -94,10 +104,20 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
         rollout.placement != "separate"
         and rollout.jetstream.device_offset < config.learner.mesh.devices
     )
+    resident_bytes = learner_bytes
     if shares_chips and not rollout.sleep_during_update:
-        resident_bytes = learner_bytes + engine_bytes
-    else:  # on chips of their own, or in turn on the same
-        resident_bytes = max(learner_bytes, engine_bytes)
+        resident_bytes += engine_bytes
+
+    rollout_bytes = engine_bytes
+    if hosts > 1 and engine_bytes:  # each takes new weights from a copy, before it drops the old
+        width = 2 if rollout.jetstream.dtype == "bfloat16" else MASTER
+        rollout_bytes += parameter_count(model) * width / engine_devices
+    if shares_chips:
+        rollout_bytes += learner_bytes
+        if config.learner.lora is None:  # there is no gradient between updates
+            mesh = config.learner.mesh
+            shards = mesh.fsdp * mesh.tensor * mesh.expert
+            rollout_bytes -= MASTER * parameter_count(model) / shards
 
     gradient_bytes = (
         _activation_bytes(config, model)
@@ -109,6 +129,7 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
         resident_bytes=resident_bytes,
         gradient_bytes=gradient_bytes,
         seconds=seconds,
+        rollout_bytes=rollout_bytes,
         learner_bytes=learner_bytes,
         engine_bytes=engine_bytes,
         weight_bytes=weight_bytes,

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -128,9 +127,13 @@ def candidates(
                 choice = {**meshes, **sizes}
                 changed = choose_engine_mesh(configured(as_overrides(choice)), model, slice)
                 estimated = estimate(
-                    changed, model, slice.chip, engines=max(1, placement.engine_count)
+                    changed,
+                    model,
+                    slice.chip,
+                    engines=max(1, placement.engine_count),
+                    hosts=len(placement.engines),
                 )
-                if estimated.resident_bytes > capacity:
+                if estimated.least_bytes > capacity:
                     refused.add(changed, estimated)
                     continue
                 changes = as_overrides(choice, changing=config)
@@ -148,7 +151,7 @@ class _Refusals:
         self._capacity = capacity
         self._learner: tuple[float, Config] | None = None
         self._engine: tuple[float, Config] | None = None
-        self._both: float | None = None
+        self._both: tuple[float, Config] | None = None
         self._errors: set[str] = set()
 
     def add(self, config: Config, estimated: PlanEstimate) -> None:
@@ -158,7 +161,7 @@ class _Refusals:
         self._learner = _smaller(self._learner, estimated.learner_bytes, config)
         self._engine = _smaller(self._engine, estimated.engine_bytes, config)
         if learner_fits and engine_fits:
-            self._both = min(self._both or math.inf, estimated.resident_bytes)
+            self._both = _smaller(self._both, estimated.least_bytes, config)
 
     def add_error(self, error: ConfigError) -> None:
         """Note meshes that do not go with the devices or the model."""
@@ -169,11 +172,13 @@ class _Refusals:
         reasons = []
         capacity = format_bytes(self._capacity)
         if self._both is not None:
+            size, config = self._both
+            fix = "a smaller rollout.jetstream.kv_cache_tokens, or take a larger --topology"
+            if not config.rollout.sleep_during_update:
+                fix = f"rollout.sleep_during_update=true, or {fix}"
             reasons.append(
                 f"what stays on a chip, of learner and engine together, takes at least"
-                f" {format_bytes(self._both)} of {capacity}: set"
-                " rollout.sleep_during_update=true, or a smaller"
-                " rollout.jetstream.kv_cache_tokens"
+                f" {format_bytes(size)} of {capacity}: set {fix}"
             )
         if self._engine is not None and self._engine[0] > self._capacity:
             size, config = self._engine

@@ -10,7 +10,7 @@ import pytest
 from jax_agent_rl.config import build
 from jax_agent_rl.config.loading import read_tree
 from jax_agent_rl.deploy.plan.architectures import architecture_folder
-from jax_agent_rl.deploy.plan.estimate import PlanEstimate
+from jax_agent_rl.deploy.plan.estimate import PlanEstimate, estimate
 from jax_agent_rl.deploy.plan.result import PlanResult
 from jax_agent_rl.deploy.plan.search import (
     Candidate,
@@ -19,7 +19,7 @@ from jax_agent_rl.deploy.plan.search import (
     search,
     verdict,
 )
-from jax_agent_rl.deploy.plan.topology import AXES, GIB, engine_meshes
+from jax_agent_rl.deploy.plan.topology import AXES, CHIPS, GIB, engine_meshes
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.hf import load_config
 from tests.messages import raises
@@ -173,6 +173,29 @@ def test_engines_that_run_elsewhere_take_nothing_of_a_chip(large_model):
     layouts = large_model("qwen3-14b", "v5p:2x2x1", *elsewhere, hosts=1)
     assert {layout.estimate.engine_bytes for layout in layouts} == {0.0}
     assert layouts[0].estimate.resident_bytes == layouts[0].estimate.learner_bytes
+
+
+def test_a_learner_stays_while_engines_sample_although_they_sleep_while_it_learns(tmp_path):
+    config = build(
+        read_tree(recipe(tmp_path / "sleeping")),
+        ["rollout.sleep_during_update=true", "rollout.jetstream.dtype=bfloat16"],
+    )
+    model = load_config(config.model.path)
+    chip = CHIPS["v5p"]
+    awake = {"rollout": config.rollout.model_copy(update={"sleep_during_update": False})}
+    without_sleep = estimate(config.model_copy(update=awake), model, chip, engines=1)
+    sleeping = estimate(config, model, chip, engines=1)
+    assert sleeping.resident_bytes == sleeping.learner_bytes
+    assert without_sleep.resident_bytes == sleeping.learner_bytes + sleeping.engine_bytes
+
+    # Adam has two numbers for each weight and each gradient: a quarter is the gradient.
+    state = sleeping.learner_bytes * 3 / 4
+    assert sleeping.rollout_bytes == pytest.approx(state + sleeping.engine_bytes)
+    assert without_sleep.rollout_bytes == sleeping.rollout_bytes
+
+    on_two_hosts = estimate(config, model, chip, engines=1, hosts=2)
+    copied = on_two_hosts.rollout_bytes - sleeping.rollout_bytes
+    assert copied == pytest.approx(sleeping.weight_bytes)
 
 
 def test_engines_of_a_mixture_take_up_to_all_chips_of_a_host(tmp_path):
