@@ -470,6 +470,13 @@ def _place_separately(config: Config, devices: Sequence[Device]) -> DevicePlacem
     engines = []
     for start in range(learner_size, end, engine_size):
         engine_devices = devices[start : start + engine_size]
+        hosts = {device.process_index for device in engine_devices}
+        if len(hosts) > 1:
+            raise ConfigError(
+                f"rollout.jetstream.mesh takes {engine_size} chips for a process's engines, which"
+                f" would be chips of {len(hosts)} hosts; an engine has the chips of one: lower"
+                " rollout.jetstream.mesh, or let learner.mesh take whole hosts"
+            )
         engines.append(make_engine_mesh(engine.mesh, devices=engine_devices))
     return DevicePlacement(learner=learner, engines=tuple(engines))
 

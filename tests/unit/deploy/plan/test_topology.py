@@ -109,3 +109,25 @@ def test_the_launch_pages_own_command_samples_on_all_chips(tmp_path):
     assert where.engine_count == 16
     assert len(where.engines) == 4
     assert {device.id for mesh in where.engines for device in mesh.devices.flat} == set(range(16))
+
+
+def test_an_engine_of_a_process_of_its_own_has_the_chips_of_one_host(tmp_path):
+    def placed(*overrides: str, hosts: int) -> int:
+        config = load(
+            recipe(tmp_path / f"{hosts} hosts"),
+            ["rollout.placement=separate", "trainer.mode=one_step_off", *overrides],
+        )
+        slice = described("v5e:2x4", hosts=hosts)
+        for device in slice.devices:
+            device.platform = "tpu-like"  # for which jax knows no coordinates
+        return place_devices(config, slice.devices).engine_count
+
+    meshes = (
+        "learner.mesh.fsdp=4",
+        "learner.mesh.tensor=1",
+        "rollout.jetstream.mesh.data=1",
+        "rollout.jetstream.mesh.tensor=4",
+    )
+    assert placed(*meshes, hosts=2) == 1
+    with raises(ConfigError, key="rollout.jetstream.mesh", value="2 hosts"):
+        placed(*meshes, hosts=4)
