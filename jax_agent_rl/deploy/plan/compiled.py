@@ -19,6 +19,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from jax_agent_rl.deploy.plan.answers import (
+    Answer,
+    Memory,
+    answer_file,
+    keep_answer,
+    read_answer,
+)
 from jax_agent_rl.deploy.plan.hlo import RING, Collective, collectives, parse
 from jax_agent_rl.deploy.plan.prediction import (
     Flops,
@@ -136,25 +143,6 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of one chip while a program runs there.
-
-    Attributes:
-        aliased: outputs that take the memory of arguments.
-    """
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-    code: int
-
-    @property
-    def total(self) -> int:
-        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
-
-
-@dataclass(frozen=True, kw_only=True)
 class Compiled:
     """A program and the compiler's findings.
 
@@ -167,6 +155,7 @@ class Compiled:
         exchanges: exchanges between the devices; empty where they are not known.
         prediction: predicted time of a call; None if the compiler refused the program.
         seconds: duration of the compilation.
+        from_earlier_plan: whether the compiler had answered before, so that it was not asked.
     """
 
     program: Program
@@ -177,6 +166,7 @@ class Compiled:
     exchanges: tuple[Collective, ...] = ()
     prediction: Prediction | None = None
     seconds: float
+    from_earlier_plan: bool = False
 
     @property
     def exchanges_known(self) -> bool:
@@ -186,6 +176,8 @@ class Compiled:
     def summary(self, chip: Chip) -> str:
         """Return its predicted time and the time of its compilation, in a few words."""
         compile_time = f"compiled in {format_seconds(self.seconds)}"
+        if self.from_earlier_plan:
+            compile_time = "compiled for an earlier plan"
         if self.prediction is None:
             return f"refused, {compile_time}"
         if not self.program.calls:
@@ -219,8 +211,11 @@ class Compiled:
         return self.work.bytes * self.program.copies
 
 
-def compile_program(program: Program, chip: Chip) -> Compiled:
+def compile_program(program: Program, chip: Chip, *, keeps_answers: bool = False) -> Compiled:
     """Compile for the chips of the program's mesh, which are of one kind.
+
+    Args:
+        keeps_answers: answers are kept on disk, and the compiler is not asked twice.
 
     Raises:
         CompilerError: the compiler failed in another way than for want of memory.
@@ -228,34 +223,31 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
     jaxpr = program.traced.jaxpr.jaxpr
     work = count_work(jaxpr, loops=program.loops, platform=chip.platform)
     start_time = time.perf_counter()
-    try:
-        executable = program.traced.lower().compile()
-    except jax.errors.JaxRuntimeError as error:
-        problem = str(error)
-        if "RESOURCE_EXHAUSTED" not in problem:
-            raise CompilerError(f"the compiler does not take {program.name}: {error}") from error
+    lowered = program.traced.lower()
+    file = None
+    answer = None
+    if keeps_answers:
+        file = answer_file(lowered, program.mesh, chip)
+        answer = read_answer(file)
+    from_earlier_plan = answer is not None
+    if answer is None:
+        answer = _ask(lowered, program.name)
+        if file is not None:
+            keep_answer(file, answer)
+    seconds = time.perf_counter() - start_time
+
+    if answer.memory is None:
         return Compiled(
             program=program,
             memory=None,
-            required_bytes=required_bytes(problem),
-            problem=problem,
+            required_bytes=required_bytes(answer.text),
+            problem=answer.text,
             work=work,
-            seconds=time.perf_counter() - start_time,
+            seconds=seconds,
+            from_earlier_plan=from_earlier_plan,
         )
-    seconds = time.perf_counter() - start_time
 
-    analysis = executable.memory_analysis()
-    text = executable.as_text()
-    assert analysis is not None and text is not None  # XLA's compilers give both
-    memory = Memory(
-        arguments=analysis.argument_size_in_bytes,
-        outputs=analysis.output_size_in_bytes,
-        aliased=analysis.alias_size_in_bytes,
-        temporaries=analysis.temp_size_in_bytes,
-        code=analysis.generated_code_size_in_bytes,
-    )
-
-    hlo = parse(text)
+    hlo = parse(answer.text)
     exchanges = collectives(hlo, program.mesh, loops=program.loops)
     prediction = predict(
         hlo,
@@ -268,13 +260,37 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
     )
     return Compiled(
         program=program,
-        memory=memory,
-        required_bytes=memory.total,
+        memory=answer.memory,
+        required_bytes=answer.memory.total,
         work=work,
         exchanges=tuple(exchanges),
         prediction=prediction,
         seconds=seconds,
+        from_earlier_plan=from_earlier_plan,
     )
+
+
+def _ask(lowered: jax.stages.Lowered, name: str) -> Answer:
+    """Return the compiler's answer about a program; see :func:`compile_program`."""
+    try:
+        executable = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        problem = str(error)
+        if "RESOURCE_EXHAUSTED" not in problem:
+            raise CompilerError(f"the compiler does not take {name}: {error}") from error
+        return Answer(memory=None, text=problem)
+
+    analysis = executable.memory_analysis()
+    text = executable.as_text()
+    assert analysis is not None and text is not None  # XLA's compilers give both
+    memory = Memory(
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
+    )
+    return Answer(memory=memory, text=text)
 
 
 def required_bytes(text: str) -> int:

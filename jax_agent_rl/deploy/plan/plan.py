@@ -300,7 +300,7 @@ def make_plan(
     previous = ""
     for number, program in enumerate(parts.programs, 1):
         on_progress(f"compiling {program.name} ({number} of {len(parts.programs)}){previous}")
-        result = compile_program(program, slice.chip)
+        result = compile_program(program, slice.chip, keeps_answers=True)
         compiled.append(result)
         previous = f"; {program.name}: {result.summary(slice.chip)}"
 

@@ -101,8 +101,7 @@ def chunks_and_gradient(tokens: DeltaTokens, state: jax.Array) -> tuple:
 
 
 def forest_and_gradient(tokens: DeltaTokens, state: jax.Array) -> tuple:
-    positions = jnp.broadcast_to(jnp.arange(40), (ROWS, 40))
-    forest = plan_forest(positions, jnp.full((ROWS, 40), 40), chunk=16)
+    forest = plan_forest(jnp.full((ROWS, 40), 40), chunk=16)
     outputs, pull = jax.vjp(lambda tokens: delta_rule_by_chunks(tokens, forest), tokens)
     return outputs, pull(outputs)
 
