@@ -82,9 +82,10 @@ def answer_file(lowered: jax.stages.Lowered, mesh: Mesh, chip: Chip) -> Path:
 def read_answer(file: Path) -> Answer | None:
     """Return an answer that was kept, or None."""
     try:
-        fields = json.loads(gzip.decompress(file.read_bytes()))
-    except FileNotFoundError:
+        data = file.read_bytes()
+    except OSError:  # there is none, or no folder
         return None
+    fields = json.loads(gzip.decompress(data))
     memory = fields["memory"]
     return Answer(memory=None if memory is None else Memory(**memory), text=fields["text"])
 
