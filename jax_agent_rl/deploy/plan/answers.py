@@ -51,7 +51,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class CompilerAnswer:
     """What the compiler says of a program.
 
     Attributes:
@@ -79,7 +79,7 @@ def answer_file(lowered: jax.stages.Lowered, mesh: Mesh, chip: Chip) -> Path:
     return cache_root() / "plans" / f"{digest[:32]}.json.gz"
 
 
-def read_answer(file: Path) -> Answer | None:
+def read_answer(file: Path) -> CompilerAnswer | None:
     """Return an answer that was kept, or None."""
     try:
         data = file.read_bytes()
@@ -87,10 +87,10 @@ def read_answer(file: Path) -> Answer | None:
         return None
     fields = json.loads(gzip.decompress(data))
     memory = fields["memory"]
-    return Answer(memory=None if memory is None else Memory(**memory), text=fields["text"])
+    return CompilerAnswer(memory=None if memory is None else Memory(**memory), text=fields["text"])
 
 
-def keep_answer(file: Path, answer: Answer) -> None:
+def keep_answer(file: Path, answer: CompilerAnswer) -> None:
     """Keep an answer for later plans, if there is room for it."""
     data = gzip.compress(json.dumps(asdict(answer)).encode())
     # Without it a later plan only takes longer.

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_agent_rl.deploy.plan.answers import (
-    Answer,
+    CompilerAnswer,
     Memory,
     answer_file,
     keep_answer,
@@ -270,7 +270,7 @@ def compile_program(program: Program, chip: Chip, *, keeps_answers: bool = False
     )
 
 
-def _ask(lowered: jax.stages.Lowered, name: str) -> Answer:
+def _ask(lowered: jax.stages.Lowered, name: str) -> CompilerAnswer:
     """Return the compiler's answer about a program; see :func:`compile_program`."""
     try:
         executable = lowered.compile()
@@ -278,7 +278,7 @@ def _ask(lowered: jax.stages.Lowered, name: str) -> Answer:
         problem = str(error)
         if "RESOURCE_EXHAUSTED" not in problem:
             raise CompilerError(f"the compiler does not take {name}: {error}") from error
-        return Answer(memory=None, text=problem)
+        return CompilerAnswer(memory=None, text=problem)
 
     analysis = executable.memory_analysis()
     text = executable.as_text()
@@ -290,7 +290,7 @@ def _ask(lowered: jax.stages.Lowered, name: str) -> Answer:
         temporaries=analysis.temp_size_in_bytes,
         code=analysis.generated_code_size_in_bytes,
     )
-    return Answer(memory=memory, text=text)
+    return CompilerAnswer(memory=memory, text=text)
 
 
 def required_bytes(text: str) -> int:
