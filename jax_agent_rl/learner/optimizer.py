@@ -19,6 +19,7 @@ another number of steps goes on along the new schedule.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,12 +157,26 @@ def optimizer_bytes(config: OptimizerSection, shapes: Any) -> int:
     Args:
         shapes: a tree of tuples, the shapes of the float32 parameters.
     """
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    state = jax.eval_shape(make_optimizer(config, 0.0).init, params)
+    leaves, structure = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    # The other keys of a learner make no difference, but a search of layouts changes them.
+    settings = config.model_dump_json(include=set(OptimizerSection.model_fields))
+    total = _optimizer_bytes(settings, structure, tuple(leaves))
+    if config.averaging:
+        total += 4 * sum(math.prod(shape) for shape in leaves)
+    return total
+
+
+@functools.lru_cache(maxsize=16)
+def _optimizer_bytes(settings: str, structure: Any, shapes: tuple[Any, ...]) -> int:
+    """Return the bytes of an optimizer's state without the average of its parameters.
+
+    Args:
+        settings: an ``OptimizerSection`` as JSON, which can be a cache's key.
+    """
+    config = OptimizerSection.model_validate_json(settings)
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    init = make_optimizer(config, 0.0).init
+    state = jax.eval_shape(init, jax.tree.unflatten(structure, params))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
