@@ -23,7 +23,7 @@ _ADAPTIVE = WhenKey("algorithm.kl.controller", "adaptive")
 class KLConfig(Section):
     """KL divergence from the reference policy.
 
-    The reference is the model the run started from, or the teachers of `distill`.
+    `reference` says which that is, unless `distill` has teachers.
     """
 
     where: Literal["none", "reward", "advantage", "loss"] = Field(
@@ -31,14 +31,15 @@ class KLConfig(Section):
         description=(
             "none, reward (subtracted from every token's reward), advantage (subtracted from every"
             " token's advantage, so that a token answers for its own divergence alone) or loss (a"
-            " term of the loss). All but none need the reference's weights."
+            " term of the loss)."
         ),
     )
     reference: Annotated[Literal["initial", "feedback"], _WITH_KL] = Field(
         default="initial",
         description=(
-            "initial: the model the run started from. feedback: the policy itself, once it has seen"
-            " what tools and rewards said about the trajectory, see `algorithm.feedback` (SDPO)."
+            "initial: the model the run started from, whose weights are kept beside the policy's."
+            " feedback: the policy itself, once it has seen what tools and rewards said about the"
+            " trajectory, see `algorithm.feedback` (SDPO)."
         ),
     )
     estimator: Annotated[KLEstimator, _WITH_KL & _SAMPLED_TOKENS] = Field(
@@ -76,6 +77,11 @@ class KLConfig(Section):
     def keeps_reference(self) -> bool:
         """Whether weights beside the policy's are needed, unless there are teachers."""
         return self.where != "none" and self.reference == "initial"
+
+    @property
+    def reads_feedback(self) -> bool:
+        """Whether the reference is the policy with feedback in its prompt."""
+        return self.where != "none" and self.reference == "feedback"
 
 
 class TeacherConfig(Section):

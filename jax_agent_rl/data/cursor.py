@@ -146,6 +146,8 @@ class DataCursor(Generic[T]):
         if self._repeats:
             number = self._repeats.pop(0)
             position = self._positions.get(number, number + self._num_passed_over)
+            # It may have been drawn without a curriculum, and have to be repeated with one again.
+            self._positions[number] = position
             return number, self._row(position)
 
         number = self._num_drawn

@@ -51,6 +51,7 @@ from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.runtime.build import make_learner
 from jax_agent_rl.runtime.engines import one_program
 from jax_agent_rl.runtime.policy_choice import checkpoint_folder, recorded_tree, run_config
+from jax_agent_rl.runtime.rollouts import open_codec
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.step import role_baselines_after, select_step, shaped
@@ -253,10 +254,13 @@ async def _score_again(config: Config, step: RecordedStep, notes: list[str]) -> 
         ConfigError, DataError: the rewards cannot be computed here.
     """
     rows = [t.row for group in step.groups for t in group.trajectories]
+    codec = None
+    if config.algorithm.kl.reads_feedback:
+        codec = open_codec(config)
     groups = []
     async with reward_server(config):
         needed = needed_services(config, rows)
-        async with open_scorer(config, needed) as score:
+        async with open_scorer(config, needed, codec=codec) as score:
             for group in step.groups:
                 members: list[Trajectory] = []
                 for trajectory in group.trajectories:

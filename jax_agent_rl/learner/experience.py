@@ -140,7 +140,7 @@ def build_experience(
         ref_logprobs = scores.ref
 
     is_taught = np.ones(len(trajectories))
-    if config.kl.reference == "feedback":
+    if config.kl.reads_feedback:
         # Without feedback the reference is the policy itself. Nothing is left of the distance then,
         # not even its rounding, which an optimizer would scale up.
         is_taught = np.array([bool(trajectory.teacher_prompt_ids) for trajectory in trajectories])
@@ -198,7 +198,7 @@ def build_experience(
     # --- terms of each mini-batch ---
     segments = [segment_lengths(trajectory) for trajectory in trajectories]
     trajectory_ids = [trajectory.trajectory_id for trajectory in trajectories]
-    if config.kl.where != "none" and config.kl.reference == "feedback":
+    if config.kl.reads_feedback:
         metrics["feedback_share"] = float(np.mean(is_taught))
     if config.observation_loss.coef:
         metrics["observed_tokens"] = float(sum(observed))

@@ -96,7 +96,8 @@ async def open_scorer(
     Args:
         needed: from :func:`needed_services`.
         client: the policy's engines, for ``reward.judge.model: policy``; None: there are none.
-        codec: the policy's, likewise.
+        codec: the policy's, for the same judge, and for the prompts of
+            ``algorithm.kl.reference=feedback``; None: there are none.
 
     Raises:
         ConfigError: the sandbox does not work on this machine, or the policy should judge and has
@@ -126,9 +127,8 @@ async def open_scorer(
         score_one = functools.partial(
             score, timeout=config.reward.timeout, workers=workers, services=services
         )
-        kl = config.algorithm.kl
-        # Without a codec, recorded trajectories are scored again: they have their prompts.
-        if kl.where != "none" and kl.reference == "feedback" and codec is not None:
+        # Without a codec, trajectories are scored that nobody trains on.
+        if config.algorithm.kl.reads_feedback and codec is not None:
             yield _with_teacher_prompts(config, score_one, codec)
         else:
             yield score_one

@@ -25,6 +25,14 @@ def compute_score(solution_str, ground_truth):
     return 1.0
 """
 
+COMMENT = """
+from jax_agent_rl.rewards import register_reward
+
+@register_reward("noise", override=True)
+def compute_score(solution_str, ground_truth):
+    return {"score": 1.0, "feedback": "no"}
+"""
+
 LIMITS = {"tool_format": "hermes", "max_prompt_length": 32, "max_response_length": 16}
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -206,6 +214,23 @@ def test_a_reward_that_tells_nothing_apart_changes_nothing(run: Path, tmp_path: 
     assert change["reward_mean"][1] == 1.0
     assert change["metrics"]["advantage_abs_max"][1] == 0.0
     assert change["turned_advantages"] == 8 - sum_of_zero_advantages(run, step=4)
+
+
+def test_what_a_new_reward_says_teaches_the_policy(run: Path, tmp_path: Path):
+    (tmp_path / "comment.py").write_text(COMMENT)
+    overrides = [
+        "algorithm.adv_estimator=none",
+        "algorithm.kl.where=advantage",
+        "algorithm.kl.estimator=k1",
+        "algorithm.kl.reference=feedback",
+        "learner.pack_length=256",
+    ]
+    _, result = replay(run, 4, "--reward", tmp_path / "comment.py", *overrides)
+    assert result["change"]["metrics"]["advantage_abs_max"][1] > 0
+
+    template = "algorithm.feedback.template=Not so, {feedback}"
+    _, other = replay(run, 4, "--reward", tmp_path / "comment.py", *overrides, template)
+    assert other["change"]["metrics"] != result["change"]["metrics"]
 
 
 def sum_of_zero_advantages(run: Path, *, step: int) -> int:

@@ -117,6 +117,23 @@ def test_a_checkpoint_of_a_run_without_a_curriculum_goes_on_with_one():
     assert cursor.next_rows(4) == plain.next_rows(4)
 
 
+def test_draws_of_a_run_without_a_curriculum_are_repeated_with_one_as_often_as_it_is_resumed():
+    plain = DataCursor(ROWS, seed=0)
+    draws = dict(plain.draw() for _ in range(30))
+    cursor = cursor_of(easy_fraction=0.0, hard_fraction=0.0)
+    cursor.restore(plain.state(again=[3, 28]))
+    assert [cursor.draw(), cursor.draw()] == [(3, draws[3]), (28, draws[28])]
+
+    assert cursor.pools is not None
+    for row in ROWS[::2]:
+        cursor.pools.record(row, 1.0)
+    cursor.next_rows(5)
+    assert cursor.state()["curriculum"]["passed_over"] > 0
+    resumed = cursor_of(easy_fraction=0.0, hard_fraction=0.0)
+    resumed.restore(json.loads(json.dumps(cursor.state(again=[3, 28]))))
+    assert [resumed.draw(), resumed.draw()] == [(3, draws[3]), (28, draws[28])]
+
+
 def zero_variance_share(cursor: DataCursor, rates: np.ndarray, *, draws: int) -> float:
     """The share of the last half of the groups, of twelve members, that do equally well."""
     rng = np.random.default_rng(1)
