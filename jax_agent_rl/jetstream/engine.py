@@ -174,7 +174,10 @@ class JaxEngine:
 
     @property
     def _computes_in_columns(self) -> bool:
-        """Whether ids of one context are columns of a decode step: each state has one."""
+        """Whether ids of one context are columns of a decode step, as slots are.
+
+        A recurrent state takes the ids of its context one after another.
+        """
         return self.context.kernels is Kernels.CPU and not self.context.has_states
 
     @property

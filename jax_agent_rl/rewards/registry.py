@@ -284,7 +284,7 @@ def split_score(result: Any, reward: RewardFunction, data_source: str) -> SplitS
         for key, part in fields.items():
             if key != "score" and looks_like_number(part):
                 parts[key] = as_score(part, f"its part {key!r}")
-            elif key == PROGRESS and isinstance(part, list | tuple):
+            elif key == PROGRESS and _is_collection(part):
                 for number, partial_score in enumerate(part, start=1):
                     name = f"{PROGRESS}/{number}"
                     parts[name] = as_score(partial_score, f"its part {name!r}")
@@ -294,6 +294,11 @@ def split_score(result: Any, reward: RewardFunction, data_source: str) -> SplitS
         ) from None
     feedback = fields.get("feedback")
     return SplitScore(score, parts, feedback if isinstance(feedback, str) else "")
+
+
+def _is_collection(part: Any) -> bool:
+    """Return whether a part is a list or an array, as of NumPy, not a text or a dict."""
+    return isinstance(part, Iterable) and not isinstance(part, str | bytes | Mapping)
 
 
 def reward_failure(

@@ -100,8 +100,9 @@ async def test_an_async_function_and_a_dict_with_parts():
     assert scored.reward_parts == {"format": 1.0}
 
 
-async def test_partial_scores_of_turns_are_parts_of_the_reward():
-    rewards.register_reward("mine")(lambda *_: {"score": 1.0, "progress": [np.float32(0.25), 1]})
+@pytest.mark.parametrize("progress", [[np.float32(0.25), 1], np.array([0.25, 1.0])])
+async def test_partial_scores_of_turns_are_parts_of_the_reward(progress):
+    rewards.register_reward("mine")(lambda *_: {"score": 1.0, "progress": progress})
     scored = await rewards.score(trajectory())
     assert scored.reward_parts == {"progress/1": 0.25, "progress/2": 1.0}
 
