@@ -191,9 +191,11 @@ def register_reward(
 
     It may be async, and returns a number or a dict with ``"score"``; other numbers of the dict
     become ``Trajectory.reward_parts`` and metrics of the run, as do those of a list ``"progress"``:
-    one partial score after each turn. A text ``"feedback"`` says what was wrong, see
-    ``algorithm.kl.reference``. A synchronous function may block:
-    functions of ``reward.path`` run in worker processes (``reward.workers``), others in threads.
+    one partial score after each turn, in the order in which turns were sampled. A text
+    ``"feedback"`` says what was wrong, see ``algorithm.kl.reference``.
+
+    A synchronous function may block: functions of ``reward.path`` run in worker processes
+    (``reward.workers``), others in threads.
 
     Args:
         *data_sources: values of the row field ``data_source``, or patterns such as ``aime*`` for

@@ -27,6 +27,7 @@ from jax_agent_rl.chat.thinking import answer_of, began_inside
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import register_reward
 from jax_agent_rl.rewards.workers import PROGRAM, WorkerPool
+from jax_agent_rl.trajectory_graph import timeline
 from jax_agent_rl.types import FinishReason, Trajectory
 
 MAX_CHARS = 1 << 18
@@ -179,17 +180,16 @@ def shop(
     calls = []
     penalty = 0.0
     progress = []
-    for context in (*trajectory.segments, trajectory):
-        for turn in context.turns:
-            for call in turn.tool_calls:
-                if call.error is not None:
-                    continue
-                calls.append((call.name, str(call.arguments), call.observation))
-                if next_result < len(results) and call.observation == results[next_result]:
-                    next_result += 1
-            penalty = REPEATED_CALL * (len(calls) - len(set(calls)))
-            earned = SHOP_CALLS * next_result / len(results)
-            progress.append(max(0.0, earned - penalty))
+    for _, turn in timeline(trajectory):
+        for call in turn.tool_calls:
+            if call.error is not None:
+                continue
+            calls.append((call.name, str(call.arguments), call.observation))
+            if next_result < len(results) and call.observation == results[next_result]:
+                next_result += 1
+        penalty = REPEATED_CALL * (len(calls) - len(set(calls)))
+        earned = SHOP_CALLS * next_result / len(results)
+        progress.append(max(0.0, earned - penalty))
 
     score = progress[-1]
     if accuracy:

@@ -11,7 +11,7 @@ from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.rules import calculator, gsm8k, last_number, marked_number, shop
 from jax_agent_rl.types import FinishReason, ToolCallRecord, Trajectory
 from tests.messages import raises
-from tests.trajectories import trajectory
+from tests.trajectories import session, trajectory
 
 ANSWERED = {"finish_reason": FinishReason.ANSWER}
 
@@ -139,6 +139,25 @@ def test_the_progress_of_a_shop_trajectory_is_the_score_of_its_calls_so_far():
     wrong = shop("shop/price", "= 1", "2052", ANSWERED, played, PRICE_THEN_PRODUCT)
     assert wrong["progress"] == right["progress"]
     assert wrong["score"] == wrong["progress"][-1]
+
+
+def test_the_progress_of_several_contexts_is_in_the_order_in_which_turns_were_sampled():
+    """The main agent's first turn makes the first call, the sub-agent's last one the second."""
+    first, second = called(*PRICE_THEN_PRODUCT).tool_calls
+    main = session()
+    again, sub_agent = main.segments
+    begun, ended = main.turns
+    asked, answered = sub_agent.turns
+    played = replace(
+        main,
+        turns=(replace(begun, tool_calls=(first,)), ended),
+        segments=(
+            again,
+            replace(sub_agent, turns=(asked, replace(answered, tool_calls=(second,)))),
+        ),
+    )
+    scored = shop("shop/price", "= 1", "2052", ANSWERED, played, PRICE_THEN_PRODUCT)
+    assert scored["progress"] == [0.25, 0.25, 0.25, 0.5, 0.5]
 
 
 def test_a_shop_trajectory_without_an_answer_keeps_the_reward_of_its_calls():
