@@ -3,7 +3,7 @@
 #   ./launch/test.sh [--dry-run] [--all | --nightly | --only-structure | --only-vllm | --only-sglang |
 #     --only-harbor | --only-harnesses] [pytest arguments]
 # It begins with lint, import rules and the tests that look at all sources, pages and tables, which end it where they fail;
-# --only-structure runs these alone, in half a minute.
+# --only-structure runs these alone, in under a minute.
 # --all adds the slow tests, SkyPilot's parser, tests on a real vLLM (CPU build) and trials of Harbor, as CI does; --nightly
 # adds the slowest, plans of GPUs, tests on SGLang's server (CPU) and tests of agent harnesses (Claude Code, Codex, …), and
 # has twenty times the examples of hypothesis; --only-vllm and --only-harbor run a part of --all, --only-sglang and
