@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from jax_agent_rl.checks import as_score, brief_repr, looks_like_number
 from jax_agent_rl.errors import ConfigError, RewardError
 from jax_agent_rl.outcomes import PROGRESS
+from jax_agent_rl.tools.base import truncate_characters
 from jax_agent_rl.utils.failures import is_user_file, place
 from jax_agent_rl.utils.near_names import did_you_mean
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
@@ -173,6 +174,8 @@ def row_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
     )
 
 
+MAX_FEEDBACK_CHARACTERS = 2**16
+"""Characters of a feedback; every record and checkpoint with the trajectory holds them."""
 _MAX_NAMED = 20
 REWARDS: dict[str, RewardFunction] = {}
 """The registered functions, by data source or pattern."""
@@ -192,7 +195,8 @@ def register_reward(
     It may be async, and returns a number or a dict with ``"score"``; other numbers of the dict
     become ``Trajectory.reward_parts`` and metrics of the run, as do those of a list ``"progress"``:
     one partial score after each turn, in the order in which turns were sampled. A text
-    ``"feedback"`` says what was wrong, see ``algorithm.kl.reference``.
+    ``"feedback"`` says what was wrong, see ``algorithm.kl.reference``; one of more than 65,536
+    characters loses its middle.
 
     A synchronous function may block: functions of ``reward.path`` run in worker processes
     (``reward.workers``), others in threads.
@@ -255,7 +259,8 @@ class SplitScore(NamedTuple):
     """The result of a reward function, checked.
 
     Attributes:
-        feedback: what it says about the trajectory; "" for nothing.
+        feedback: what it says about the trajectory, at most :data:`MAX_FEEDBACK_CHARACTERS`
+            characters; "" for nothing.
     """
 
     score: float
@@ -272,12 +277,24 @@ def split_score(result: Any, reward: RewardFunction, data_source: str) -> SplitS
 
     Raises:
         RewardError: there is no score, or it or a part is a number that is not finite or that
-            float32 cannot hold.
+            float32 cannot hold; or the feedback is neither a text nor None.
     """
     fields = result if isinstance(result, Mapping) else {"score": result}
     if "score" not in fields:
         raise reward_failure(
             RewardError, reward, data_source, f'returned no "score": {brief_repr(result)}'
+        )
+
+    feedback = fields.get("feedback")
+    if feedback is None:
+        feedback = ""
+    if not isinstance(feedback, str):
+        raise reward_failure(
+            RewardError,
+            reward,
+            data_source,
+            f'returned a "feedback" that is not a text: {brief_repr(feedback)}; write it as one'
+            " text, or give a part of the reward another name",
         )
 
     parts: dict[str, float] = {}
@@ -294,8 +311,9 @@ def split_score(result: Any, reward: RewardFunction, data_source: str) -> SplitS
         raise reward_failure(
             RewardError, reward, data_source, f"returned what is not a reward: {error}"
         ) from None
-    feedback = fields.get("feedback")
-    return SplitScore(score, parts, feedback if isinstance(feedback, str) else "")
+    return SplitScore(
+        score, parts, truncate_characters(feedback, MAX_FEEDBACK_CHARACTERS, "middle")
+    )
 
 
 def _is_collection(part: Any) -> bool:

@@ -315,6 +315,21 @@ def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: 
         num_kept = max(0, num_kept - excess)
 
 
+def truncate_characters(text: str, limit: int, side: Side) -> str:
+    """Return ``text`` if it has at most ``limit`` characters, else what fits of it and a marker.
+
+    For texts that are kept before anybody encodes them.
+
+    Args:
+        limit: maximum number of returned characters, at least as many as the marker has.
+        side: see :func:`truncate_text`.
+    """
+    if len(text) <= limit:
+        return text
+    num_head, num_tail = _split(limit - len(MARKER), side)
+    return text[:num_head] + MARKER + text[len(text) - num_tail :]
+
+
 def _split(count: int, side: Side) -> tuple[int, int]:
     """Return how many of so many units stay at the beginning, and how many at the end."""
     if side == "left":

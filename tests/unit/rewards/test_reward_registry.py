@@ -11,6 +11,8 @@ import pytest
 from jax_agent_rl import rewards
 from jax_agent_rl.errors import ConfigError, RewardError, RewardTimeoutError
 from jax_agent_rl.rewards import registry, scorer
+from jax_agent_rl.rewards.registry import MAX_FEEDBACK_CHARACTERS
+from jax_agent_rl.tools.base import MARKER
 from jax_agent_rl.types import (
     DropReason,
     FinishReason,
@@ -111,6 +113,35 @@ async def test_a_text_of_feedback_stays_with_the_trajectory():
     rewards.register_reward("mine")(lambda *_: {"score": 0.0, "feedback": "The unit is missing."})
     scored = await rewards.score(trajectory())
     assert (scored.feedback, scored.reward_parts) == ("The unit is missing.", {})
+
+
+async def test_a_long_feedback_loses_its_middle():
+    text = "begins " + "x" * 1_000_000 + " ends"
+    rewards.register_reward("mine")(lambda *_: {"score": 0.0, "feedback": text})
+    scored = await rewards.score(trajectory())
+    assert len(scored.feedback) == MAX_FEEDBACK_CHARACTERS
+    assert scored.feedback.startswith("begins xxx")
+    assert scored.feedback.endswith("xxx ends")
+    assert MARKER in scored.feedback
+
+    fits = "y" * MAX_FEEDBACK_CHARACTERS
+    rewards.register_reward("mine", override=True)(lambda *_: {"score": 0.0, "feedback": fits})
+    assert (await rewards.score(trajectory())).feedback == fits
+
+
+@pytest.mark.parametrize("feedback", [["wrong unit"], 0.5, False, b"wrong unit", {"unit": "m"}])
+async def test_a_feedback_that_is_not_a_text_is_refused(feedback):
+    rewards.register_reward("mine")(lambda *_: {"score": 0.0, "feedback": feedback})
+    with pytest.raises(RewardError, match="feedback") as refused:
+        await rewards.score(trajectory())
+    assert repr(feedback) in str(refused.value)
+    assert "write it as one text" in str(refused.value)
+
+
+async def test_none_is_no_feedback():
+    rewards.register_reward("mine")(lambda *_: {"score": 0.5, "feedback": None})
+    scored = await rewards.score(trajectory())
+    assert (scored.reward, scored.feedback) == (0.5, "")
 
 
 @pytest.mark.parametrize("progress", [[], [0.5], [0.5, 1, 1], [0.5, math.nan], [0.5, None]])

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.tools.base import CHARS_PER_TOKEN, MARKER, truncate_text
+from jax_agent_rl.tools.base import (
+    CHARS_PER_TOKEN,
+    MARKER,
+    truncate_characters,
+    truncate_text,
+)
 from tests.fakes import FakeCodec
 
 codec = FakeCodec()
@@ -52,6 +57,16 @@ def test_the_limit_is_never_exceeded_and_short_results_are_kept(pieces, limit, s
     assert len(codec.encode_text(result)) <= limit
     if len(codec.encode_text(text)) <= limit:
         assert result == text
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [("left", f"{MARKER}wxyz"), ("right", f"abcd{MARKER}"), ("middle", f"ab{MARKER}yz")],
+)
+def test_characters_are_cut_on_the_same_sides(side, expected):
+    alphabet = "abcdefghijklmnopqrstuvwxyz"
+    assert truncate_characters(alphabet, len(MARKER) + 4, side) == expected
+    assert truncate_characters(alphabet, len(alphabet), side) == alphabet
 
 
 def _bytes(text: str) -> list[int]:
