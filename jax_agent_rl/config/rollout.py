@@ -493,6 +493,12 @@ def _transport_problems(rollout: RolloutConfig) -> Iterator[str]:
             " for jetstream engines behind rollout servers; set rollout.backend=remote, or"
             " rollout.weight_transport=files"
         )
+    if rollout.weight_transport == "jax_transfer" and weight_dir is not None:
+        yield (
+            f"rollout.weight_dir={weight_dir} with rollout.weight_transport=jax_transfer: weights"
+            " are pulled from the learner's devices, and pass through no folder; remove"
+            " rollout.weight_dir, or set rollout.weight_transport=files or tensorstore"
+        )
     joins_broadcast = rollout.backend == "vllm" and rollout.placement == "separate"
     if rollout.weight_transport == "broadcast" and not joins_broadcast:
         yield (

@@ -263,6 +263,16 @@ def test_engines_that_are_no_servers_are_refused_with_the_configuration():
         configured(backend="jetstream", urls=[])
 
 
+def test_a_folder_through_which_nothing_would_pass_is_refused_with_the_configuration():
+    with raises(
+        ConfigError,
+        key="rollout.weight_dir=/weights",
+        value="rollout.weight_transport=jax_transfer",
+        fix=("remove rollout.weight_dir", "rollout.weight_transport=files or tensorstore"),
+    ):
+        configured(weight_dir="/weights")
+
+
 def test_a_learner_of_several_processes_is_told_what_to_use_instead(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with raises(ConfigError, value="2", fix=("rollout.weight_transport=files", "tensorstore")):
