@@ -49,8 +49,9 @@ class DifficultyPools:
     Args:
         seed: of the gate's draws.
         num_rows: rows of the training data. After twice as many in a row that were passed over,
-            which hold a whole epoch, the next one is admitted whatever its pool is: otherwise a run
-            whose rows are all easy would look for others forever.
+            which hold a whole epoch, rows are admitted whatever their pool is: otherwise a run
+            whose rows are all easy would look for others forever. It looks for others again once
+            a row is admitted for its pool, or a pass rate moves a row to a pool that is drawn.
     """
 
     def __init__(self, config: CurriculumConfig, *, seed: int, num_rows: int) -> None:
@@ -60,7 +61,7 @@ class DifficultyPools:
         self._rates: dict[str, list[float]] = {}  # of the last groups of each row, by fingerprint
         # How rows were drawn whose groups have not been recorded yet.
         self._drawn: dict[str, list[DrawnRow]] = {}
-        self._passed_over = 0  # since the last draw that was admitted
+        self._passed_over = 0  # since the last draw that was admitted for its pool
         self._passed_over_in_step = 0
 
     def pool_of(self, row: Any) -> Pool:
@@ -78,25 +79,38 @@ class DifficultyPools:
             return "hard"
         return "normal"
 
-    def admits(self, position: int, row: Any) -> bool:
+    def _probability(self, pool: Pool) -> float:
+        """Return the share of their turns at which rows of a pool are drawn."""
+        if pool == "easy":
+            return self._config.easy_fraction
+        if pool == "hard":
+            return self._config.hard_fraction
+        return 1.0
+
+    def _opens(self, position: int, probability: float) -> bool:
+        """Return whether the gate is open at a position."""
+        if probability in (0.0, 1.0):
+            return probability == 1.0  # a search passes many rows: it makes no generator for each
+        uniform = np.random.default_rng([self._seed, position]).random()
+        return uniform < probability
+
+    def admits(self, position: int, key: str) -> bool:
         """Return whether a row is drawn.
 
         Args:
             position: the row's turn in the order of all; decides together with the seed.
-            row: whose turn it is.
+            key: fingerprint of the row whose turn it is.
         """
-        key = fingerprint(row)
         pool = self._pool(key)
-        fractions = {"easy": self._config.easy_fraction, "hard": self._config.hard_fraction}
-        probability = fractions.get(pool, 1.0)
-        uniform = np.random.default_rng([self._seed, position]).random()
-        is_admitted = uniform < probability
-        if not is_admitted and self._passed_over >= 2 * self._num_rows:
+        probability = self._probability(pool)
+        is_admitted = self._opens(position, probability)
+        if is_admitted:
+            self._passed_over = 0
+        elif self._passed_over >= 2 * self._num_rows:
             is_admitted = True
             probability = 1.0
 
         if is_admitted:
-            self._passed_over = 0
             previous_draws = self._drawn.get(key, [])
             drawn_row = DrawnRow(pool=pool, probability=probability)
             # Groups that are lost are never recorded.
@@ -116,6 +130,8 @@ class DifficultyPools:
         previous_rates = self._rates.get(key, [])
         # A new list: a checkpoint may still be writing the previous one.
         self._rates[key] = [*previous_rates, pass_rate][-self._config.window :]
+        if self._probability(self._pool(key)) > 0:
+            self._passed_over = 0  # there is something to look for
         draws = self._drawn.pop(key, [])
         if not draws:
             return None

@@ -126,6 +126,9 @@ class DataCursor(Generic[T]):
         if curriculum is not None and curriculum.enabled:
             num_rows = sum(len(part) for part in self._parts)
             self.pools = DifficultyPools(curriculum, seed=seed, num_rows=num_rows)
+        # With a curriculum: of rows whose turn it was, by source and index. Rows may be read from
+        # disk, and those that are passed over are needed for nothing else.
+        self._row_fingerprints: dict[tuple[int, int], str] = {}
         self._num_passed_over = 0
         self._positions: dict[int, int] = {}  # of the last draws, with a curriculum
 
@@ -153,32 +156,41 @@ class DataCursor(Generic[T]):
         number = self._num_drawn
         self._num_drawn += 1
         position = number + self._num_passed_over
-        row = self._row(position)
         if self.pools is None:
-            return number, row
+            return number, self._row(position)
 
-        while not self.pools.admits(position, row):
+        while not self.pools.admits(position, self._row_fingerprint(position)):
             self._num_passed_over += 1
             position += 1
-            row = self._row(position)
         self._positions[number] = position
         if len(self._positions) > _MAX_POSITIONS:
             del self._positions[next(iter(self._positions))]
-        return number, row
+        return number, self._row(position)
 
     def _row(self, position: int) -> T:
         """Return the row whose turn is at a position of the order."""
+        source, index = self._locate(position)
+        return self._parts[source][index]
+
+    def _row_fingerprint(self, position: int) -> str:
+        """Return the fingerprint of that row; it is read once."""
+        place = self._locate(position)
+        if place not in self._row_fingerprints:
+            self._row_fingerprints[place] = fingerprint(self._row(position))
+        return self._row_fingerprints[place]
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        """Return the source and the index of that row."""
         if len(self._parts) > 1:
             source, turn = self._blocks.locate(position)
         else:
             source = 0
             turn = position
-        rows = self._parts[source]
         if self._shuffle:
             index = self._orders[source].index(turn)
         else:
-            index = turn % len(rows)
-        return rows[index]
+            index = turn % len(self._parts[source])
+        return source, index
 
     def state(self, *, again: Iterable[int] = ()) -> dict[str, Any]:
         """Return the state for :meth:`restore`, as JSON.

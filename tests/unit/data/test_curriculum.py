@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -71,9 +72,51 @@ def test_rows_that_are_all_easy_are_drawn_all_the_same():
     cursor = cursor_of(easy_fraction=0.0, hard_fraction=0.0)
     for row in ROWS:
         cursor.pools.record(row, 1.0)
-    assert len(cursor.next_rows(3)) == 3
-    # each after two epochs that were passed over
-    assert cursor.state()["curriculum"]["passed_over"] == 3 * 2 * len(ROWS)
+    epoch = cursor.next_rows(12)
+    assert sorted(row["question"] for row in epoch) == list(range(12))
+    # Two epochs were passed over before the first, and nothing could be found after that.
+    assert cursor.state()["curriculum"]["passed_over"] == 2 * len(ROWS)
+
+
+def test_rows_are_looked_for_again_once_one_has_become_normal():
+    cursor = cursor_of(easy_fraction=0.0, hard_fraction=0.0)
+    for row in ROWS:
+        cursor.pools.record(row, 1.0)
+    cursor.next_rows(5)
+    cursor.pools.record(EASY, 1.0)  # changes nothing
+    cursor.next_rows(1)
+    assert cursor.state()["curriculum"]["passed_over"] == 2 * len(ROWS)
+
+    cursor.pools.record(NORMAL, 0.5)
+    resumed = cursor_of(easy_fraction=0.0, hard_fraction=0.0)
+    resumed.restore(json.loads(json.dumps(cursor.state())))
+    assert cursor.next_rows(3) == [NORMAL] * 3
+    assert resumed.next_rows(3) == [NORMAL] * 3
+
+
+class CountedRows(Sequence):
+    """Rows that count how often each is read, as from a file."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.reads: Counter = Counter()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.reads[index] += 1
+        return self.rows[index]
+
+
+def test_a_row_that_is_passed_over_is_read_once():
+    rows = CountedRows(ROWS)
+    cursor = cursor_of(rows, easy_fraction=0.0, hard_fraction=0.0)
+    for row in ROWS[1:]:
+        cursor.pools.record(row, 1.0)
+    assert cursor.next_rows(10) == ROWS[:1] * 10
+    # The first row also each time that it was drawn.
+    assert rows.reads == Counter(dict.fromkeys(range(12), 1)) + Counter({0: 10})
 
 
 @given(
