@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ from jax_agent_rl.models.layer_kinds import MixerName
 from jax_agent_rl.models.parameters import PARAMETERS
 from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.observe.progress import number_ranges
+from jax_agent_rl.rollout.protocol import PULL
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -48,7 +50,7 @@ class ResidentBytes:
     """What stays on each device.
 
     Attributes:
-        learner: parameters, gradient and optimizer.
+        learner: parameters, gradient and optimizer, and a copy that it offers to engines.
         weights: the engine's.
         position: what layers remember of one token, and the ids of its experts.
         state: what recurrent layers remember of one context.
@@ -134,7 +136,10 @@ token, bytes on each device."""
 
 
 def _learner_bytes(config: Config, model: DecoderConfig) -> float:
-    """Return the bytes of the configured learner, critic and teachers, on all devices together."""
+    """Return the bytes of the configured learner, critic and teachers, on all devices together.
+
+    Weights that the learner offers on its devices are among them.
+    """
     shapes = model.parameter_shapes()
     count = parameter_count(model)
     total = 0.0
@@ -149,6 +154,10 @@ def _learner_bytes(config: Config, model: DecoderConfig) -> float:
         if config.algorithm.kl.keeps_reference and config.distill is None:
             copies += 1  # the reference model
         total += copies * MASTER * count + optimizer_bytes(config.learner, shapes)
+
+    dtype = offered_dtype(config)
+    if dtype is not None:
+        total += count * jnp.dtype(dtype).itemsize
 
     if config.distill:
         teacher_bytes = 2 if config.learner.compute_dtype == "bfloat16" else 4
@@ -260,6 +269,40 @@ def _resident_bytes(config: Config, model: DecoderConfig) -> float:
     if is_embedded and has_learner_devices and not rollout.sleep_during_update:
         total += resident.learner
     return total
+
+
+def parameter_dtype(config: Config) -> str:
+    """Return the dtype in which an embedded engine takes parameters without loss.
+
+    This is its ``Capabilities.weight_dtype``.
+    """
+    from jax_agent_rl.jetstream.weights import weight_dtype
+
+    if config.rollout.jetstream.engine_factory is not None:
+        return AS_THEY_ARE  # it converts weights itself
+    precision = engine_precision(config)
+    return weight_dtype(precision["dtype"], precision["quantize"])
+
+
+def engine_precision(config: Config) -> dict[str, Any]:
+    """Return ``dtype``, ``kv_dtype`` and ``quantize`` of an embedded engine."""
+    engine = config.rollout.jetstream
+    return {
+        "dtype": engine.dtype,
+        "kv_dtype": None if engine.kv_dtype == "auto" else engine.kv_dtype,
+        "quantize": None if engine.quantize == "none" else engine.quantize,
+    }
+
+
+def offered_dtype(config: Config) -> str | None:
+    """Return the dtype of the copy of all parameters on the learner's devices, for engines to pull.
+
+    None where ``rollout.weight_transport`` keeps none. Rollout servers are taken to be configured
+    as ``rollout.jetstream`` is.
+    """
+    if config.rollout.weight_transport != PULL:
+        return None
+    return parameter_dtype(config)
 
 
 def engine_mesh(config: Config) -> Mesh:

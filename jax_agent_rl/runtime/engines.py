@@ -37,11 +37,16 @@ from jax_agent_rl.rollout.merge_outputs import DecodeText
 from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.protocol import BackendSpec, RolloutBackend, WeightUpdate
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-from jax_agent_rl.runtime.engine_devices import engine_mesh, engine_shapes, resolve_engine_mesh
+from jax_agent_rl.runtime.engine_devices import (
+    engine_mesh,
+    engine_precision,
+    engine_shapes,
+    parameter_dtype,
+    resolve_engine_mesh,
+)
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.network import token_from
 from jax_agent_rl.utils.plugins import InstalledName, load_installed
-from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.deterministic_scorer import DeterministicScorer
@@ -270,29 +275,6 @@ def one_program(
         temperature=config.rollout.temperature,
     )
     return program_table, scorer
-
-
-def parameter_dtype(config: Config) -> str:
-    """Return the dtype in which an embedded engine takes parameters without loss.
-
-    This is its ``Capabilities.weight_dtype``.
-    """
-    from jax_agent_rl.jetstream.weights import weight_dtype
-
-    if config.rollout.jetstream.engine_factory is not None:
-        return AS_THEY_ARE  # it converts weights itself
-    precision = engine_precision(config)
-    return weight_dtype(precision["dtype"], precision["quantize"])
-
-
-def engine_precision(config: Config) -> dict[str, Any]:
-    """Return ``dtype``, ``kv_dtype`` and ``quantize`` of an embedded engine."""
-    engine = config.rollout.jetstream
-    return {
-        "dtype": engine.dtype,
-        "kv_dtype": None if engine.kv_dtype == "auto" else engine.kv_dtype,
-        "quantize": None if engine.quantize == "none" else engine.quantize,
-    }
 
 
 def _jetstream(

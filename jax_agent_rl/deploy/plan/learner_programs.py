@@ -37,6 +37,7 @@ from jax_agent_rl.models.sharding import (
     row_shards,
 )
 from jax_agent_rl.models.vision_context import VisionProcessor
+from jax_agent_rl.runtime.engine_devices import offered_dtype
 from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
 from jax_agent_rl.types.supports import mask_words
 
@@ -102,6 +103,11 @@ def add_learner(
         )
         critic_weights = (critic_state.params, critic.frozen)
         builder.read("values", programs.values, critic_weights, layout, critic_holds)
+
+    dtype = offered_dtype(config)
+    if dtype is not None:
+        offered = describe(shapes, parameter_shardings(mesh, shapes), dtype=dtype)
+        inventory.keep("offered weights", offered)
     return builder.publish(policy, state, holds)
 
 

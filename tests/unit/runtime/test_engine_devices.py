@@ -18,11 +18,12 @@ from jax_agent_rl.runtime.engine_devices import (
     ResidentBytes,
     engine_shapes,
     expect_idle,
+    parameter_count,
     report_idle,
     resolve_engine_mesh,
 )
 from tests.messages import raises
-from tests.tiny import DELTA_NETS
+from tests.tiny import DELTA_NETS, TINY
 
 GIB = 1 << 30
 
@@ -198,6 +199,29 @@ def test_memory_for_recurrent_states_is_as_configured(chosen: int | None, checkp
     # bfloat16, and a float32 matrix for each value head.
     state = 3 * (2 * 2 * 8 + 4 * 6) * 2 + 4 * 8 * 6 * 4
     assert resident.serving(shapes) == resident.weights + pages + shapes.num_states * state
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 8}])
+@pytest.mark.parametrize(
+    ("engine", "number_bytes"), [({}, 2), ({"dtype": "float32"}, 4), ({"quantize": "int8"}, 4)]
+)
+def test_weights_that_wait_on_the_learners_devices_to_be_pulled_count_as_its_memory(
+    engine: dict[str, Any], number_bytes: int, lora: dict[str, Any] | None
+):
+    """In the engines' precision; those that quantize get float32."""
+
+    def learner_bytes(transport: str) -> float:
+        run_config = settings(
+            engine=engine,
+            learner={"mesh": {"fsdp": 4}, "lora": lora},
+            backend="remote",
+            urls=["http://engine:8100"],
+            weight_transport=transport,
+        )
+        return ResidentBytes.estimate(run_config, TINY, devices=1).learner
+
+    copied = learner_bytes("jax_transfer") - learner_bytes("files")
+    assert copied == number_bytes * parameter_count(TINY) / 4
 
 
 def test_idle_devices_are_named_with_the_key_that_uses_them():

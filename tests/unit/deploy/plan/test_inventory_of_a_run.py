@@ -146,6 +146,18 @@ def test_arrays_that_stay_are_counted_on_every_chip_that_holds_them(tmp_path):
     assert sizes["KV cache"] == 2 * 3 * (1 + shapes_.pages) * 2 * shapes_.page * 8 * 4
 
 
+def test_weights_that_engines_pull_stay_on_the_learners_chips(tmp_path):
+    overrides = ["rollout.backend=remote", "rollout.urls=[http://engine:8100]"]
+    overrides += ["rollout.weight_transport=jax_transfer", "rollout.jetstream.dtype=bfloat16"]
+    config = load(recipe(tmp_path, **ONE_DEVICE), overrides)
+    device = jax.devices()[0]
+    planned = inventory(config, TINY, place_devices(config, [device]))
+    count = sum(x.size for x in jax.tree.leaves(tiny_params()))
+    (offered,) = [one for one in planned.residents if one.name == "offered weights"]
+    assert offered.bytes[device] == 2 * count
+    assert not offered.absent  # also while the learner works, for engines that join
+
+
 @pytest.mark.parametrize(
     ("cache", "running"), [(None, 8), (512, 8), (256, 256 / (64 / 4 + 64 / 2)), (128, 128 / 48)]
 )
