@@ -85,7 +85,7 @@ CASES = (  # with changes without which they would not fit
         f"{SAVE_MEMORY} rollout.jetstream.kv_cache_tokens=131072",
     ),
     (
-        Case("glm-4.5-air", "v5p:4x4x8", "expert=4", "fsdp=64 expert=2"),
+        Case("glm-4.5-air", "v5p:4x4x8", "expert=4", "fsdp=32 expert=4"),
         f"{SAVE_MEMORY} rollout.jetstream.quantize=int8 rollout.jetstream.kv_cache_tokens=131072",
     ),
 )
