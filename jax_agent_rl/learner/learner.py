@@ -441,7 +441,7 @@ class Learner:
             for mini in minis:
                 ref += self.scorer.reference(self._reference, mini.batch)
         elif self._algorithm.kl.where != "none":
-            ref = self._self_taught(groups)
+            ref = self._self_taught(groups, old_logprobs)
 
         values: list[np.ndarray] | None = None
         if self.critic is not None:
@@ -450,13 +450,30 @@ class Learner:
                 values += self.scorer.values(self.critic.weights, mini.batch)
         return Scores(old=old_logprobs, ref=ref, values=values)
 
-    def _self_taught(self, groups: Sequence[Group]) -> RefScores:
-        """Score trajectories by the policy itself, which has read the feedback on each."""
+    def _self_taught(self, groups: Sequence[Group], old_logprobs: PerTerm | None) -> RefScores:
+        """Score trajectories by the policy itself, which has read the feedback on each.
+
+        Where there is no feedback, the old log-probs are its scores already.
+
+        Args:
+            old_logprobs: None if they were not computed: then all trajectories are scored.
+        """
         ref: Any = []
         for mini_groups in mini_batches(groups, self._config.num_minibatches):
             members = [member for group in mini_groups for member in group.trajectories]
-            batch = self.packer.pack([as_teacher_reads(member) for member in members])
-            ref += self.scorer.reference(self.policy.weights, batch)
+            if old_logprobs is None:
+                mini_ref: Any = [None] * len(members)
+                unknown = list(range(len(members)))
+            else:
+                mini_ref = list(old_logprobs[len(ref) : len(ref) + len(members)])
+                unknown = [n for n, member in enumerate(members) if member.teacher_prompt_ids]
+
+            if unknown:
+                batch = self.packer.pack([as_teacher_reads(members[number]) for number in unknown])
+                scores = self.scorer.reference(self.policy.weights, batch)
+                for number, logprobs in zip(unknown, scores, strict=True):
+                    mini_ref[number] = logprobs
+            ref += mini_ref
         return ref
 
     # --- gradients --------------------------------------------------------------------------------

@@ -93,6 +93,30 @@ def test_without_feedback_there_is_nothing_to_learn():
         assert max(np.abs(np.asarray(leaf)).max() for leaf in jax.tree.leaves(gradient)) == 0
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_trajectories_without_feedback_are_not_scored_again(monkeypatch, num_minibatches: int):
+    learner = make_learner(num_minibatches=num_minibatches)
+    plain = random_groups(0)
+    packed = []
+    pack = learner.packer.pack
+
+    def recorded_pack(trajectories, **options):
+        packed.extend(trajectories)
+        return pack(trajectories, **options)
+
+    monkeypatch.setattr(learner.packer, "pack", recorded_pack)
+    learner.prepare(plain)
+    num_members = len(trajectories_of(plain))
+    assert len(packed) == num_members
+
+    packed.clear()
+    groups = with_feedback(plain)
+    learner.prepare(groups)
+    taught = [member for member in trajectories_of(groups) if member.teacher_prompt_ids]
+    prompts_of_teachers = [member.prompt_ids for member in packed[num_members:]]
+    assert prompts_of_teachers == [member.teacher_prompt_ids for member in taught]
+
+
 def test_the_policy_comes_to_answer_as_if_it_had_read_the_feedback():
     groups = with_feedback(random_groups(0))
     kl = SDPO["kl"] | {"where": "loss", "estimator": "k2", "coef": 1.0}
