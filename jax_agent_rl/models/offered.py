@@ -11,8 +11,9 @@ The bytes move by JAX's transfer servers (``jax.experimental.transfer``), one at
 connect to each other. They leave three things to their caller:
 
 - A pull never fails by itself while there is no answer, whatever time it is given: a peer that is
-  gone, or a number that it does not know. So :func:`pull` connects once by itself, and then waits
-  for each part only as long as a slow network would take.
+  gone, or a number that it does not know. So :func:`pull` connects once by itself. JAX's own calls
+  then return at once, and :func:`await_arrays` waits only as long as a slow network would take:
+  for each part, and for all of them together.
 - A peer that freezes during a pull holds up all others of its server, and what is never pulled is
   held as long as the server. So each pull has a server of its own, until the version is released.
 - They answer whoever reaches their port and says the number, and a malformed message ends their
@@ -27,7 +28,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,7 +58,7 @@ INSTEAD = "set rollout.weight_transport=files"
 _JAXLIB = importlib.metadata.version("jaxlib")
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 30.0
-"""How long a part may take to begin to arrive."""
+"""How long a part may take to begin to arrive, and how much longer all of them may take."""
 LEAST_BYTES_PER_SECOND = 10e6
 """A network that is slower counts as broken."""
 _POLL_SECONDS = 0.002
@@ -183,11 +184,11 @@ def pull(
         digest: of the offer; None skips the check.
         dtype: of the model.
         shardings: a sharding per parameter, on devices of this process.
-        stall_seconds: how long a part may take to begin to arrive.
+        stall_seconds: as for :func:`await_arrays`.
 
     Raises:
-        WeightUpdateError: they are of another model, the learner cannot be reached, falls silent or
-            ends, or other bytes arrive than it offered.
+        WeightUpdateError: they are of another model, the learner cannot be reached, falls silent,
+            is too slow or ends, or other bytes arrive than it offered.
     """
     check_ticket(ticket, shapes, digest=digest, dtype=dtype)
     by_name = named(shardings)
@@ -309,8 +310,7 @@ def _fetch(
     connection = server.connect(address)
     arrays = connection.pull(ticket.number, list(structs))
     try:
-        for array in arrays:
-            _await_array(array, address, stall_seconds)
+        await_arrays(arrays, address, stall_seconds=stall_seconds)
     except jax.errors.JaxRuntimeError as error:
         raise WeightUpdateError(
             f"the learner at {address} ended, or lost its connection, while its weights were"
@@ -319,19 +319,48 @@ def _fetch(
     return arrays
 
 
-def _await_array(array: Any, address: str, stall_seconds: float) -> None:
-    """Wait until an array has arrived."""
-    seconds = stall_seconds + array.nbytes / LEAST_BYTES_PER_SECOND
-    deadline = time.monotonic() + seconds
-    while not array.is_ready():
-        if time.monotonic() > deadline:
-            raise WeightUpdateError(
-                f"the learner at {address} sent nothing of {array.nbytes:,} bytes in {seconds:.0f}"
-                " seconds: it hangs, has newer weights by now, or cannot connect to this engine."
-                f" Open the ports between both machines, or {INSTEAD}"
-            )
-        time.sleep(_POLL_SECONDS)
-    array.block_until_ready()  # raises if it failed
+def await_arrays(
+    arrays: Sequence[Any],
+    address: str,
+    *,
+    stall_seconds: float,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until all arrays of a pull have arrived.
+
+    Args:
+        address: of the learner, for messages.
+        stall_seconds: how long each may take, and all of them together, besides their bytes at
+            ``LEAST_BYTES_PER_SECOND``.
+
+    Raises:
+        WeightUpdateError: one took longer, or all did: a learner that sends a little now and then
+            would else hold up the update once for every part.
+    """
+    total = sum(array.nbytes for array in arrays)
+    seconds = stall_seconds + total / LEAST_BYTES_PER_SECOND
+    begin = now()
+    arrived = 0
+    for array in arrays:
+        part_seconds = stall_seconds + array.nbytes / LEAST_BYTES_PER_SECOND
+        part_begin = now()
+        while not array.is_ready():
+            if now() > part_begin + part_seconds:
+                raise WeightUpdateError(
+                    f"the learner at {address} sent nothing of {array.nbytes:,} bytes in"
+                    f" {part_seconds:.0f} seconds: it hangs, has newer weights by now, or cannot"
+                    f" connect to this engine. Open the ports between both machines, or {INSTEAD}"
+                )
+            if now() > begin + seconds:
+                raise WeightUpdateError(
+                    f"the learner at {address} sent {arrived:,} of {total:,} bytes in"
+                    f" {seconds:.0f} seconds, less than {LEAST_BYTES_PER_SECOND / 1e6:.0f} MB per"
+                    f" second: mend the network between both machines, or {INSTEAD}"
+                )
+            sleep(_POLL_SECONDS)
+        array.block_until_ready()  # raises if it failed
+        arrived += array.nbytes
 
 
 def _arranged(

@@ -3,11 +3,12 @@ process, which reaches itself on loopback.
 """
 
 import contextlib
+import itertools
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,7 +23,13 @@ from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.jetstream.sharding import learner_shardings, make_engine_mesh
 from jax_agent_rl.models.config import Params
-from jax_agent_rl.models.offered import OfferedParams, check_ticket, pull
+from jax_agent_rl.models.offered import (
+    LEAST_BYTES_PER_SECOND,
+    OfferedParams,
+    await_arrays,
+    check_ticket,
+    pull,
+)
 from jax_agent_rl.models.stored import named
 from jax_agent_rl.utils.pull_tickets import OfferedParam, PullTicket
 from tests.messages import raises
@@ -306,3 +313,70 @@ def test_a_learner_that_hangs_or_ends_during_a_pull_is_not_waited_for(
         raises(WeightUpdateError, key=f"{LOOPBACK}:{port}"),
     ):
         pulled(replace(ticket, port=port))
+
+
+@dataclass
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    seconds: float = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@dataclass
+class ArrivingPart:
+    """A part that arrives at some time."""
+
+    clock: Clock
+    arrives: float
+    nbytes: int
+
+    def is_ready(self) -> bool:
+        return self.clock.seconds >= self.arrives
+
+    def block_until_ready(self) -> None:
+        assert self.is_ready()
+
+
+def await_parts(clock: Clock, gaps: Sequence[float], nbytes: int) -> None:
+    """Wait for parts that arrive one after another, with seconds between them."""
+    parts = []
+    for arrives in itertools.accumulate(gaps):
+        parts.append(ArrivingPart(clock, arrives, nbytes))
+    await_arrays(parts, "peer:1", stall_seconds=30.0, now=clock.now, sleep=clock.sleep)
+
+
+PART_BYTES = int(LEAST_BYTES_PER_SECOND)
+"""Bytes that a network which is just fast enough sends in a second."""
+
+
+def test_a_learner_that_trickles_holds_up_an_update_once_and_not_for_every_part():
+    """Each part comes in time, and all of them together take longer than they may."""
+    clock = Clock()
+    with raises(
+        WeightUpdateError,
+        key="peer:1",
+        value=("40,000,000 of 100,000,000 bytes", "40 seconds"),
+        fix="weight_transport=files",
+    ):
+        await_parts(clock, [9.0] * 10, PART_BYTES)
+    assert clock.seconds == pytest.approx(30 + 10, abs=0.1)
+
+
+def test_a_slow_network_may_take_its_time():
+    """A pause, and then as many bytes per second as a network has to send at least."""
+    clock = Clock()
+    await_parts(clock, [25.0, *[1.0] * 9], PART_BYTES)
+    assert clock.seconds == pytest.approx(34, abs=0.1)
+
+
+def test_a_learner_that_falls_silent_is_given_up_before_all_parts_could_have_come():
+    clock = Clock()
+    with raises(WeightUpdateError, key="peer:1", value="31 seconds", fix="Open the ports"):
+        await_parts(clock, [1.0, 1.0, *[1e9] * 1000], PART_BYTES)
+    assert clock.seconds == pytest.approx(2 + 31, abs=0.1)
