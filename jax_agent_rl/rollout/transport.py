@@ -27,6 +27,7 @@ from typing import Any, Protocol, cast
 import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 by name)
 import numpy as np
 
+from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import (
     ARRAYS,
     BROADCAST,
@@ -207,9 +208,14 @@ async def fetch(
         get: returns a stored object by its reference.
 
     Raises:
-        WeightUpdateError: arrays have another digest than the update. Of files, the engine finds
-            it.
+        WeightUpdateError: the payload is none of :func:`store`, or arrays have another digest than
+            the update. Of files, the engine finds it.
     """
+    if not isinstance(update.payload, tuple) or len(update.payload) != 2:
+        raise WeightUpdateError(
+            f"the payload of version {update.version} is {type(update.payload).__name__}, and no"
+            " kind and reference to Ray's store"
+        )
     kind, reference = update.payload
     contents = await get(reference)
     if kind == ARRAYS:

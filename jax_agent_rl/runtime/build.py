@@ -24,7 +24,6 @@ from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
 from jax_agent_rl.learner.observations import IsText
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
-from jax_agent_rl.models.lora import describe_adapters
 from jax_agent_rl.models.parameters import rounded_params
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
 from jax_agent_rl.models.vision_context import VisionProcessor
@@ -177,8 +176,6 @@ async def build(
             open_served_teachers(config, model, probe_ids=probe_ids, print_line=print_line)
         )
         learner = make_learner(config, model, score_by=score_by, channel=channel)
-        if config.learner.lora is not None:
-            print_line(describe_adapters(config.learner.lora, model))
         transport: WeightTransport
         if on_every_host(config):
             transport = make_host_transport(config)

@@ -15,6 +15,8 @@ from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.learner.checkpoint import cut_off_steps
 from jax_agent_rl.learner.checkpoint_steps import complete_steps
 from jax_agent_rl.learner.losses.aggregation import describe_aggregation
+from jax_agent_rl.models.hf import load_config
+from jax_agent_rl.models.lora import describe_adapters
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
@@ -211,9 +213,8 @@ async def _train(
                                     f"the checkpoint of step {step} was cut off while it was"
                                     " written: it is lost"
                                 )
-                    aggregation = describe_aggregation(config)
-                    if aggregation:
-                        progress.print_line(aggregation)
+                    for line in _describe_update(config):
+                        progress.print_line(line)
                     interruption.training_begins()
                     breakdown.started()
                     await trainer.run()
@@ -227,6 +228,18 @@ async def _train(
             interruption.training_ended()
             summary = _conclude(runtime, folder, record, breakdown, observed.summary(), console)
     return summary
+
+
+def _describe_update(config: Config) -> list[str]:
+    """Return lines on what an update weighs, where that is unusual, and on what it changes."""
+    lines = []
+    aggregation = describe_aggregation(config)
+    if aggregation:
+        lines.append(aggregation)
+    if config.learner.lora is not None:
+        model = load_config(config.model.path)
+        lines.append(describe_adapters(config.learner.lora, model))
+    return lines
 
 
 async def _publish_first(trainer: Trainer, version: int) -> None:

@@ -230,3 +230,11 @@ async def test_another_kind_than_stored_files_is_refused_by_its_name(tmp_path: P
     engine = from_object_store(ToyBackend(), get=FakeStore().get)
     with raises(WeightUpdateError, value="'safetensors'", fix="'object_store'"):
         await engine.update_weights(written(tmp_path))
+
+
+@pytest.mark.parametrize("payload", [None, {"a": 1, "b": 2}, ["arrays", 1], ("arrays",)])
+async def test_a_payload_that_refers_to_nothing_in_the_store_is_refused(payload: Any):
+    update = WeightUpdate(version=3, kind=OBJECT_STORE, payload=payload)
+    with raises(WeightUpdateError, key="version 3", value=type(payload).__name__):
+        async with fetch(update):
+            pass
