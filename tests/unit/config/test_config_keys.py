@@ -354,11 +354,12 @@ def learn() -> None:
 
 
 def draw() -> None:
-    """Draw rows by difficulty."""
-    cursor = DataCursor([{"question": 1}], seed=0, curriculum=CurriculumConfig(enabled=True))
-    assert cursor.pools is not None
-    cursor.pools.record({"question": 1}, 0.5)
-    cursor.draw()
+    """Draw rows by difficulty: one that is never solved, and one that always is."""
+    for pass_rate in (0.0, 1.0):
+        cursor = DataCursor([{"question": 1}], seed=0, curriculum=CurriculumConfig(enabled=True))
+        assert cursor.pools is not None
+        cursor.pools.record({"question": 1}, pass_rate)
+        cursor.draw()
 
 
 def branch() -> None:
