@@ -23,6 +23,7 @@ STRUCTURAL = (
     "unit/packaging/test_dockerfiles.py",
     "unit/packaging/test_third_party.py",
     "unit/packaging/test_wheel.py::test_every_extra_that_a_message_page_or_script_names_exists",
+    "unit/rollout/test_light_imports.py",
     "unit/test_boundaries.py",
     "unit/test_errors.py",
     "unit/test_import.py",

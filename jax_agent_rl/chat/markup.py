@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 Ids = tuple[int, ...]
 
 
@@ -35,24 +33,26 @@ class TemplateMarkup:
     separators: frozenset[Ids]
     closings: frozenset[Ids]
 
-    def is_text(self, appended_ids: Sequence[int]) -> np.ndarray:
-        """Return which of the ids inserted after a turn are no markup, bool [L].
+    def is_text(self, appended_ids: Sequence[int]) -> list[bool]:
+        """Return which of the ids inserted after a turn are no markup, [L].
 
         A header with the name of a call is markup up to the name: what follows counts as text.
         """
         ids = tuple(appended_ids)
-        is_text = np.array([token not in self.control_ids for token in ids], bool)
-        is_text[: _longest_common(ids, self.openings)] = False
-
         reversed_closings = [closing[::-1] for closing in self.closings]
+        text_start = _longest_common(ids, self.openings)
         text_end = len(ids) - _longest_common(ids[::-1], reversed_closings)
-        is_text[text_end:] = False
+
+        is_text = []
+        for position, token in enumerate(ids):
+            is_inside = text_start <= position < text_end
+            is_text.append(is_inside and token not in self.control_ids)
 
         for separator in self.separators:
             length = len(separator)
             for start in range(len(ids) - length + 1):
                 if ids[start : start + length] == separator:
-                    is_text[start : start + length] = False
+                    is_text[start : start + length] = [False] * length
         return is_text
 
 

@@ -19,13 +19,13 @@ import numpy as np
 
 from jax_agent_rl.types import Trajectory
 
-IsText = Callable[[Sequence[int]], np.ndarray]
-"""Returns which of the ids inserted after a turn are to be predicted, bool [L]."""
+IsText = Callable[[Sequence[int]], Sequence[bool]]
+"""Returns which of the ids inserted after a turn are to be predicted, [L]."""
 
 
-def all_ids(appended_ids: Sequence[int]) -> np.ndarray:
+def all_ids(appended_ids: Sequence[int]) -> list[bool]:
     """Select every id inserted after a turn, those of the chat template as well."""
-    return np.ones(len(appended_ids), bool)
+    return [True] * len(appended_ids)
 
 
 def observed_positions(sequence: Trajectory, is_text: IsText) -> np.ndarray:

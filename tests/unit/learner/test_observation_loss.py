@@ -21,9 +21,9 @@ COEF = 0.3
 ALONE = {"share_prefixes": False, "pack_length": 32, "micro_batch_size": 1}
 
 
-def is_even(appended_ids: Sequence[int]) -> np.ndarray:
+def is_even(appended_ids: Sequence[int]) -> list[bool]:
     """Stands for a template that writes all odd ids."""
-    return np.asarray(appended_ids) % 2 == 0
+    return [token % 2 == 0 for token in appended_ids]
 
 
 def make_learner(coef: float = COEF, *, is_text=is_even, **changes) -> Learner:
