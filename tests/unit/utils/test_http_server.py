@@ -400,6 +400,10 @@ def test_no_module_listens_by_other_means():
             "torch.distributed's store, in the cluster's own network, for one transfer"
         ),
         "jax_agent_rl/agents/command/runner.py": "runs inside the sandbox, on its own loopback",
+        "jax_agent_rl/models/offered.py": (
+            "JAX's transfer servers, in the cluster's own network: whoever holds the run's token"
+            " gets the number of a single pull"
+        ),
         "jax_agent_rl/testing/redteam/on_sandboxes.py": "answers nobody; no sandbox may reach it",
         "jax_agent_rl/tool_server/worker.py": "a Unix socket in a private folder of the server's",
     }
