@@ -466,6 +466,8 @@ class Fp8Slice:
             self._place.file, np.uint8, "r", offset=self._place.offset, shape=self._place.shape
         )
         numbers = np.ascontiguousarray(matrix[index]).view(ml_dtypes.float8_e4m3fn)
+        if numbers.size == 0:  # it may lie behind the last block
+            return numbers.astype(np.float32)
 
         block_index = []
         block_of_number = []  # by axis, counted from the first block of the slice
