@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jax_agent_rl.types import Trajectory, Turn
+from jax_agent_rl.utils.sequences import common_prefix_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +161,9 @@ def session_graph(trajectory: Trajectory) -> tuple[Segment, ...]:
     segments: list[Segment] = []
     for sequence in in_order:
         ids = _all_ids(sequence)
-        shared_lengths = [_common_length(ids, _all_ids(earlier.sequence)) for earlier in segments]
+        shared_lengths = []
+        for earlier in segments:
+            shared_lengths.append(common_prefix_length(ids, _all_ids(earlier.sequence)))
         shared = max(shared_lengths, default=0)
 
         parent = None
@@ -228,16 +231,6 @@ def _turn_ends(sequence: Trajectory) -> Iterator[int]:
     for turn in sequence.turns:
         yield start + len(turn.output.token_ids)
         start += len(turn.output.token_ids) + len(turn.appended_ids)
-
-
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many ids two sequences have in common at their beginning."""
-    length = 0
-    for one_id, other_id in zip(a, b, strict=False):
-        if one_id != other_id:
-            break
-        length += 1
-    return length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

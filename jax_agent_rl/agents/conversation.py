@@ -23,6 +23,7 @@ from jax_agent_rl.chat.reply import Reply, ReplyPart, ToolCall
 from jax_agent_rl.chat.template import CALL_ID_LENGTH
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
 from jax_agent_rl.utils.media import text_content
+from jax_agent_rl.utils.sequences import common_prefix_length
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
@@ -186,7 +187,7 @@ def first_difference(
     common = -1
     conversation: Sequence[Mapping[str, Any]] = ()
     for candidate in recorded:
-        length = _common_length(keys, map(_content_key, candidate))
+        length = common_prefix_length(keys, map(_content_key, candidate))
         if length >= common:
             common = length
             conversation = candidate
@@ -221,16 +222,6 @@ def _excerpt(text: str, start: int) -> str:
     if len(text) > end:
         excerpt += "…"
     return excerpt
-
-
-def _common_length(left: Iterable[Any], right: Iterable[Any]) -> int:
-    """Return how many items at the beginning of two sequences are equal."""
-    length = 0
-    for left_item, right_item in zip(left, right, strict=False):
-        if left_item != right_item:
-            break
-        length += 1
-    return length
 
 
 def _as_text(message: Mapping[str, Any]) -> str:

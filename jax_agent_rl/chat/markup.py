@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from jax_agent_rl.utils.sequences import common_prefix_length
+
 Ids = tuple[int, ...]
 
 
@@ -63,21 +65,11 @@ def markup_between(one: Sequence[int], other: Sequence[int]) -> tuple[Ids, Ids]:
         one: ids of an insertion.
         other: ids of the same with a text that begins and ends otherwise.
     """
-    opening_length = common_length(one, other)
-    closing_length = common_length(one[::-1], other[::-1])
+    opening_length = common_prefix_length(one, other)
+    closing_length = common_prefix_length(one[::-1], other[::-1])
     closing_start = len(one) - closing_length
     return tuple(one[:opening_length]), tuple(one[closing_start:])
 
 
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many ids at the beginning are equal."""
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
-
-
 def _longest_common(ids: Ids, beginnings: Iterable[Ids]) -> int:
-    return max((common_length(ids, beginning) for beginning in beginnings), default=0)
+    return max((common_prefix_length(ids, beginning) for beginning in beginnings), default=0)

@@ -36,6 +36,7 @@ from jax_agent_rl.jetstream.state_slots import (
     StateCheckpoint,
     StateSlots,
 )
+from jax_agent_rl.utils.sequences import common_prefix_length
 
 NULL_PAGE = 0
 
@@ -378,7 +379,7 @@ class BlockManager:
             for page in parent.children:
                 if page.ids[:1] != next_ids[:1]:  # most of many children differ at once
                     continue
-                common = _common(page.ids, next_ids)
+                common = common_prefix_length(page.ids, next_ids)
                 if not common:
                     continue
                 if common == self.size:
@@ -651,13 +652,3 @@ class BlockManager:
         else:
             del self.cached_pages[page.number]
             self.free_pages.append(page.number)
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Return the length of the common prefix."""
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count

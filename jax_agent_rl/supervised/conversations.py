@@ -37,6 +37,7 @@ from jax_agent_rl.data.rows import describe_columns
 from jax_agent_rl.errors import DataError, TemplateError
 from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.observe.run_dir import restore_trajectory
+from jax_agent_rl.utils.sequences import common_prefix_length
 
 Example = tuple[TrainingSequence, ...]
 """A conversation, or a trajectory, which may have been sampled in several contexts."""
@@ -186,7 +187,7 @@ class Encoder:
         prompt = row.get("prompt")
         if prompt is None:
             # The messages that both begin with carry no loss.
-            begin = _shared_length(chosen, rejected)
+            begin = common_prefix_length(chosen, rejected)
         else:
             begin = len(prompt)
             chosen = [*prompt, *chosen]
@@ -228,16 +229,6 @@ class Encoder:
                 f" learner.pack_length >= {length}, or data.max_length to leave it out"
             )
         return True
-
-
-def _shared_length(first: Sequence[Message], second: Sequence[Message]) -> int:
-    """Return how many messages two conversations begin with alike."""
-    length = 0
-    for first_message, second_message in zip(first, second, strict=False):
-        if first_message != second_message:
-            break
-        length += 1
-    return length
 
 
 def encode_conversation(
