@@ -266,7 +266,7 @@ def _map(function: Callable[[str, Any], Any], tree: Mapping[str, Any]) -> dict[s
 def _write_files(contents: Mapping[str, np.ndarray], folder: Path) -> list[str]:
     paths = []
     for name, content in contents.items():
-        path = folder / name
+        path = folder / Path(name).name  # none outside of the folder
         content.tofile(path)
         paths.append(str(path))
     return paths

@@ -212,6 +212,16 @@ async def test_files_come_back_with_their_bytes_and_do_not_stay(tmp_path: Path):
     assert not Path(file).parent.exists()
 
 
+async def test_no_file_is_written_outside_of_the_folder(tmp_path: Path):
+    objects = FakeStore()
+    update = store(written(tmp_path), objects.put)
+    objects.objects[0] = {"../../a.safetensors": objects.objects[0]["a.safetensors"]}
+    async with fetch(update, get=objects.get) as fetched:
+        (file,) = fetched.payload
+        assert Path(file).name == "a.safetensors"
+        assert Path(file).parent.name.startswith("jax_agent_rl-fetched-")
+
+
 @given(place=st.integers(0, 6), bit=st.integers(0, 7))
 async def test_any_flipped_bit_is_found_by_the_digests_that_came_along(
     tmp_path_factory, place: int, bit: int
