@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import json
 import os
+import zlib
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -80,14 +81,15 @@ def answer_file(lowered: jax.stages.Lowered, mesh: Mesh, chip: Chip) -> Path:
 
 
 def read_answer(file: Path) -> CompilerAnswer | None:
-    """Return an answer that was kept, or None."""
+    """Return an answer that was kept; None if there is none, or its file is damaged."""
     try:
-        data = file.read_bytes()
-    except OSError:  # there is none, or no folder
+        fields = json.loads(gzip.decompress(file.read_bytes()))
+        memory = fields["memory"]
+        if memory is not None:
+            memory = Memory(**memory)
+        return CompilerAnswer(memory=memory, text=fields["text"])
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
         return None
-    fields = json.loads(gzip.decompress(data))
-    memory = fields["memory"]
-    return CompilerAnswer(memory=None if memory is None else Memory(**memory), text=fields["text"])
 
 
 def keep_answer(file: Path, answer: CompilerAnswer) -> None:

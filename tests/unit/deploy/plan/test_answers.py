@@ -1,6 +1,8 @@
 """What the compiler answered for an earlier plan need not be asked again."""
 
 import dataclasses
+import gzip
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +60,22 @@ def test_a_refusal_is_kept_as_well():
     assert first.memory is None
     assert second.from_earlier_plan
     assert findings(second) == findings(first)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "no archive", "of another version"])
+def test_the_compiler_is_asked_again_where_what_was_kept_is_damaged(damage: str, cache: Path):
+    first = compiled_product()
+    (file,) = cache.glob("plans/*.json.gz")
+    contents = {
+        "cut off": file.read_bytes()[:-20],
+        "no archive": b"{}",
+        "of another version": gzip.compress(b'{"memory": {"bytes": 1}, "text": ""}'),
+    }
+    file.write_bytes(contents[damage])
+    second = compiled_product()
+    assert not second.from_earlier_plan
+    assert findings(second) == findings(first)
+    assert compiled_product().from_earlier_plan
 
 
 def test_another_program_and_other_flags_of_the_compiler_ask_again(monkeypatch):
