@@ -409,6 +409,20 @@ def _visible(
     return visible
 
 
+def _score_gradients(
+    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, gradients: Gradients
+) -> tuple[jax.Array, jax.Array]:
+    """Return the weights of a tile, and the gradients of its scores, float32 [queries, keys] each.
+
+    Args:
+        gradients: of the tile's queries.
+    """
+    scores = jnp.where(visible, _product(q, k, _ROWS_BY_ROWS), MASK_VALUE)
+    weights = jnp.exp(scores - gradients.normalizer[:, None])
+    d_weights = _product(gradients.d_out, v, _ROWS_BY_ROWS)
+    return weights, weights * (d_weights - gradients.mean[:, None])
+
+
 def _tile_of(live: LiveBlocks, step: jax.Array, size: int) -> jax.Array:
     """Return the first token of the tile at a step; live blocks have several tiles each."""
     tiles = BLOCK // size
@@ -484,10 +498,7 @@ def _query_gradient_kernel(
         key = begin + jnp.arange(tile.keys, dtype=jnp.int32)
         visible = _visible(marks, query, key, slice(None), rows)
 
-        scores = jnp.where(visible, _product(q, k, _ROWS_BY_ROWS), MASK_VALUE)
-        weights = jnp.exp(scores - normalizer[:, None])
-        d_weights = _product(d_out, v, _ROWS_BY_ROWS)
-        d_scores = weights * (d_weights - mean[:, None])
+        _, d_scores = _score_gradients(q, k, v, visible, Gradients(d_out, normalizer, mean))
         return dq + _product(d_scores.astype(k.dtype), k)
 
     steps = live.count[0] * (BLOCK // tile.keys)
@@ -525,10 +536,8 @@ def _key_gradient_kernel(
         query = marks.offset_and_window[0] + begin + jnp.arange(tile.queries, dtype=jnp.int32)
         visible = _visible(marks, query, key, rows, slice(None))
 
-        scores = jnp.where(visible, _product(q, k, _ROWS_BY_ROWS), MASK_VALUE)
-        weights = jnp.exp(scores - normalizer[:, None])
-        d_weights = _product(d_out, v, _ROWS_BY_ROWS)
-        d_scores = weights * (d_weights - mean[:, None])
+        tile_gradients = Gradients(d_out, normalizer, mean)
+        weights, d_scores = _score_gradients(q, k, v, visible, tile_gradients)
         dk += _product(d_scores.astype(q.dtype), q, _COLUMNS_BY_COLUMNS)
         dv += _product(weights.astype(d_out.dtype), d_out, _COLUMNS_BY_COLUMNS)
         return dk, dv

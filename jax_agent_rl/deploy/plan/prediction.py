@@ -538,8 +538,8 @@ def _count_equation(equation: core.JaxprEqn, loops: int, platform: Platform) -> 
     if name == "while":
         return count(params["body_jaxpr"].jaxpr) * loops
     if name == "pallas_call" and params["cost_estimate"] is not None:
-        cost = params["cost_estimate"]
-        return Flops(flops=float(cost.flops), bytes=float(cost.bytes_accessed))
+        flops, _, size = _stated_cost(equation)
+        return Flops(flops=float(flops), bytes=float(size))
     if name == "cond":
         for index, platforms in enumerate(params.get("branches_platforms") or ()):
             if platforms is None or platform in platforms:

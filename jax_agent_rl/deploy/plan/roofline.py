@@ -118,11 +118,10 @@ def _library_work(call: Instruction, operands: Sequence[str]) -> Work:
         return Work(float(stated), float(stated_bytes))
     if ("cublas" in name or "matmul" in name) and len(operands) >= 2:
         # [m, k] and [k, n], or as many of them as there are results of [m, n].
-        (element, _), *_ = _SIZES.findall(operands[0])
+        (element, sizes), *_ = _SIZES.findall(operands[0])
         result = _count(call.result)
         match = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', call.remainder)
         if match is not None and result:
-            _, sizes = _SIZES.findall(operands[0])[0]
             depth = numbers(sizes)[int(match[1])]
             return Work(2 * result * depth * _slowness(element), size)
     return Work(0.0, size)

@@ -63,28 +63,11 @@ def _decode(
     # CPU kernels rotate, write to the pages and attend in one call.
     if layer.native:
         assert pages is not None  # these kernels read no rows
+        arguments = (config, heads, cached, positions, pages, rope_table, sinks)
         if settings.kind.keys == "shared":
-            mixed = cpu_kernels.read_attention(
-                config,
-                heads,
-                cached,
-                positions,
-                pages,
-                rope_table,
-                sinks,
-                windowed=settings.windowed,
-            )
+            mixed = cpu_kernels.read_attention(*arguments, windowed=settings.windowed)
         else:
-            mixed, cached = cpu_kernels.decode_attention(
-                config,
-                heads,
-                cached,
-                positions,
-                pages,
-                rope_table,
-                sinks,
-                windowed=settings.windowed,
-            )
+            mixed, cached = cpu_kernels.decode_attention(*arguments, windowed=settings.windowed)
         mixed = mixed.reshape(-1, x.shape[1])
         return _project_back(settings, layer, mixed, gate), cached
 
