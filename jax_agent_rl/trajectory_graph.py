@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jax_agent_rl.types import Trajectory, Turn
-from jax_agent_rl.utils.sequences import common_prefix_length
+from jax_agent_rl.types.sequences import common_prefix_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,8 +22,8 @@ from jax_agent_rl.chat.messages import ROLES, normalize_messages, reasoning_of
 from jax_agent_rl.chat.reply import Reply, ReplyPart, ToolCall
 from jax_agent_rl.chat.template import CALL_ID_LENGTH
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
+from jax_agent_rl.types.sequences import common_prefix_length
 from jax_agent_rl.utils.media import text_content
-from jax_agent_rl.utils.sequences import common_prefix_length
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jax_agent_rl.utils.sequences import common_prefix_length
+from jax_agent_rl.types.sequences import common_prefix_length
 
 Ids = tuple[int, ...]
 

@@ -36,7 +36,7 @@ from jax_agent_rl.jetstream.state_slots import (
     StateCheckpoint,
     StateSlots,
 )
-from jax_agent_rl.utils.sequences import common_prefix_length
+from jax_agent_rl.types.sequences import common_prefix_length
 
 NULL_PAGE = 0
 

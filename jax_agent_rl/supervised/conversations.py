@@ -37,7 +37,7 @@ from jax_agent_rl.data.rows import describe_columns
 from jax_agent_rl.errors import DataError, TemplateError
 from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.observe.run_dir import restore_trajectory
-from jax_agent_rl.utils.sequences import common_prefix_length
+from jax_agent_rl.types.sequences import common_prefix_length
 
 Example = tuple[TrainingSequence, ...]
 """A conversation, or a trajectory, which may have been sampled in several contexts."""

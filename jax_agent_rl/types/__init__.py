@@ -18,7 +18,7 @@ Where the mask is 0, the log-prob is 0 and the version is -1.
 
 Import the types from here. ``trajectory`` and ``group`` are made of ``token_output``;
 ``sampling_params`` asks for one. ``routed_experts`` and ``supports`` are what an engine reports of
-its draws, so that the learner can replay them.
+its draws, so that the learner can replay them. ``sequences`` compares sequences of ids.
 """
 
 from jax_agent_rl.errors import DropReason, FinishReason

@@ -1,4 +1,4 @@
-"""What two sequences have in common."""
+"""What two sequences, of ids, messages or others, have in common."""
 
 from __future__ import annotations
 

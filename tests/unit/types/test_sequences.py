@@ -5,7 +5,7 @@ from os.path import commonprefix
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.utils.sequences import common_prefix_length
+from jax_agent_rl.types.sequences import common_prefix_length
 
 TEXTS = st.text("ab", max_size=6)
 
