@@ -17,10 +17,12 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from jax_agent_rl.observe.run_dir import append_records
 from jax_agent_rl.utils.processor import processor
 
 PROVENANCE = "provenance.jsonl"
@@ -33,13 +35,22 @@ _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 """A variable with one of these in its name is never recorded."""
 
 
-def provenance(content: Mapping[str, Any], *, step: int) -> dict[str, Any]:
-    """Return what decides the steps that this process computes.
+def append_provenance(run: Path, content: Mapping[str, Any], *, step: int) -> None:
+    """Append a line on this process to a run's file.
 
     Args:
+        run: the run folder.
         content: fingerprints of what the configuration names, see ``runtime.identity``.
         step: the last finished step.
+
+    Raises:
+        StorageError: the disk is full.
     """
+    append_records(run / PROVENANCE, [_provenance(content, step=step)])
+
+
+def _provenance(content: Mapping[str, Any], *, step: int) -> dict[str, Any]:
+    """Return what decides the steps that this process computes."""
     devices = Counter(f"{device.platform} {device.device_kind}" for device in jax.devices())
     return {
         "step": step,

@@ -22,7 +22,6 @@ from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
 from jax_agent_rl.observe.run_dir import (
     RunDir,
-    append_records,
     read_metrics,
     read_trajectories,
 )
@@ -31,7 +30,7 @@ from jax_agent_rl.observe.view import best_and_worst, outline
 from jax_agent_rl.runtime.build import build, open_checkpointer
 from jax_agent_rl.runtime.multihost import ControlChannel, leading
 from jax_agent_rl.runtime.placement import first_version
-from jax_agent_rl.runtime.provenance import PROVENANCE, provenance
+from jax_agent_rl.runtime.provenance import append_provenance
 from jax_agent_rl.runtime.resume import (
     Resumption,
     choose_run,
@@ -173,10 +172,7 @@ async def _train(
             # Not before: a configuration that does not fit the checkpoint must not take the place
             # of the one that does.
             folder.write_json(folder.config, config.model_dump(mode="json"))
-            append_records(
-                folder.path / PROVENANCE,
-                [provenance(runtime.identity["content"], step=record.step)],
-            )
+            append_provenance(folder.path, runtime.identity["content"], step=record.step)
             record.cursor = record.cursor or runtime.cursor.state()
 
             trainer = TRAINERS[config.trainer.mode](

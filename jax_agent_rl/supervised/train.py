@@ -36,6 +36,7 @@ from jax_agent_rl.observe.report.charts import loss_plot
 from jax_agent_rl.observe.run_dir import RunDir, read_metrics
 from jax_agent_rl.runtime.identity import RunIdentity, run_identity
 from jax_agent_rl.runtime.policy import resolve_model
+from jax_agent_rl.runtime.provenance import append_provenance
 from jax_agent_rl.runtime.resume import Resumption, free_folder, newest_run, nothing_to_do
 from jax_agent_rl.supervised.conversations import Encoder, Example, Pair
 from jax_agent_rl.utils.shutdown import ExitWithin, Interruption
@@ -342,6 +343,7 @@ class _Run:
                     **self._config.model_dump(mode="json"),
                 }
                 self._folder.write_json(self._folder.config, recorded)
+                append_provenance(self._folder.path, self._identity.content, step=self.step)
                 if self._heldout and self._resumption is None:
                     self._evaluate()
                 while self.step < self._steps and not self.stopping.is_set():

@@ -21,6 +21,7 @@ from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.config.loading import build_tree
 from jax_agent_rl.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
+from jax_agent_rl.evaluate.same import compare_runs
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
 from jax_agent_rl.learner.sequences import TrainingSequence
 from jax_agent_rl.models.hf import load_hf, save_hf
@@ -141,6 +142,12 @@ def test_a_resumed_run_ends_where_one_without_a_break_does(model_folder, rows, t
     last = list(read_metrics(tmp_path / "short" / "metrics.jsonl"))[-1]["loss"]
     expected = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))[-1]["loss"]
     assert last == expected
+
+    comparison = compare_runs(tmp_path / "run", tmp_path / "short")
+    assert comparison.is_same and comparison.steps == len(lines("run"))
+    differing = {difference.where for difference in comparison.causes}
+    assert not any(where.startswith("provenance") for where in differing)
+    assert any("resumed 1 times" in note for note in comparison.notes)
 
 
 def changed(config: SftConfig, path: str, value: object) -> SftConfig:
