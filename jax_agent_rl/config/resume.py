@@ -49,7 +49,7 @@ DEFINES = _paths(
         "model": "min_pixels max_pixels",
         "data": "shuffle shuffle_row_groups max_length min_reward train_on best_of",
         "data.curriculum": (
-            "enabled easy_threshold hard_threshold easy_fraction hard_fraction window"
+            "enabled pass_rate_of easy_threshold hard_threshold easy_fraction hard_fraction window"
         ),
         "rollout": (
             "prompts_per_step group_size min_group_size group_timeout max_model_len temperature"

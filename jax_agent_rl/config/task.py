@@ -132,8 +132,13 @@ _WITH_CURRICULUM = WhenKey("data.curriculum.enabled")
 class CurriculumConfig(Section):
     """A curriculum: rows that are always solved, or never, are drawn less often."""
 
-    enabled: bool = Field(
-        default=False, description="Keep pass rates of the rows, and draw by difficulty."
+    enabled: bool = Field(default=False, description="Keep pass rates, and draw by difficulty.")
+    pass_rate_of: Annotated[Literal["row", "data_source"], _WITH_CURRICULUM] = Field(
+        default="row",
+        description=(
+            "What has a pass rate: each row, or all rows of a data_source together, which says"
+            " something about rows that were never drawn."
+        ),
     )
     easy_threshold: Annotated[float, _WITH_CURRICULUM] = Field(
         default=1.0, gt=0, le=1, description="Rows with at least this pass rate are easy."
@@ -154,7 +159,7 @@ class CurriculumConfig(Section):
         description="Share of the turns of hard rows at which they are drawn.",
     )
     window: Annotated[Positive, _WITH_CURRICULUM] = Field(
-        default=2, description="Number of a row's last groups that its pass rate is the mean of."
+        default=2, description="Number of last groups that a pass rate is the mean of."
     )
 
     @model_validator(mode="after")

@@ -9,7 +9,8 @@
                 hard     at most hard_threshold         admitted hard_fraction of the time
 
 A row that is not admitted is passed over until its turn in the next epoch. Within a pool, the order
-of the rows stays what it was. The pools are those of prime-rl's buffer.
+of the rows stays what it was. The pools are those of prime-rl's buffer. There, each row has its own
+pass rate, which is known from the second epoch on. Rows of a data source may share one here.
 """
 
 from __future__ import annotations
@@ -43,8 +44,21 @@ class DrawnRow:
     probability: float
 
 
+@dataclass(frozen=True)
+class RowKeys:
+    """What the pools know about a row.
+
+    Attributes:
+        row: fingerprint of the row.
+        rated: of what has its pass rate: the same, or the name of its data source.
+    """
+
+    row: str
+    rated: str
+
+
 class DifficultyPools:
-    """Running pass rates of rows, and the gate that they make.
+    """Running pass rates of rows or data sources, and the gate that they make.
 
     Args:
         seed: of the gate's draws.
@@ -58,15 +72,22 @@ class DifficultyPools:
         self._config = config
         self._seed = seed
         self._num_rows = num_rows
-        self._rates: dict[str, list[float]] = {}  # of the last groups of each row, by fingerprint
-        # How rows were drawn whose groups have not been recorded yet.
+        self._rates: dict[str, list[float]] = {}  # of the last groups, by RowKeys.rated
+        # How rows were drawn whose groups have not been recorded yet, by RowKeys.row.
         self._drawn: dict[str, list[DrawnRow]] = {}
         self._passed_over = 0  # since the last draw that was admitted for its pool
         self._passed_over_in_step = 0
 
+    def keys_of(self, row: Any) -> RowKeys:
+        """Return the keys of a row."""
+        key = fingerprint(row)
+        if self._config.pass_rate_of == "data_source":
+            return RowKeys(row=key, rated=str(row.get("data_source")))
+        return RowKeys(row=key, rated=key)
+
     def pool_of(self, row: Any) -> Pool:
         """Return the pool of a row."""
-        return self._pool(fingerprint(row))
+        return self._pool(self.keys_of(row).rated)
 
     def _pool(self, key: str) -> Pool:
         rates = self._rates.get(key)
@@ -94,14 +115,14 @@ class DifficultyPools:
         uniform = np.random.default_rng([self._seed, position]).random()
         return uniform < probability
 
-    def admits(self, position: int, key: str) -> bool:
+    def admits(self, position: int, keys: RowKeys) -> bool:
         """Return whether a row is drawn.
 
         Args:
             position: the row's turn in the order of all; decides together with the seed.
-            key: fingerprint of the row whose turn it is.
+            keys: of the row whose turn it is.
         """
-        pool = self._pool(key)
+        pool = self._pool(keys.rated)
         probability = self._probability(pool)
         is_admitted = self._opens(position, probability)
         if is_admitted:
@@ -111,36 +132,39 @@ class DifficultyPools:
             probability = 1.0
 
         if is_admitted:
-            previous_draws = self._drawn.get(key, [])
+            previous_draws = self._drawn.get(keys.row, [])
             drawn_row = DrawnRow(pool=pool, probability=probability)
             # Groups that are lost are never recorded.
-            self._drawn[key] = [*previous_draws, drawn_row][-_MAX_DRAWS:]
+            self._drawn[keys.row] = [*previous_draws, drawn_row][-_MAX_DRAWS:]
         else:
             self._passed_over += 1
             self._passed_over_in_step += 1
         return is_admitted
 
     def record(self, row: Any, pass_rate: float) -> DrawnRow | None:
-        """Add the pass rate of a group to the running one of its row.
+        """Add the pass rate of a group to the running one of its row or data source.
 
         Returns:
             How the row was drawn; None if it was not drawn here.
         """
-        key = fingerprint(row)
-        previous_rates = self._rates.get(key, [])
+        keys = self.keys_of(row)
+        previous_rates = self._rates.get(keys.rated, [])
         # A new list: a checkpoint may still be writing the previous one.
-        self._rates[key] = [*previous_rates, pass_rate][-self._config.window :]
-        if self._probability(self._pool(key)) > 0:
+        self._rates[keys.rated] = [*previous_rates, pass_rate][-self._config.window :]
+        if self._probability(self._pool(keys.rated)) > 0:
             self._passed_over = 0  # there is something to look for
-        draws = self._drawn.pop(key, [])
+        draws = self._drawn.pop(keys.row, [])
         if not draws:
             return None
         if len(draws) > 1:
-            self._drawn[key] = draws[1:]
+            self._drawn[keys.row] = draws[1:]
         return draws[0]
 
     def end_step(self) -> dict[str, float]:
-        """Return the sizes of the pools, and how many rows were passed over since the last step."""
+        """Return the sizes of the pools, and how many rows were passed over since the last step.
+
+        A size counts what has a pass rate: rows or data sources.
+        """
         sizes = Counter(self._pool(key) for key in self._rates)
         passed_over = self._passed_over_in_step
         self._passed_over_in_step = 0

@@ -25,7 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from jax_agent_rl.config.task import CurriculumConfig
-from jax_agent_rl.data.curriculum import DifficultyPools
+from jax_agent_rl.data.curriculum import DifficultyPools, RowKeys
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.utils.fingerprints import fingerprint
 
@@ -128,7 +128,7 @@ class DataCursor(Generic[T]):
             self.pools = DifficultyPools(curriculum, seed=seed, num_rows=num_rows)
         # With a curriculum: of rows whose turn it was, by source and index. Rows may be read from
         # disk, and those that are passed over are needed for nothing else.
-        self._row_fingerprints: dict[tuple[int, int], str] = {}
+        self._row_keys: dict[tuple[int, int], RowKeys] = {}
         self._num_passed_over = 0
         self._positions: dict[int, int] = {}  # of the last draws, with a curriculum
 
@@ -159,7 +159,7 @@ class DataCursor(Generic[T]):
         if self.pools is None:
             return number, self._row(position)
 
-        while not self.pools.admits(position, self._row_fingerprint(position)):
+        while not self.pools.admits(position, self._keys(self.pools, position)):
             self._num_passed_over += 1
             position += 1
         self._positions[number] = position
@@ -172,12 +172,12 @@ class DataCursor(Generic[T]):
         source, index = self._locate(position)
         return self._parts[source][index]
 
-    def _row_fingerprint(self, position: int) -> str:
-        """Return the fingerprint of that row; it is read once."""
+    def _keys(self, pools: DifficultyPools, position: int) -> RowKeys:
+        """Return the keys of that row; it is read once."""
         place = self._locate(position)
-        if place not in self._row_fingerprints:
-            self._row_fingerprints[place] = fingerprint(self._row(position))
-        return self._row_fingerprints[place]
+        if place not in self._row_keys:
+            self._row_keys[place] = pools.keys_of(self._row(position))
+        return self._row_keys[place]
 
     def _locate(self, position: int) -> tuple[int, int]:
         """Return the source and the index of that row."""

@@ -14,7 +14,7 @@ from jax_agent_rl.types import Group
 def record_pass_rates(pools: DifficultyPools, groups: Sequence[Group]) -> dict[str, float]:
     """Add the pass rates of a step's groups to the pools; return metrics.
 
-    A row's pass rate is the mean accuracy of its group. ``curriculum/drawn_<pool>`` counts the
+    A group's pass rate is its mean accuracy. ``curriculum/drawn_<pool>`` counts the
     groups by the pool that their rows were drawn from. Rows of some pools are drawn less often than
     others, so the accuracy of what was drawn is no estimate of the accuracy on the data.
     ``curriculum/accuracy`` is one: each group weighs the inverse of the probability with which its

@@ -173,6 +173,59 @@ CHARTS = (
         unit="versions",
         hides_zero=True,
     ),
+    Chart(
+        title="Observation loss",
+        hint=(
+            "Cross-entropy of what tools, environments and users answered. It falls as the policy"
+            " learns what its actions do."
+        ),
+        lines={"loss": "observation_loss"},
+        unit="nats",
+    ),
+    Chart(
+        title="Trajectories with feedback",
+        hint=(
+            "Share with an error of a tool or a text of the reward function: self-distillation"
+            " teaches nothing in the others."
+        ),
+        lines={"with feedback": "feedback_share"},
+        scale="share",
+    ),
+    Chart(
+        title="Curriculum: groups drawn",
+        hint="By the pool that their rows were drawn from.",
+        lines={
+            "new": "curriculum/drawn_new",
+            "normal": "curriculum/drawn_normal",
+            "easy": "curriculum/drawn_easy",
+            "hard": "curriculum/drawn_hard",
+        },
+        unit="groups",
+    ),
+    Chart(
+        title="Curriculum: pools",
+        hint="Rows, or data sources, by their running pass rate.",
+        lines={
+            "normal": "curriculum/normal",
+            "easy": "curriculum/easy",
+            "hard": "curriculum/hard",
+        },
+    ),
+    Chart(
+        title="Curriculum: accuracy",
+        hint=(
+            "Estimate for the training data: rows that are drawn less often weigh more. The reward"
+            " above is of what was drawn."
+        ),
+        lines={"accuracy": "curriculum/accuracy"},
+        scale="share",
+    ),
+    Chart(
+        title="Curriculum: rows passed over",
+        hint="Since the step before. Many mean that hardly any row is worth a group.",
+        lines={"passed over": "curriculum/passed_over"},
+        unit="rows",
+    ),
 )
 
 

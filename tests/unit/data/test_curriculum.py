@@ -201,6 +201,60 @@ def test_fewer_groups_do_equally_well():
     assert gated < 0.25
 
 
+# --- pass rates of data sources -------------------------------------------------------------------
+
+SOURCES = []
+for number in range(40):
+    SOURCES.append({"question": number, "data_source": ("sums", "chains")[number % 2]})
+BY_SOURCE = {"pass_rate_of": "data_source", "easy_fraction": 0.0}
+
+
+def test_a_data_source_that_is_solved_is_passed_over_in_the_first_epoch():
+    cursor = cursor_of(SOURCES, **BY_SOURCE)
+    first = cursor.next_rows(4)
+    assert {row["data_source"] for row in first} == {"sums", "chains"}
+    for row in first:
+        cursor.pools.record(row, 1.0 if row["data_source"] == "sums" else 0.5)
+
+    later = cursor.next_rows(10)
+    assert {row["data_source"] for row in later} == {"chains"}
+    drawn = [row["question"] for row in (*first, *later)]
+    assert len(set(drawn)) == len(drawn)  # none was seen before
+    assert cursor.pools.pool_of(SOURCES[0]) == "easy"
+    assert cursor.pools.pool_of(SOURCES[1]) == "normal"
+
+
+def test_rows_of_a_data_source_share_a_window():
+    pools = cursor_of(SOURCES, window=2, **BY_SOURCE).pools
+    for row in SOURCES[:6:2]:
+        pools.record(row, 1.0)
+    assert pools.pool_of(SOURCES[8]) == "easy"
+    pools.record(SOURCES[8], 0.5)
+    assert {pools.pool_of(row) for row in SOURCES[::2]} == {"normal"}
+    assert pools.end_step()["curriculum/normal"] == 1  # the other one was not drawn
+
+
+def test_how_a_row_was_drawn_is_known_by_the_row_though_its_source_has_the_pass_rate():
+    cursor = cursor_of(SOURCES, pass_rate_of="data_source", easy_fraction=0.5)
+    new_row = cursor.next_rows(1)[0]
+    cursor.pools.record(SOURCES[0], 1.0)
+    cursor.pools.record(SOURCES[1], 1.0)
+    easy_row = cursor.next_rows(1)[0]
+    # The groups end in another order than their rows were drawn in.
+    assert cursor.pools.record(easy_row, 1.0).probability == 0.5
+    assert cursor.pools.record(new_row, 1.0).pool == "new"
+
+
+def test_a_resumed_run_knows_the_pass_rates_of_data_sources():
+    first = cursor_of(SOURCES, **BY_SOURCE)
+    for row in first.next_rows(4):
+        first.pools.record(row, 1.0 if row["data_source"] == "sums" else 0.5)
+    state = json.loads(json.dumps(first.state()))
+    resumed = cursor_of(SOURCES, **BY_SOURCE)
+    resumed.restore(state)
+    assert resumed.next_rows(12) == first.next_rows(12)
+
+
 # --- metrics --------------------------------------------------------------------------------------
 
 

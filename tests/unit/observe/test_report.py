@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_agent_rl.config.task import CurriculumConfig
+from jax_agent_rl.data.curriculum import DifficultyPools
 from jax_agent_rl.errors import ConfigError, DataError, StorageError
 from jax_agent_rl.observe import selection
 from jax_agent_rl.observe.report import command
@@ -43,9 +45,10 @@ from jax_agent_rl.observe.report.trajectories import (
 )
 from jax_agent_rl.observe.run_dir import RunDir, read_traces, restore_trajectory, trajectory_record
 from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, FactTable, choose
+from jax_agent_rl.trainer.curriculum import record_pass_rates
 from tests.messages import raises
 from tests.report_runs import HOSTILE, CountedRecords, decode, make_run, members, step_line
-from tests.trajectories import call, session, trajectory
+from tests.trajectories import call, group_of, session, trajectory
 
 
 class Scripts(HTMLParser):
@@ -117,6 +120,28 @@ def test_drops_are_drawn_for_each_step():
     (chart,) = [c for c in charts(metrics) if c["title"] == "Dropped trajectories"]
     assert chart["kind"] == "stack"
     assert lines_of(chart) == {"zero_variance": ([1, 2, 5], [1, 1, 3])}
+
+
+def test_what_else_is_learned_from_has_charts_of_its_own():
+    """Metrics of the observation loss, of feedback, and of a trainer with a curriculum."""
+    pools = DifficultyPools(CurriculumConfig(enabled=True), seed=0, num_rows=1)
+    pools.admits(0, pools.keys_of({}))
+    group = group_of([replace(member, row={}) for member in members(1)])
+    signals = {
+        "observation_loss": 2.5,
+        "feedback_share": 0.25,
+        **record_pass_rates(pools, [group]),
+    }
+    shown = charts([step_line(1, **signals)])
+    by_title = {chart["title"]: lines_of(chart) for chart in shown if not chart.get("more")}
+    assert by_title["Observation loss"] == {"loss": ([1], [2.5])}
+    assert by_title["Trajectories with feedback"] == {"with feedback": ([1], [0.25])}
+    drawn = by_title["Curriculum: groups drawn"]
+    assert drawn["new"] == ([1], [1])
+    assert drawn["hard"] == ([1], [0])
+    assert by_title["Curriculum: rows passed over"] == {"passed over": ([1], [0])}
+    others = {chart["title"] for chart in shown if chart.get("more")}
+    assert others == {"own_metric"}  # none of the signals is left over
 
 
 def test_metrics_that_no_chart_names_are_shown_too():
