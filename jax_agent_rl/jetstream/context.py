@@ -104,14 +104,15 @@ class EngineContext:
 
         self.has_states = has_states(self.config)
 
-        # The kernels compute attention to keys and values in float32, on one CPU.
+        # The kernels compute attention to keys and values in float32, on one CPU. Matrices may be
+        # in int8.
         has_one_cpu = self.platform == "cpu" and self.split is None
         is_float32 = jnp.dtype(self.dtype) == jnp.dtype(self.kv_dtype) == jnp.dtype(jnp.float32)
         self._suits_cpu_kernels = (
             use_cpu_kernels
             and has_one_cpu
             and is_float32
-            and quantize is None
+            and quantize in (None, "int8")
             and self.config.latent is None
         )
         if self._suits_cpu_kernels:

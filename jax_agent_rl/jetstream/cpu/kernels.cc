@@ -1,7 +1,7 @@
 // Kernels of a decode step on CPUs, called through XLA's foreign function interface.
 //
 // kernels.py builds and wraps them. Activations are feature-major [in, B], as in forward.py, for B
-// slots. Everything is float32.
+// slots. Everything is float32, but for weights of 8 bits.
 
 #include "attention.h"
 #include "delta_step.h"
@@ -9,6 +9,7 @@
 
 #define BIND ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
 #define FLOATS Arg<ffi::Buffer<ffi::F32>>()
+#define BYTES Arg<ffi::Buffer<ffi::S8>>()
 #define INTS Arg<ffi::Buffer<ffi::S32>>()
 #define RESULT Ret<ffi::Buffer<ffi::F32>>()
 #define NORM Attr<float>("eps").Attr<float>("offset")
@@ -19,6 +20,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(product, Product, BIND.FLOATS.FLOATS.FLOATS.NORM.R
 // weight, x, norm
 XLA_FFI_DEFINE_HANDLER_SYMBOL(gated_product, GatedProduct,
                               BIND.FLOATS.FLOATS.FLOATS.NORM
+                                  .Attr<int64_t>("activation")
+                                  .RESULT);
+
+// weight, scales, x, norm
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quantized_product, QuantizedProduct,
+                              BIND.BYTES.FLOATS.FLOATS.FLOATS.NORM.RESULT);
+
+// weight, scales, x, norm
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quantized_gated_product, QuantizedGatedProduct,
+                              BIND.BYTES.FLOATS.FLOATS.FLOATS.NORM
                                   .Attr<int64_t>("activation")
                                   .RESULT);
 

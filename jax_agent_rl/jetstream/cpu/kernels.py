@@ -7,7 +7,7 @@ operations, and its attention needs pages copied to rows before each dispatch. T
 every weight once, where it lies, and only the cached positions that are visible.
 
 Shapes: B slots, P pages of S positions, K key/value heads, G queries of each, h head size. All
-arrays are float32.
+arrays are float32, but for matrices that are int8 with a scale per output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy as np
 from jax_agent_rl.jetstream.kv_cache import LayerKV
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.delta_net import DeltaTokens
-from jax_agent_rl.models.layers import ACTIVATIONS
+from jax_agent_rl.models.layers import ACTIVATIONS, Quantized
 from jax_agent_rl.utils.files import cache_root
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ HEADERS = tuple(
 TARGETS = (
     "product",
     "gated_product",
+    "quantized_product",
+    "quantized_gated_product",
     "grouped_product",
     "decode_attention",
     "read_attention",
@@ -145,32 +147,44 @@ def _run(*command: str) -> str:
 
 
 def product(
-    config: DecoderConfig, weight: jax.Array, x: jax.Array, norm: jax.Array | None = None
+    config: DecoderConfig,
+    weight: jax.Array | Quantized,
+    x: jax.Array,
+    norm: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply [..., out, in] x [in, B] -> [..., out, B].
 
     Args:
         config: the model, for the settings of the norm.
-        weight: read once.
+        weight: read once; if it is quantized, int8 numbers become floats in registers.
         x: the columns; normalized first if ``norm`` is given.
         norm: [in], the weight of an RMS norm; None for none.
     """
     out = jax.ShapeDtypeStruct((*weight.shape[:-1], x.shape[1]), x.dtype)
-    return _call("product", out)(weight, x, _or_empty(norm), **_norm_settings(config))
+    settings = _norm_settings(config)
+    if isinstance(weight, Quantized):
+        call = _call("quantized_product", out)
+        return call(weight.numbers, weight.scale, x, _or_empty(norm), **settings)
+    return _call("product", out)(weight, x, _or_empty(norm), **settings)
 
 
 def gated_product(
-    config: DecoderConfig, weight: jax.Array, x: jax.Array, norm: jax.Array | None = None
+    config: DecoderConfig,
+    weight: jax.Array | Quantized,
+    x: jax.Array,
+    norm: jax.Array | None = None,
 ) -> jax.Array:
     """Apply the activation to the two products of [2, out, in] x [in, B] -> [out, B].
 
     It takes the arguments of :func:`product`.
     """
     out = jax.ShapeDtypeStruct((weight.shape[1], x.shape[1]), x.dtype)
-    activation = np.int64(list(ACTIVATIONS).index(config.activation))
-    return _call("gated_product", out)(
-        weight, x, _or_empty(norm), activation=activation, **_norm_settings(config)
-    )
+    settings = _norm_settings(config)
+    settings["activation"] = np.int64(list(ACTIVATIONS).index(config.activation))
+    if isinstance(weight, Quantized):
+        call = _call("quantized_gated_product", out)
+        return call(weight.numbers, weight.scale, x, _or_empty(norm), **settings)
+    return _call("gated_product", out)(weight, x, _or_empty(norm), **settings)
 
 
 def grouped_product(weight: jax.Array, x: jax.Array, group: jax.Array) -> jax.Array:
@@ -295,5 +309,5 @@ def _or_empty(x: jax.Array | None) -> jax.Array:
     return jnp.zeros(0, jnp.float32) if x is None else x
 
 
-def _norm_settings(config: DecoderConfig) -> dict[str, np.float32]:
+def _norm_settings(config: DecoderConfig) -> dict[str, Any]:
     return {"eps": np.float32(config.rms_norm_eps), "offset": np.float32(config.norm_offset)}

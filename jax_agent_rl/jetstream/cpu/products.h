@@ -3,10 +3,13 @@
 // A tile is a few rows times a few columns, over `size` of their `in` numbers; its sums stay in
 // registers. How the columns are laid out depends on their number:
 //
-//   up to 8, 16 with AVX-512   one behind the other, [B, in]. Vectors run along rows and columns,
-//                              so that one load of weights serves all columns.
-//   more                       panels of two vectors, [B / 2 lanes, in, 2 lanes]. Each weight is
-//                              broadcast.
+//   up to 4    one behind the other, [B, in]; up to 8 if weights have 8 bits. Vectors run along
+//              rows and columns, so that one load of weights serves all columns.
+//   more       panels, one behind the other: [in, width] of two vectors or one, in which each
+//              weight is broadcast; last perhaps one of 8 columns, [in / 2, 8, 2], in which pairs
+//              of weights are.
+//
+// Weights are floats, or of 8 bits with a scale for each row, which its sums are multiplied with.
 //
 // Each weight is read from memory once. While a tile computes, it prefetches the next tile's rows
 // into the second cache, which can wait for more of them at a time than the first one.
@@ -19,17 +22,27 @@ namespace {
 
 constexpr int kRows = 24;  // rows a thread takes at once, a multiple of every tile's
 
-// Numbers of a panel that stay in the first cache with the rows of a tile.
-constexpr int64_t kPanelDepth = 256;
-constexpr int64_t kPanel = 2 * kLanes<Wide>;
-// As many columns lie one behind the other; more are a panel.
-constexpr int64_t kVectorColumns = kLanes<Wide>;
-constexpr int kCacheLine = 16;  // in numbers
+// Numbers of a panel's columns that are multiplied with all rows of a block while the first cache has
+// most of them.
+constexpr int64_t kPanelDepth = kLanes<Wide> == 16 ? 256 : 640;
+constexpr int64_t kNarrowDepth = 1024;
+// As many columns lie one behind the other; more are panels. Weights of 8 bits are made floats once
+// for all columns.
+template <typename Weight>
+constexpr int64_t kVectorColumns = sizeof(Weight) == 1 ? 8 : 4;
+constexpr int64_t kNarrowPanel = 8;
+constexpr int64_t kMaxPanel = 2 * kLanes<Wide>;
+constexpr int kNarrowRows = kLanes<Wide> == 2 * kNarrowPanel ? 12 : 6;
 
+// Weights of a cache line.
+template <typename Weight>
+constexpr int kLine = 64 / sizeof(Weight);
+
+template <typename Weight>
 struct Tile {
-  const float* rows;
+  const Weight* rows;
   const float* x;
-  const float* next;  // rows of the next tile
+  const Weight* next;  // rows of the next tile
   int64_t in;
   int64_t size;
   int64_t x_stride;
@@ -38,20 +51,33 @@ struct Tile {
   bool first;  // or a panel's sums are added to `out`
 };
 
-// The last, shorter vector of a row, with zeros behind its `count` numbers.
-inline Wide LoadPart(const float* from, int64_t count) {
-  Wide x = {};
-  std::memcpy(&x, from, count * sizeof(float));
-  return x;
+// The first cache has room for the next rows of 8 bits, otherwise the second one has.
+template <typename Weight>
+constexpr int kCache = sizeof(Weight) == 1 ? 3 : 2;
+
+// Prefetches a cache line of each of R rows of the next tile. Whole rows lie behind each other, and
+// are read from the first byte to the last: hardware recognizes this order.
+template <int R, typename Weight>
+inline void PrefetchNext(const Tile<Weight>& t, int64_t k) {
+  // No branch around the loop: GCC 12 then drops the prefetches.
+  const int64_t begin = t.size == t.in ? k * R : k;
+  const int64_t step = t.size == t.in ? kLine<Weight> : t.in;
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) __builtin_prefetch(t.next + begin + r * step, 0, kCache<Weight>);
 }
 
-// R rows times C columns that lie one behind the other. It is pass `p` of P over the same rows and
-// prefetches that part of the next rows, from the first byte to the last: hardware recognizes this
-// order.
-template <int R, int C, int P>
-inline void VectorTile(const Tile& t, int p) {
+// The last, shorter vector of a row, with zeros behind its `count` numbers.
+template <typename Weight>
+inline Wide LoadPart(const Weight* from, int64_t count) {
+  Weight padded[kLanes<Wide>] = {};
+  std::memcpy(padded, from, count * sizeof(Weight));
+  return LoadWeights(padded);
+}
+
+// R rows times C columns that lie one behind the other.
+template <int R, int C, typename Weight>
+inline void VectorTile(const Tile<Weight>& t) {
   constexpr int kStep = kLanes<Wide>;
-  const float* next = t.next + p * t.size * R / P;
   Wide sum[(R * C + 3) / 4 * 4] = {};
   int64_t k = 0;
 
@@ -67,18 +93,13 @@ inline void VectorTile(const Tile& t, int p) {
       for (int r = 0; r < R; ++r) sum[r * C + c] += weight[r] * column;
     }
   };
-  auto load_vector = [&](int r) { return Load<Wide>(t.rows + r * t.in + k); };
+  auto load_vector = [&](int r) { return LoadWeights(t.rows + r * t.in + k); };
   auto load_last = [&](int r) { return LoadPart(t.rows + r * t.in + k, t.size - k); };
 
-  while (k + kCacheLine <= t.size) {
-    if (C > 1) {  // one column is so little work that the hardware's own prefetches suffice
-#pragma GCC unroll 12
-      for (int r = 0; r < (R + P - 1) / P; ++r) {
-        __builtin_prefetch(next + k * R / P + kCacheLine * r, 0, 2);
-      }
-    }
+  while (k + kLine<Weight> <= t.size) {
+    PrefetchNext<R>(t, k);
 #pragma GCC unroll 4
-    for (int j = 0; j < kCacheLine; j += kStep) {
+    for (int j = 0; j < kLine<Weight>; j += kStep) {
       step(load_vector);
       k += kStep;
     }
@@ -96,14 +117,12 @@ inline void VectorTile(const Tile& t, int p) {
 
 // R rows times N vectors of columns.
 template <int R, int N>
-inline void PanelTile(const Tile& t) {
+inline void PanelTile(const Tile<float>& t) {
   Wide sum[R][N] = {};
   auto step = [&](int64_t k) __attribute__((always_inline)) {
     Wide column[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-      column[n] = Load<Wide>(t.x + k * N * kLanes<Wide> + n * kLanes<Wide>);
-    }
+    for (int n = 0; n < N; ++n) column[n] = Load<Wide>(t.x + (k * N + n) * kLanes<Wide>);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const float weight = t.rows[r * t.in + k];
@@ -113,11 +132,10 @@ inline void PanelTile(const Tile& t) {
   };
 
   int64_t k = 0;
-  for (; k + kCacheLine <= t.size; k += kCacheLine) {
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) __builtin_prefetch(t.next + r * t.in + k, 0, 2);
+  for (; k + kLine<float> <= t.size; k += kLine<float>) {
+    PrefetchNext<R>(t, k);
 #pragma GCC unroll 4
-    for (int j = 0; j < kCacheLine; ++j) step(k + j);
+    for (int j = 0; j < kLine<float>; ++j) step(k + j);
   }
   for (; k < t.size; ++k) step(k);
 
@@ -131,9 +149,56 @@ inline void PanelTile(const Tile& t) {
   }
 }
 
+// R rows times the 8 columns of a narrow panel, two numbers of each at a time.
+template <int R>
+inline void NarrowTile(const Tile<float>& t) {
+  constexpr int N = 2 * kNarrowPanel / kLanes<Wide>;
+  Wide sum[R + 1][N] = {};  // one more, as two rows may be a vector of results
+  auto step = [&](int64_t k, auto load) __attribute__((always_inline)) {
+    Wide column[N];
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
+      column[n] = Load<Wide>(t.x + k * kNarrowPanel + n * kLanes<Wide>);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const Wide weights = load(t.rows + r * t.in + k);
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) sum[r][n] += weights * column[n];
+    }
+  };
+  auto load_one = [](const float* from) {
+    const float pair[2] = {*from, 0.0f};
+    return BroadcastPair(pair);
+  };
+
+  int64_t k = 0;
+  for (; k + kLine<float> <= t.size; k += kLine<float>) {
+    PrefetchNext<R>(t, k);
+#pragma GCC unroll 8
+    for (int j = 0; j < kLine<float>; j += 2) step(k + j, BroadcastPair);
+  }
+  for (; k + 2 <= t.size; k += 2) step(k, BroadcastPair);
+  if (k < t.size) step(k, load_one);
+
+  constexpr int kRowsOfVector = kLanes<Wide> / kNarrowPanel;
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r += kRowsOfVector) {
+    const Wide sums = SumsOfNeighbours(sum[r][0], kRowsOfVector == 1 ? sum[r][N - 1] : sum[r + 1][0]);
+    Float8 rows[kRowsOfVector];
+    std::memcpy(rows, &sums, sizeof(sums));
+#pragma GCC unroll 2
+    for (int i = 0; i < std::min(kRowsOfVector, R); ++i) {
+      float* out = t.out + (r + i) * t.stride;
+      Store(out, t.first ? rows[i] : rows[i] + Load<Float8>(out));
+    }
+  }
+}
+
 // Rows of a matrix and the columns they are multiplied with.
+template <typename Weight>
 struct RowBlock {
-  const float* rows;
+  const Weight* rows;
   int count;
   const float* x;
   int64_t in;
@@ -143,15 +208,15 @@ struct RowBlock {
 
 // Calls run(height, tile) for tiles of R rows, and of one row at the end, over `depth` numbers at a
 // time; those of number k + 1 of the columns lie `x_step` behind those of number k.
-template <int R, typename Run>
-inline void ByTiles(const RowBlock& block, int64_t x_step, int64_t depth, Run run) {
+template <int R, typename Weight, typename Run>
+inline void ByTiles(const RowBlock<Weight>& block, int64_t x_step, int64_t depth, Run run) {
   const int64_t in = block.in;
   for (int64_t k = 0; k < in; k += depth) {
     const int64_t size = std::min(depth, in - k);
     int height;
     for (int r = 0; r < block.count; r += height) {
       height = r + R <= block.count ? R : 1;
-      const float* next;
+      const Weight* next;
       if (r + height < block.count) {
         next = block.rows + (r + height) * in + k;
       } else if (k + depth < in) {
@@ -159,7 +224,7 @@ inline void ByTiles(const RowBlock& block, int64_t x_step, int64_t depth, Run ru
       } else {
         next = block.rows + block.count * in;  // the next block
       }
-      Tile tile;
+      Tile<Weight> tile;
       tile.rows = block.rows + r * in + k;
       tile.x = block.x + k * x_step;
       tile.next = next;
@@ -177,66 +242,96 @@ inline void ByTiles(const RowBlock& block, int64_t x_step, int64_t depth, Run ru
 int64_t PaddedColumns(int64_t columns) {
   if (columns == 1) return 1;
   if (columns <= 4) return 4;
-  if (columns <= 8) return 8;
-  return RoundUp(columns, kLanes<Wide>);
+  return RoundUp(columns, kNarrowPanel);
+}
+
+// Columns of the first panel of `columns`, which are padded.
+int64_t PanelWidth(int64_t columns) {
+  if (columns >= kMaxPanel) return kMaxPanel;
+  if (columns >= kLanes<Wide> && kLanes<Wide> > kNarrowPanel) return kLanes<Wide>;
+  return kNarrowPanel;
 }
 
 // Numbers from one column to the next: not a multiple of 4 KiB, at which they would take each
 // other's place in the cache.
 int64_t ColumnStride(int64_t in) { return RoundUp(in, kLanes<Wide>) + 16; }
 
-template <int R, int C, int P>
-void RowsByVectors(const RowBlock& block) {
+// A block's rows by P times C columns.
+template <int R, int C, int P, typename Weight>
+void RowsByVectors(const RowBlock<Weight>& block) {
   const int64_t x_stride = ColumnStride(block.in);
-  ByTiles<R>(block, 1, block.in, [&](int height, Tile tile) {
+  ByTiles<R>(block, 1, block.in, [&](int height, Tile<Weight> tile) {
     tile.x_stride = x_stride;
 #pragma GCC unroll 2
     for (int p = 0; p < P; ++p) {
       if (height == R) {
-        VectorTile<R, C, P>(tile, p);
+        VectorTile<R, C>(tile);
       } else {
-        VectorTile<1, C, 1>(tile, p);
+        VectorTile<1, C>(tile);
       }
-      tile.x += C * tile.x_stride;
+      tile.x += C * x_stride;
       tile.out += C;
     }
   });
 }
 
-template <int N>
-void RowsByPanel(const RowBlock& block) {
-  constexpr int R = N == 2 ? kTileRows : 12;
-  ByTiles<R>(block, N * kLanes<Wide>, kPanelDepth, [&](int height, const Tile& tile) {
+// A block's rows by a panel of `width` columns, of which run(height, tile) multiplies one tile.
+template <int R, typename RunTile>
+void RowsByPanel(const RowBlock<float>& block, int64_t width, int64_t depth, RunTile run) {
+  ByTiles<R>(block, width, depth, [&](int height, const Tile<float>& tile) {
     if (height == R) {
-      PanelTile<R, N>(tile);
+      run(std::integral_constant<int, R>(), tile);
     } else {
-      PanelTile<1, N>(tile);
+      run(std::integral_constant<int, 1>(), tile);
     }
   });
 }
 
+// A block's rows by all panels.
+void RowsByPanels(RowBlock<float> block) {
+  auto two_vectors = [](auto height, const Tile<float>& tile) { PanelTile<height.value, 2>(tile); };
+  auto one_vector = [](auto height, const Tile<float>& tile) { PanelTile<height.value, 1>(tile); };
+  auto narrow = [](auto height, const Tile<float>& tile) { NarrowTile<height.value>(tile); };
+
+  int64_t remaining = block.stride;
+  while (remaining > 0) {
+    const int64_t width = PanelWidth(remaining);
+    if (width == kMaxPanel) {
+      RowsByPanel<kTileRows>(block, width, kPanelDepth, two_vectors);
+    } else if (width > kNarrowPanel) {
+      RowsByPanel<12>(block, width, kPanelDepth, one_vector);
+    } else {
+      RowsByPanel<kNarrowRows>(block, width, kNarrowDepth, narrow);
+    }
+    block.x += width * block.in;
+    block.out += width;
+    remaining -= width;
+  }
+}
+
+// Weights of 8 bits are made floats in the second cache: here each is loaded alone.
+void RowsByPanels(const RowBlock<int8_t>& block) {
+  constexpr int64_t kStep = kLanes<Wide>;
+  thread_local std::vector<float> floats;
+  const int64_t size = block.count * block.in;
+  floats.resize(RoundUp(size, kStep));
+  int64_t i = 0;
+  for (; i + kStep <= size; i += kStep) {
+    __builtin_prefetch(block.rows + size + i, 0, 2);
+    Store(floats.data() + i, LoadWeights(block.rows + i));
+  }
+  if (i < size) Store(floats.data() + i, LoadPart(block.rows + i, size - i));
+  RowsByPanels({floats.data(), block.count, block.x, block.in, block.out, block.stride});
+}
+
 // out[r, :stride] = rows[r, :] . x for up to kRows rows and what Input made of the columns.
-void RowsByInput(const RowBlock& block) {
+template <typename Weight>
+void RowsByInput(const RowBlock<Weight>& block) {
   const int64_t stride = block.stride;
   if (stride == 1) return RowsByVectors<4, 1, 1>(block);
   if (stride == 4) return RowsByVectors<3, 4, 1>(block);
-  if (stride == 8) return RowsByVectors<3, kTileColumns, 8 / kTileColumns>(block);
-  if (stride == kVectorColumns) {
-    return RowsByVectors<3, kTileColumns, kVectorColumns / kTileColumns>(block);
-  }
-
-  RowBlock panel = block;
-  int64_t column = 0;
-  for (; column + kPanel <= stride; column += kPanel) {
-    panel.x = block.x + column * block.in;
-    panel.out = block.out + column;
-    RowsByPanel<2>(panel);
-  }
-  if (column < stride) {
-    panel.x = block.x + column * block.in;
-    panel.out = block.out + column;
-    RowsByPanel<1>(panel);
-  }
+  if (stride <= kVectorColumns<Weight>) return RowsByVectors<3, 4, 2>(block);
+  RowsByPanels(block);
 }
 
 struct Columns {
@@ -245,84 +340,118 @@ struct Columns {
   int64_t in;
   int64_t count;
   int64_t stride;  // PaddedColumns(count)
+  int64_t max_vectors;  // as many lie one behind the other
   float eps;
   float offset;
 };
 
-// Input for B columns, or for any number of them if B is 0.
-template <int B>
-const float* InputOf(const Columns& c) {
-  thread_local std::vector<float> scratch;
-  thread_local std::vector<float> many_scales;
-  const int64_t in = c.in;
-  const int64_t count = B ? B : c.count;
-  const int64_t column_stride = ColumnStride(in);
-  scratch.resize(c.stride * column_stride);
-  if (count < c.stride || in % kLanes<Wide> != 0) {
-    std::fill(scratch.begin(), scratch.end(), 0.0f);
-  }
-  float* __restrict to = scratch.data();
-
+// Writes columns [first, first + width), after the norm, to where at(k, b) says that number k of
+// column b of them belongs.
+template <typename Width, typename At>
+inline void FillColumns(const Columns& c, int64_t first, Width width, float* __restrict to, At at) {
+  const float* x = c.x + first;
   // The factor of each column: 1 / sqrt(mean of squares + eps).
-  float few_scales[B ? B : 1] = {};
-  many_scales.assign(B ? 0 : count, 0.0f);
-  float* scales = B ? few_scales : many_scales.data();
+  float scales[kMaxPanel] = {};
   if (c.norm != nullptr) {
-    for (int64_t k = 0; k < in; ++k) {
-      for (int64_t b = 0; b < count; ++b) {
-        scales[b] += c.x[k * count + b] * c.x[k * count + b];
-      }
+    for (int64_t k = 0; k < c.in; ++k) {
+      for (int64_t b = 0; b < width; ++b) scales[b] += x[k * c.count + b] * x[k * c.count + b];
     }
   }
-  for (int64_t b = 0; b < count; ++b) {
-    scales[b] = c.norm == nullptr ? 1.0f : 1.0f / std::sqrt(scales[b] / in + c.eps);
+  for (int64_t b = 0; b < width; ++b) {
+    scales[b] = c.norm == nullptr ? 1.0f : 1.0f / std::sqrt(scales[b] / c.in + c.eps);
   }
 
-  for (int64_t k = 0; k < in; ++k) {
+  for (int64_t k = 0; k < c.in; ++k) {
     const float weight = c.norm == nullptr ? 1.0f : c.norm[k] + c.offset;
-    const float* from = c.x + k * count;
-    if (c.stride <= kVectorColumns) {
-      for (int64_t b = 0; b < count; ++b) {
-        to[b * column_stride + k] = from[b] * (scales[b] * weight);
-      }
-    } else {
-      for (int64_t panel = 0; panel < count; panel += kPanel) {
-        const int64_t width = std::min(kPanel, c.stride - panel);
-        const int64_t used_width = std::min(width, count - panel);
-        float* target = to + panel * in + k * width;
-        for (int64_t b = 0; b < used_width; ++b) {
-          target[b] = from[panel + b] * (scales[panel + b] * weight);
-        }
-      }
-    }
+    for (int64_t b = 0; b < width; ++b) to[at(k, b)] = x[k * c.count + b] * (scales[b] * weight);
   }
-  return to;
+}
+
+// Fills a panel of W columns, whose loops become vectors where all of them are used.
+template <int W, typename At>
+void FillPanel(const Columns& c, int64_t first, float* to, At at) {
+  const int64_t used_width = c.count - first;
+  if (used_width >= W) {
+    FillColumns(c, first, std::integral_constant<int64_t, W>(), to, at);
+  } else {
+    FillColumns(c, first, used_width, to, at);
+  }
 }
 
 // Returns x [in, B] as RowsByInput wants it, after an RMS norm over `in` unless `norm` [in] is
 // null.
 const float* Input(const Columns& c) {
   if (c.count == 1 && c.norm == nullptr && c.in % kLanes<Wide> == 0) return c.x;
-  switch (c.count) {  // the engine's numbers of slots: their loops over columns become vectors
-    case 1: return InputOf<1>(c);
-    case 2: return InputOf<2>(c);
-    case 8: return InputOf<8>(c);
-    case 16: return InputOf<16>(c);
-    case 32: return InputOf<32>(c);
-    default: return InputOf<0>(c);
+
+  // Other cores have just written most of it: ask for all of it at once.
+  for (int64_t i = 0; i < c.in * c.count; i += kLine<float>) __builtin_prefetch(c.x + i, 0, 2);
+
+  thread_local std::vector<float> scratch;
+  const int64_t column_stride = ColumnStride(c.in);
+  scratch.resize(c.stride * column_stride);
+  // Columns of padding, and numbers behind a column's last, are zeros.
+  if (c.count < c.stride || c.in % kLanes<Wide> != 0) {
+    std::fill(scratch.begin(), scratch.end(), 0.0f);
+  }
+
+  float* to = scratch.data();
+  if (c.stride <= c.max_vectors) {
+    auto by_column = [=](int64_t k, int64_t b) { return b * column_stride + k; };
+    if (c.count == 1) {
+      Columns one = c;
+      one.count = 1;  // known to the compiler
+      FillColumns(one, 0, std::integral_constant<int64_t, 1>(), to, by_column);
+    } else {
+      FillColumns(c, 0, c.count, to, by_column);
+    }
+    return to;
+  }
+
+  int64_t first = 0;
+  while (first < c.stride) {
+    const int64_t width = PanelWidth(c.stride - first);
+    auto by_number = [=](int64_t k, int64_t b) { return k * width + b; };
+    auto by_pairs = [](int64_t k, int64_t b) { return k / 2 * 2 * kNarrowPanel + 2 * b + k % 2; };
+    if (width == kMaxPanel) {
+      FillPanel<kMaxPanel>(c, first, to, by_number);
+    } else if (width > kNarrowPanel) {
+      FillPanel<kLanes<Wide>>(c, first, to, by_number);
+    } else {
+      FillPanel<kNarrowPanel>(c, first, to, by_pairs);
+    }
+    to += width * c.in;
+    first += width;
+  }
+  return scratch.data();
+}
+
+// A matrix [rows, in].
+template <typename Weight>
+struct Matrix {
+  const Weight* weights;
+  const float* scales;  // of each row; null: none
+};
+
+template <typename Weight>
+void MultiplyRows(const Matrix<Weight>& matrix, int64_t row, int count, const float* x,
+                  const Columns& columns, float* out) {
+  const int64_t stride = columns.stride;
+  RowsByInput<Weight>({matrix.weights + row * columns.in, count, x, columns.in, out, stride});
+  if (matrix.scales == nullptr) return;
+  for (int r = 0; r < count; ++r) {
+    const float scale = matrix.scales[row + r];
+    for (int64_t c = 0; c < stride; ++c) out[r * stride + c] *= scale;
   }
 }
 
-// Calls finish(row, count, block, size) for blocks of rows of weight [rows, in] . columns. With
+// Calls finish(row, count, block, size) for blocks of rows of a matrix times columns. With
 // `second`, the products of the same rows of that matrix follow `size` floats behind `block`.
-template <typename Finish>
-void ByBlocks(ffi::ThreadPool& pool, const float* first, const float* second, int64_t rows,
-              const Columns& columns, Finish finish) {
+template <typename Weight, typename Finish>
+void ByBlocks(ffi::ThreadPool& pool, const Matrix<Weight>& first, const Matrix<Weight>& second,
+              int64_t rows, const Columns& columns, Finish finish) {
   Parallel(pool, DivideUp(rows, kRows), [=](auto take) {
     thread_local std::vector<float> scratch;
-    const int64_t in = columns.in;
-    const int64_t stride = columns.stride;
-    const int64_t size = RoundUp(kRows * stride, kLanes<Wide>);
+    const int64_t size = RoundUp(kRows * columns.stride, kLanes<Wide>);
     scratch.resize(2 * size);
     float* block = scratch.data();
     const float* x = nullptr;  // each thread makes it, in its own cache
@@ -331,15 +460,14 @@ void ByBlocks(ffi::ThreadPool& pool, const float* first, const float* second, in
       if (x == nullptr) x = Input(columns);
       const int64_t row = number * kRows;
       const int count = std::min<int64_t>(kRows, rows - row);
-      RowsByInput({first + row * in, count, x, in, block, stride});
-      if (second != nullptr) {
-        RowsByInput({second + row * in, count, x, in, block + size, stride});
-      }
+      MultiplyRows(first, row, count, x, columns, block);
+      if (second.weights != nullptr) MultiplyRows(second, row, count, x, columns, block + size);
       finish(row, count, block, size);
     }
   });
 }
 
+template <typename Weight>
 Columns MakeColumns(const ffi::Buffer<ffi::F32>& x, const ffi::Buffer<ffi::F32>& norm, float eps,
                     float offset) {
   Columns columns;
@@ -348,6 +476,7 @@ Columns MakeColumns(const ffi::Buffer<ffi::F32>& x, const ffi::Buffer<ffi::F32>&
   columns.in = x.dimensions()[0];
   columns.count = x.dimensions()[1];
   columns.stride = PaddedColumns(columns.count);
+  columns.max_vectors = kVectorColumns<Weight>;
   columns.eps = eps;
   columns.offset = offset;
   return columns;
@@ -359,17 +488,34 @@ void CopyRows(const float* block, int count, const Columns& columns, float* out)
   }
 }
 
+template <typename Weight>
+void Multiply(ffi::ThreadPool& pool, const Matrix<Weight>& matrix, int64_t rows,
+              const Columns& columns, float* out) {
+  ByBlocks(pool, matrix, {}, rows, columns,
+           [=](int64_t row, int count, const float* block, int64_t) {
+             CopyRows(block, count, columns, out + row * columns.count);
+           });
+}
+
 // weight [..., in] . norm(x) [in, B]; an empty norm is left out.
 ffi::Error Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weight, ffi::Buffer<ffi::F32> x,
                    ffi::Buffer<ffi::F32> norm, float eps, float offset,
                    ffi::ResultBuffer<ffi::F32> result) {
-  const Columns columns = MakeColumns(x, norm, eps, offset);
+  const Columns columns = MakeColumns<float>(x, norm, eps, offset);
   const int64_t rows = weight.element_count() / columns.in;
-  float* out = result->typed_data();
-  ByBlocks(pool, weight.typed_data(), nullptr, rows, columns,
-           [=](int64_t row, int count, const float* block, int64_t) {
-             CopyRows(block, count, columns, out + row * columns.count);
-           });
+  const Matrix<float> matrix{weight.typed_data(), nullptr};
+  Multiply(pool, matrix, rows, columns, result->typed_data());
+  return ffi::Error::Success();
+}
+
+// The same for weights of 8 bits and scales [..., 1].
+ffi::Error QuantizedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> weight,
+                            ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> x,
+                            ffi::Buffer<ffi::F32> norm, float eps, float offset,
+                            ffi::ResultBuffer<ffi::F32> result) {
+  const Columns columns = MakeColumns<int8_t>(x, norm, eps, offset);
+  const Matrix<int8_t> matrix{weight.typed_data(), scales.typed_data()};
+  Multiply(pool, matrix, scales.element_count(), columns, result->typed_data());
   return ffi::Error::Success();
 }
 
@@ -421,11 +567,11 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weight,
       const int64_t width = g.members.size();
       const int64_t stride = PaddedColumns(width);
       if (current != number / blocks) {
-        input = Input({g.x.data(), nullptr, in, width, stride, 0.0f, 0.0f});
+        input = Input({g.x.data(), nullptr, in, width, stride, kVectorColumns<float>, 0.0f, 0.0f});
         current = number / blocks;
       }
       block.resize(kRows * stride);
-      RowsByInput({g.weight + row * in, height, input, in, block.data(), stride});
+      RowsByInput<float>({g.weight + row * in, height, input, in, block.data(), stride});
       for (int r = 0; r < height; ++r) {
         for (int64_t c = 0; c < width; ++c) {
           out[(row + r) * count + g.members[c]] = block[r * stride + c];
@@ -452,15 +598,9 @@ inline Wide Gate(int64_t activation, Wide gate, Wide up) {
   return gate / (1.0f + Exp(-steep)) * up;
 }
 
-// activation(gate . norm(x), up . norm(x)) for weight [2, out, in].
-ffi::Error GatedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weight,
-                        ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm, float eps,
-                        float offset, int64_t activation, ffi::ResultBuffer<ffi::F32> result) {
-  const Columns columns = MakeColumns(x, norm, eps, offset);
-  const int64_t rows = weight.element_count() / columns.in / 2;
-  const float* gates = weight.typed_data();
-  const float* ups = gates + rows * columns.in;
-  float* out = result->typed_data();
+template <typename Weight>
+void MultiplyGated(ffi::ThreadPool& pool, const Matrix<Weight>& gates, const Matrix<Weight>& ups,
+                   int64_t rows, const Columns& columns, int64_t activation, float* out) {
   ByBlocks(pool, gates, ups, rows, columns, [=](int64_t row, int count, float* gate, int64_t size) {
     const float* up = gate + size;
     for (int64_t i = 0; i < size; i += kLanes<Wide>) {
@@ -468,6 +608,30 @@ ffi::Error GatedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weight,
     }
     CopyRows(gate, count, columns, out + row * columns.count);
   });
+}
+
+// activation(gate . norm(x), up . norm(x)) for weight [2, out, in].
+ffi::Error GatedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weight,
+                        ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm, float eps,
+                        float offset, int64_t activation, ffi::ResultBuffer<ffi::F32> result) {
+  const Columns columns = MakeColumns<float>(x, norm, eps, offset);
+  const int64_t rows = weight.element_count() / columns.in / 2;
+  const Matrix<float> gates{weight.typed_data(), nullptr};
+  const Matrix<float> ups{weight.typed_data() + rows * columns.in, nullptr};
+  MultiplyGated(pool, gates, ups, rows, columns, activation, result->typed_data());
+  return ffi::Error::Success();
+}
+
+// The same for weights of 8 bits and scales [2, out, 1].
+ffi::Error QuantizedGatedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> weight,
+                                 ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> x,
+                                 ffi::Buffer<ffi::F32> norm, float eps, float offset,
+                                 int64_t activation, ffi::ResultBuffer<ffi::F32> result) {
+  const Columns columns = MakeColumns<int8_t>(x, norm, eps, offset);
+  const int64_t rows = scales.element_count() / 2;
+  const Matrix<int8_t> gates{weight.typed_data(), scales.typed_data()};
+  const Matrix<int8_t> ups{weight.typed_data() + rows * columns.in, scales.typed_data() + rows};
+  MultiplyGated(pool, gates, ups, rows, columns, activation, result->typed_data());
   return ffi::Error::Success();
 }
 

@@ -14,6 +14,10 @@
 #include <thread>
 #include <vector>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -21,15 +25,17 @@ namespace ffi = xla::ffi;
 namespace {
 
 typedef float Float4 __attribute__((vector_size(16)));
-typedef float Float16 __attribute__((vector_size(64)));
 typedef float Float8 __attribute__((vector_size(32)));
+typedef float Float16 __attribute__((vector_size(64)));
 
 #ifdef __AVX512F__
 typedef Float16 Wide;
 typedef int32_t WideInt __attribute__((vector_size(64)));
+typedef int64_t WideLong __attribute__((vector_size(64)));
 #else
 typedef Float8 Wide;
 typedef int32_t WideInt __attribute__((vector_size(32)));
+typedef int64_t WideLong __attribute__((vector_size(32)));
 #endif
 
 #ifdef __clang__
@@ -38,21 +44,19 @@ typedef int32_t WideInt __attribute__((vector_size(32)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, WideInt{__VA_ARGS__})
 #endif
 
-// A tile of a product keeps its sums in registers: AVX-512 has 32, AVX2 has 16, and NEON has 32 of
-// half the size.
+// Rows of a tile of two vectors of columns, whose sums stay in registers: AVX-512 has 32, AVX2 has
+// 16, and NEON has 32 of half the size.
 #ifdef __AVX512F__
 constexpr int kTileRows = 12;
-constexpr int kTileColumns = 8;
 #else
 constexpr int kTileRows = 6;
-constexpr int kTileColumns = 4;
 #endif
 
 template <typename V>
 constexpr int kLanes = sizeof(V) / sizeof(float);
 
-template <typename V>
-inline V Load(const float* from) {
+template <typename V, typename Number>
+inline V Load(const Number* from) {
   V x;
   std::memcpy(&x, from, sizeof(V));
   return x;
@@ -63,7 +67,30 @@ inline void Store(float* to, V x) {
   std::memcpy(to, &x, sizeof(V));
 }
 
+// A vector of weights; those of 8 bits become floats.
+inline Wide LoadWeights(const float* from) { return Load<Wide>(from); }
+
+inline Wide LoadWeights(const int8_t* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (Wide)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return (Wide)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kLanes<Wide>)));
+  return __builtin_convertvector(Load<Bytes>(from), Wide);
+#endif
+}
+
 inline Wide Broadcast(float x) { return Wide{} + x; }
+
+// Two neighbouring numbers, repeated.
+inline Wide BroadcastPair(const float* from) {
+  int64_t pair;
+  std::memcpy(&pair, from, sizeof(pair));
+  return (Wide)(WideLong{} + pair);
+}
 
 // The sums of neighbouring lanes: in each 16 bytes, two sums of `a`, then two of `b`.
 inline Wide PairSums(Wide a, Wide b) {
@@ -73,6 +100,16 @@ inline Wide PairSums(Wide a, Wide b) {
 #else
   return SHUFFLE(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
          SHUFFLE(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+#endif
+}
+
+// The sums of neighbouring lanes, first those of `a`, then those of `b`.
+inline Wide SumsOfNeighbours(Wide a, Wide b) {
+#ifdef __AVX512F__
+  return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#else
+  return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14) + SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
 #endif
 }
 

@@ -20,6 +20,7 @@ from jax_agent_rl.jetstream.kv_cache import LayerKV
 from jax_agent_rl.jetstream.programs import Kernels
 from jax_agent_rl.models.config import DecoderConfig, Rope
 from jax_agent_rl.models.delta_net import DeltaTokens
+from jax_agent_rl.models.layers import EightBits, Quantized, quantized
 from tests.tiny import TINY, tiny_params
 
 pytestmark = pytest.mark.skipif(
@@ -44,13 +45,45 @@ def normed(x: np.ndarray, weight: np.ndarray, config: DecoderConfig) -> np.ndarr
     return scaled * (config.norm_offset + weight.astype(np.float64))[:, None]
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3, 8, 9, 16, 31, 32, 48, 65])
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (13, 37), (50, 96), (100, 33)])
+ANY_SHAPE = [(1, 1), (13, 37), (50, 96), (100, 33), (31, 1100)]
+"""Rows and numbers of each: whole vectors and parts of them, and more than stay in a cache."""
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 8, 9, 16, 24, 31, 32, 48, 65])
+@pytest.mark.parametrize(("rows", "size"), ANY_SHAPE)
 def test_a_product_is_that_of_float64_for_any_shape(rows: int, size: int, columns: int):
     weight = normal(rows, size)
     x = normal(size, columns, seed=1)
     product = cpu_kernels.product(TINY, jnp.asarray(weight), jnp.asarray(x))
     np.testing.assert_allclose(product, weight.astype(np.float64) @ x, atol=1e-5 * size**0.5)
+
+
+def in_float64(weight: Quantized) -> np.ndarray:
+    return np.asarray(weight.numbers, np.float64) * np.asarray(weight.scale, np.float64)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 8, 9, 16, 24, 33])
+@pytest.mark.parametrize(("rows", "size"), ANY_SHAPE)
+def test_int8_weights_are_multiplied_as_their_scales_times_their_numbers_in_float64(
+    rows: int, size: int, columns: int
+):
+    weight = quantized(jnp.asarray(normal(2, rows, size)), jnp.int8, axis=-1)
+    x = normal(size, columns, seed=1)
+    norm = normal(size, seed=2)
+    product = cpu_kernels.product(TINY, weight, jnp.asarray(x), jnp.asarray(norm))
+    wanted = in_float64(weight) @ normed(x, norm, TINY)
+    np.testing.assert_allclose(product, wanted, atol=2e-5 * size**0.5)
+
+
+@pytest.mark.parametrize("columns", [1, 8, 24])
+def test_int8_weights_are_gated_as_floats_are(columns: int):
+    weight = quantized(jnp.asarray(3 * normal(2, 29, 35)), jnp.int8, axis=-1)
+    x = normal(35, columns, seed=1)
+    norm = normal(35, seed=2)
+    product = cpu_kernels.gated_product(TINY, weight, jnp.asarray(x), jnp.asarray(norm))
+    gate, up = in_float64(weight) @ normed(x, norm, TINY)
+    wanted = gated(TINY.activation, gate, up)
+    np.testing.assert_allclose(product, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 9, 33])
@@ -291,11 +324,13 @@ def test_several_tokens_of_a_context_attend_as_one_after_the_other(
         np.testing.assert_array_equal(np.asarray(together)[used], np.asarray(one_by_one)[used])
 
 
-VARIANTS = {
-    "plain": TINY,
-    "biases": dataclasses.replace(TINY, qkv_bias=True),
-    "norms of queries and keys": dataclasses.replace(TINY, qk_norm=True),
+VARIANTS: dict[str, tuple[DecoderConfig, EightBits | None]] = {
+    "plain": (TINY, None),
+    "biases": (dataclasses.replace(TINY, qkv_bias=True), None),
+    "norms of queries and keys": (dataclasses.replace(TINY, qk_norm=True), None),
+    "int8 weights": (TINY, "int8"),
 }
+"""Models, and the 8-bit type of their matrices."""
 
 
 def sampled(engine: JaxEngine, config: DecoderConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -322,14 +357,14 @@ def sampled(engine: JaxEngine, config: DecoderConfig) -> tuple[np.ndarray, np.nd
     return decoded.ids, decoded.log_probs
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(("config", "quantize"), VARIANTS.values(), ids=VARIANTS)
 def test_the_engine_samples_the_same_ids_with_and_without_kernels(
-    config: DecoderConfig, monkeypatch
+    config: DecoderConfig, quantize: EightBits | None, monkeypatch
 ):
-    native = JaxEngine(config, SHAPES)
+    native = JaxEngine(config, SHAPES, quantize=quantize)
     assert native.context.kernels is Kernels.CPU
     monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)
-    plain = JaxEngine(config, SHAPES)
+    plain = JaxEngine(config, SHAPES, quantize=quantize)
     ids, log_probs = sampled(plain, config)
     assert plain.context.kernels is Kernels.NONE
     monkeypatch.undo()
@@ -338,10 +373,10 @@ def test_the_engine_samples_the_same_ids_with_and_without_kernels(
     np.testing.assert_allclose(native_log_probs, log_probs, atol=1e-4)
 
 
-def test_only_an_engine_of_whole_float32_on_one_cpu_uses_them():
+def test_only_an_engine_of_float32_and_perhaps_int8_weights_on_one_cpu_uses_them():
     assert JaxEngine(TINY, SHAPES, dtype=jnp.bfloat16).context.kernels is Kernels.NONE
     assert JaxEngine(TINY, SHAPES, kv_dtype="int8").context.kernels is Kernels.NONE
-    assert JaxEngine(TINY, SHAPES, quantize="int8").context.kernels is Kernels.NONE
+    assert JaxEngine(TINY, SHAPES, quantize="fp8").context.kernels is Kernels.NONE
     assert JaxEngine(TINY, SHAPES, deterministic=True).context.kernels is Kernels.NONE
 
 
