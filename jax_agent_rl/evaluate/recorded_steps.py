@@ -8,7 +8,9 @@ from pathlib import Path
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import DataError
+from jax_agent_rl.observe.attachments import Attachments
 from jax_agent_rl.observe.run_dir import (
+    ATTACHMENTS,
     Record,
     Records,
     has_media,
@@ -73,7 +75,11 @@ def read_steps(run: Path, config: Config, first: int, last: int) -> list[Recorde
             number=number,
             metrics=lines[number],
             records=records,
-            groups=_groups(records, frozen=config.agent.role_models),
+            groups=_groups(
+                records,
+                frozen=config.agent.role_models,
+                attachments=Attachments(run / ATTACHMENTS),
+            ),
         )
         steps.append(step)
     return steps
@@ -148,18 +154,24 @@ def _require_complete(
 
 def _missing(record: Record) -> str:
     """Return what a sequence was learned from beside its record; empty if nothing."""
-    if has_media(record):
-        return "images or videos"
+    if has_media(record, counted=True):
+        return "images or videos, which an earlier version did not store"
     if any(turn.get("routed_positions") for turn in record["turns"]):
         return "the engine's choices of experts"
     return ""
 
 
-def _groups(records: Sequence[Record], *, frozen: Collection[str]) -> list[Group]:
+def _groups(
+    records: Sequence[Record], *, frozen: Collection[str], attachments: Attachments
+) -> list[Group]:
     """Return the groups of a step.
 
     Args:
         frozen: names of roles that other models play.
+        attachments: the images and videos of the run.
+
+    Raises:
+        DataError: an image or a video cannot be read.
     """
     group_records: dict[str, list[Record]] = {}
     for record in records:
@@ -170,7 +182,7 @@ def _groups(records: Sequence[Record], *, frozen: Collection[str]) -> list[Group
         members = []
         frozen_members = []
         for record in of_group:
-            trajectory = restore_trajectory(record)
+            trajectory = restore_trajectory(record, attachments=attachments)
             if trajectory.role in frozen:
                 frozen_members.append(trajectory)
             else:

@@ -28,6 +28,7 @@ import numpy as np
 
 from jax_agent_rl.data.reader import MAX_LINE_BYTES
 from jax_agent_rl.errors import DataError
+from jax_agent_rl.observe.attachments import Attachments
 from jax_agent_rl.observe.schema import is_trace_record, is_trajectory_record
 from jax_agent_rl.observe.selection import sample
 from jax_agent_rl.types import (
@@ -47,6 +48,8 @@ Numbers = Sequence[float] | np.ndarray
 TokenValues = Mapping[str, Mapping[str, Numbers]]
 """Named numbers of each trajectory, by its id: one for each token with loss."""
 DISAGREEMENT = "disagreement.json"
+ATTACHMENTS = "attachments"
+"""The folder of images and videos in a run folder."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 Record = dict[str, Any]
@@ -58,7 +61,8 @@ class RunDir:
     """Names and writes the files of one run.
 
     ``config.json, metrics.jsonl, trajectories.jsonl, traces.jsonl, summary.json, reward.png,
-    checkpoints/``, and ``disagreement.json`` if engine and learner disagreed.
+    checkpoints/``, ``attachments/`` if trajectories show images or videos, and
+    ``disagreement.json`` if engine and learner disagreed.
 
     Args:
         path: the folder; it is created if it does not exist.
@@ -78,6 +82,7 @@ class RunDir:
         self.disagreement = path / DISAGREEMENT
         self.plot = path / "reward.png"
         self.checkpoints = path / "checkpoints"
+        self.attachments = Attachments(path / ATTACHMENTS)
         self._lock = threading.Lock()
         self._resumed: _Resumed | None = None
 
@@ -119,7 +124,13 @@ class RunDir:
         def records() -> Iterator[Record]:  # one in memory at a time
             for trajectory in chosen:
                 values = token_values.get(trajectory.trajectory_id, {})
-                yield trajectory_record(trajectory, step=step, split=split, token_values=values)
+                yield trajectory_record(
+                    trajectory,
+                    step=step,
+                    split=split,
+                    token_values=values,
+                    attachments=self.attachments,
+                )
 
         self.append(self.trajectories, records())
 
@@ -260,11 +271,16 @@ def end_last_line(file: Path) -> None:
 
 
 def trajectory_record(
-    trajectory: Trajectory, *, step: int, split: str, token_values: Mapping[str, Numbers] = _NOTHING
+    trajectory: Trajectory,
+    *,
+    step: int,
+    split: str,
+    token_values: Mapping[str, Numbers] = _NOTHING,
+    attachments: Attachments | None = None,
 ) -> dict[str, Any]:
     """Return a trajectory as JSON: token ids, mask, log-probs, versions, reward, messages.
 
-    Turns omit derived arrays; images and videos are only counted.
+    Turns omit derived arrays.
 
     Args:
         step: the step in which it was trained on, or after which it was evaluated.
@@ -272,23 +288,26 @@ def trajectory_record(
         token_values: ``advantages`` and ``old_logprobs`` of its tokens with loss. The record has
             them along ``response_ids``: 0 at inserted ids without loss, null at constrained ids and
             where unknown.
+        attachments: where its images and videos are stored; None: they are only counted.
     """
     record: dict[str, Any] = {"step": step, "split": split}
     for attribute in fields(trajectory):  # not asdict(), which copies every id
         record[attribute.name] = getattr(trajectory, attribute.name)
     record["fork"] = asdict(trajectory.fork) if trajectory.fork else None
-    record["prompt_media"] = _count_media(trajectory.prompt_media)
+    record["prompt_media"] = _media_record(trajectory.prompt_media, attachments)
 
     *of_segments, own_values = split_token_values(trajectory, token_values)
     record["segments"] = []
     for segment, values in zip(trajectory.segments, of_segments, strict=True):
         record["segments"].append(
-            trajectory_record(segment, step=step, split=split, token_values=values)
+            trajectory_record(
+                segment, step=step, split=split, token_values=values, attachments=attachments
+            )
         )
     for name, numbers in own_values.items():
         record[name] = expand(numbers, trajectory, exact=name == "old_logprobs")
 
-    record["turns"] = [_turn_record(turn) for turn in trajectory.turns]
+    record["turns"] = [_turn_record(turn, attachments) for turn in trajectory.turns]
     # The prompt is in ``messages``.
     record["row"] = {key: value for key, value in trajectory.row.items() if key != "prompt"}
     record["rollout_logprobs"] = [short_float32(value) for value in trajectory.rollout_logprobs]
@@ -320,17 +339,18 @@ def split_token_values(
     return parts
 
 
-def _turn_record(turn: Turn) -> dict[str, Any]:
+def _turn_record(turn: Turn, attachments: Attachments | None) -> dict[str, Any]:
     tool_calls = []
     for call in turn.tool_calls:
         call_record = asdict(replace(call, media={}))
-        call_record["media"] = _count_media(call.media)
+        call_record["media"] = _media_record(call.media, attachments)
         tool_calls.append(call_record)
 
     routed_experts = turn.output.routed_experts
     return {
         "sampled": len(turn.output.token_ids),
         "appended": len(turn.appended_ids),
+        "appended_media": _media_record(turn.appended_media, attachments),
         "learn_appended": turn.learn_appended,
         "constrained": [int(is_constrained) for is_constrained in turn.output.constrained],
         "supports": list(turn.output.supports),
@@ -344,32 +364,49 @@ def _turn_record(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _count_media(media: Mapping[str, Sequence[Any]]) -> dict[str, int]:
+def _media_record(
+    media: Mapping[str, Sequence[Any]], attachments: Attachments | None
+) -> Mapping[str, Any]:
+    if attachments is not None:
+        return attachments.add(media)
     return {kind: len(items) for kind, items in media.items()}
 
 
-def has_media(record: Mapping[str, Any]) -> bool:
-    """Return whether the prompt or a tool's answer has images or videos, which are not recorded."""
-    if any(record.get("prompt_media", {}).values()):
-        return True
+def has_media(record: Mapping[str, Any], *, counted: bool = False) -> bool:
+    """Return whether the prompt or a tool's answer has images or videos.
+
+    Args:
+        counted: ask for those that the record only counts: they are stored nowhere.
+    """
+    shown = list(record.get("prompt_media", {}).values())
     for turn in record["turns"]:
+        shown += turn.get("appended_media", {}).values()
         for call in turn["tool_calls"]:
-            if any(call.get("media", {}).values()):
-                return True
-    return False
+            shown += call.get("media", {}).values()
+
+    if counted:
+        shown = [items for items in shown if isinstance(items, int)]
+    return any(shown)
 
 
-def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
+def restore_trajectory(
+    record: Mapping[str, Any], *, attachments: Attachments | None = None
+) -> Trajectory:
     """Restore a trajectory from its record: its ids, and all that a reward function reads of it.
 
-    Images and videos are not recorded. Fields that are null may be missing, as in the rows of
-    ``data.reader``.
+    Fields that are null may be missing, as in the rows of ``data.reader``.
+
+    Args:
+        attachments: where its images and videos are; None leaves them out.
+
+    Raises:
+        DataError: an image or a video cannot be read.
     """
     fork = record.get("fork")
     no_loss = record.get("no_loss")
     return Trajectory.from_turns(
         prompt_ids=record["prompt_ids"],
-        turns=list(_turns(record)),
+        turns=list(_turns(record, attachments)),
         trajectory_id=record["trajectory_id"],
         group_id=record["group_id"],
         agent_name=record["agent_name"],
@@ -382,9 +419,12 @@ def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
         row=record.get("row", {}),
         messages=tuple(record.get("messages", ())),
         tool_scores=record.get("tool_scores", {}),
-        segments=tuple(restore_trajectory(segment) for segment in record["segments"]),
+        segments=tuple(
+            restore_trajectory(segment, attachments=attachments) for segment in record["segments"]
+        ),
         fork=Fork(**fork) if fork else None,
         history_window=record.get("history_window"),
+        prompt_media=_restore_media(record.get("prompt_media"), attachments),
         role=record.get("role"),
         adapter=record.get("adapter"),
         feedback=record.get("feedback", ""),
@@ -392,7 +432,7 @@ def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
     )
 
 
-def _turns(record: Mapping[str, Any]) -> Iterator[Turn]:
+def _turns(record: Mapping[str, Any], attachments: Attachments | None) -> Iterator[Turn]:
     """Yield the turns of a record; records of earlier versions lack some fields."""
     # As the engine gave them: float32, see short_float32.
     logprobs = np.asarray(record["rollout_logprobs"], np.float32).astype(float).tolist()
@@ -414,7 +454,10 @@ def _turns(record: Mapping[str, Any]) -> Iterator[Turn]:
         yield Turn(
             output=output,
             appended_ids=appended_ids,
-            tool_calls=tuple(map(_restore_call, turn.get("tool_calls", ()))),
+            appended_media=_restore_media(turn.get("appended_media"), attachments),
+            tool_calls=tuple(
+                _restore_call(call, attachments) for call in turn.get("tool_calls", ())
+            ),
             score=turn.get("score"),
             learn_appended=turn.get("learn_appended", False),
             number=turn.get("number"),
@@ -422,7 +465,19 @@ def _turns(record: Mapping[str, Any]) -> Iterator[Turn]:
         )
 
 
-def _restore_call(call: Mapping[str, Any]) -> ToolCallRecord:
+def _restore_media(
+    recorded: Mapping[str, Any] | None, attachments: Attachments | None
+) -> Mapping[str, tuple[Any, ...]]:
+    if attachments is None or not recorded:
+        return {}
+    references = {}
+    for kind, names in recorded.items():
+        if not isinstance(names, int):  # a number: an earlier version stored nothing
+            references[kind] = names
+    return attachments.read(references)
+
+
+def _restore_call(call: Mapping[str, Any], attachments: Attachments | None) -> ToolCallRecord:
     return ToolCallRecord(
         name=call["name"],
         arguments=call.get("arguments"),
@@ -431,6 +486,7 @@ def _restore_call(call: Mapping[str, Any]) -> ToolCallRecord:
         reward=call.get("reward", 0.0),
         seconds=call["seconds"],
         call_id=call.get("call_id"),
+        media=_restore_media(call.get("media"), attachments),
     )
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from jax_agent_rl.types import FinishReason, StopReason
 from jax_agent_rl.types.token_ids import ID_BOUND
+from jax_agent_rl.utils.media import MAX_FRAMES
 
 _Count = Annotated[int, Field(ge=0, lt=ID_BOUND)]
 _Ids = Annotated[list[_Count], Field(fail_fast=True)]
@@ -25,6 +26,14 @@ class _Record(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
+_Name = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+_Shown = dict[
+    Literal["image", "video"],
+    _Count | list[_Name] | list[Annotated[list[_Name], Field(min_length=1, max_length=MAX_FRAMES)]],
+]
+"""What a prompt or an answer shows by kind: its names in ``observe.attachments``, or its number."""
+
+
 class _Call(_Record):
     name: str
     seconds: float
@@ -34,6 +43,7 @@ class _Call(_Record):
     observation: str = ""
     reward: float = 0.0
     call_id: str | None = None
+    media: _Shown = {}
 
 
 class _Turn(_Record):
@@ -49,6 +59,7 @@ class _Turn(_Record):
     learn_appended: bool = False
     constrained: Annotated[list[Literal[0, 1]], Field(fail_fast=True)] = []
     supports: list[Any] = []
+    appended_media: _Shown = {}
 
     @model_validator(mode="after")
     def _as_many_as_sampled(self) -> _Turn:
@@ -89,6 +100,7 @@ class _Trajectory(_Record):
     history_window: _Count | None
     role: str | None
     adapter: str | None
+    prompt_media: _Shown = {}
     advantages: _Values | None = None
     old_logprobs: _Values | None = None
 

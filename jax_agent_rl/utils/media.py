@@ -74,6 +74,22 @@ def as_image(item: Any) -> Image:
     return Image.alpha_composite(white, item).convert("RGB")
 
 
+def png_bytes(item: Any) -> bytes:
+    """Return an image as a PNG file, which loses nothing.
+
+    Args:
+        item: as :func:`as_image` takes it.
+
+    Raises:
+        ValueError: it is not an image.
+    """
+    import io
+
+    stream = io.BytesIO()
+    as_image(item).save(stream, format="PNG", compress_level=1)
+    return stream.getvalue()
+
+
 def media_source(part: Mapping[str, Any]) -> tuple[str, Any] | None:
     """Return kind and source of a content part that shows an image or a video.
 

@@ -5,6 +5,7 @@ agree on every sampled id over two turns, before an update of tower and decoder 
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from jax_agent_rl.agents import loop
+from jax_agent_rl.cli import app
 from jax_agent_rl.config import load
 from jax_agent_rl.models.hf import load_config, save_hf
 from jax_agent_rl.rewards import registry
@@ -21,6 +24,7 @@ from jax_agent_rl.runtime.build import build
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.types import Group, SamplingParams
 from tests.gpu_backend.vision import IMAGE, KINDS, VisionReference, picture, write_model
+from tests.warm import python
 
 pytest.importorskip("torch")
 
@@ -209,3 +213,34 @@ async def test_engine_learner_and_transformers_read_pictures_alike(recipe: Path,
         result = runtime.learner.update(groups)
         assert not result.skipped
         assert result.metrics["logprob_gap_max"] < 1e-4
+
+
+def test_a_step_with_pictures_is_repeated_from_the_run_folder_alone(recipe: Path, tmp_path: Path):
+    picture(7).save(tmp_path / "7.png")
+    shown = {"role": "user", "content": "is <image> it?"}
+    rows = [{**row, "images": ["7.png"], "prompt": [shown]} for row in ROWS]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [
+        "agent.max_prompt_length=64",
+        "rollout.max_model_len=168",
+        "learner.row_patches=64",
+        "trainer.steps=2",
+        "trainer.checkpoint_every=1",
+    ]
+    command = [*python(), "-m", "jax_agent_rl.cli", "train", str(recipe), *overrides]
+    trained = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert trained.returncode == 0, trained.stdout[-2000:] + trained.stderr[-2000:]
+    run = tmp_path / "run"
+    (tmp_path / "7.png").unlink()
+    (tmp_path / "rows.jsonl").unlink()
+
+    # The picture of all prompts, and the two that the tool shows: each is stored once.
+    stored = list((run / "attachments").iterdir())
+    assert 2 <= len(stored) <= 3
+    repeated = CliRunner().invoke(app, ["replay", str(run), "--step", "2", "--json"])
+    result = json.loads(repeated.stdout)
+    assert (result["verdict"], result["from_step"]) == ("equal", 1)
+
+    stored[0].write_bytes(stored[1].read_bytes())
+    refused = CliRunner().invoke(app, ["replay", str(run), "--step", "2"])
+    assert stored[0].name in str(refused.exception)

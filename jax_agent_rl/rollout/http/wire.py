@@ -40,7 +40,7 @@ from jax_agent_rl.rollout.protocol import (
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, TokenScores
 from jax_agent_rl.types.routed_experts import routed_from_json, routed_to_json
 from jax_agent_rl.types.token_ids import ID_BOUND
-from jax_agent_rl.utils.media import as_frames, as_image
+from jax_agent_rl.utils.media import as_frames, png_bytes
 from jax_agent_rl.utils.pull_tickets import OfferedParam, PullTicket
 
 PROTOCOL_VERSION = 9
@@ -324,9 +324,7 @@ def decode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...
 
 
 def _png(item: Any) -> str:
-    stream = io.BytesIO()
-    as_image(item).save(stream, format="PNG", compress_level=1)
-    return base64.b64encode(stream.getvalue()).decode()
+    return base64.b64encode(png_bytes(item)).decode()
 
 
 def _open_png(text: Any) -> Any:
