@@ -27,9 +27,6 @@ from jax_agent_rl.deploy.plan.architectures import architecture_folder
 from jax_agent_rl.deploy.plan.command import PlanTask, plan_in_subprocess
 from jax_agent_rl.deploy.plan.topology import Slice
 from jax_agent_rl.errors import CompilerError, ConfigError
-from jax_agent_rl.jetstream.shapes import kv_cache_tokens
-from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.hf import load_config
 
 PRICES = {"v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
 MAX_CHANGES = 5
@@ -91,22 +88,14 @@ CASES = (  # with changes without which they would not fit
 )
 
 
-def scale_batch(case: Case, model: DecoderConfig) -> list[str]:
+def scale_batch(case: Case) -> list[str]:
     """Return overrides that give each chip as many trajectories as the recipe does on its slice."""
     chips = Slice.parse(case.topology).chips
-    rollout = load(RECIPE, case.overrides).rollout
-    engine_trajectories = TRAJECTORIES * rollout.jetstream.mesh.engine_devices
-    slots = min(rollout.jetstream.max_concurrent_decodes, engine_trajectories)
-    # Set, since on several hosts the defaults are for all trajectories.
-    cache_tokens = kv_cache_tokens(rollout.max_model_len, slots, engine_trajectories)
-    overrides = [
-        f"rollout.prompts_per_step={TRAJECTORIES * chips // rollout.group_size}",
+    group_size = load(RECIPE, case.overrides).rollout.group_size
+    return [
+        f"rollout.prompts_per_step={TRAJECTORIES * chips // group_size}",
         f"rollout.max_in_flight={TRAJECTORIES * chips}",
-        f"rollout.jetstream.kv_cache_tokens={cache_tokens}",
     ]
-    if model.delta_net is not None:
-        overrides.append(f"rollout.jetstream.state_checkpoints={engine_trajectories}")
-    return overrides
 
 
 def make_plan(case: Case, price: float, changes: dict[str, str]) -> dict[str, Any]:
@@ -122,7 +111,7 @@ def make_plan(case: Case, price: float, changes: dict[str, str]) -> dict[str, An
             overrides=[
                 f"model.path={folder}",
                 *case.overrides,
-                *scale_batch(case, load_config(folder)),
+                *scale_batch(case),
                 *as_words(changes),
             ],
             topology=case.topology,

@@ -27,6 +27,7 @@ from jax_agent_rl.errors import BackendClosedError, BackendError
 from jax_agent_rl.jetstream import inspection
 from jax_agent_rl.jetstream.engine import JaxEngine, ignore_line
 from jax_agent_rl.jetstream.engine_core import ChunkSink, EngineCore, EngineThread
+from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.images import ImageReader
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.replica import Replica
@@ -341,6 +342,17 @@ class JetStreamBackend:
         """
         update = await self._weights.receive(update)
         await self._thread.call(lambda: self.core.update_weights(update))
+
+    def give_up_weights(self, version: int) -> EngineParams | None:
+        """Stop serving, and return the weights, in whose memory those of ``version`` are made.
+
+        For a caller in another thread, which has paused the engine and brings the new weights by
+        :meth:`update_weights`. A resume without them fails all requests.
+
+        Returns:
+            None if there are no weights on devices.
+        """
+        return self._thread.call_and_wait(lambda: self.core.give_up_weights(version))
 
     async def reset_prefix_cache(self) -> None:
         await self._thread.call(lambda: self.core.scheduler.block_manager.reset())

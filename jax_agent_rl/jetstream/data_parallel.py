@@ -5,7 +5,7 @@
     request ──► Balancer ──┬──► JetStreamBackend 0: thread, scheduler, KV cache     devices 0 … t-1
     session, prefix, load  ├──► JetStreamBackend 1                                  devices t … 2t-1
                            └──► …
-    weights ──one program on all devices──► each engine takes its shards, without a copy
+    weights ──programs on all devices──► each engine takes its shards, without a copy
 
 Engines sample independently. They meet only to load or release weights (``jetstream.replica``).
 """
@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.errors import BackendError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.replica import REPLICA_ENDED, ReplicaGroup
 from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.jetstream.weights import ServedWeights
@@ -176,6 +177,10 @@ class DataParallelBackend:
         update = await self._weights.receive(update)  # once, for all devices
         await self._on_all(lambda engine: engine.update_weights(update))
         self._balancer.forget_prefixes()
+
+    def give_up_weights(self, version: int) -> EngineParams | None:
+        """See :meth:`JetStreamBackend.give_up_weights`; arrays on the devices of all engines."""
+        return self._group.join([engine.give_up_weights(version) for engine in self.engines])
 
     async def pause(self, mode: PauseMode) -> None:
         await self._on_all(lambda engine: engine.pause(mode))

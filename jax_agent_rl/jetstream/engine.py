@@ -45,7 +45,7 @@ from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.slot_decoder import SlotDecoder
 from jax_agent_rl.jetstream.state_slots import NULL_STATE
 from jax_agent_rl.jetstream.verification import ChunkVerifier, ColumnVerifier
-from jax_agent_rl.jetstream.weights import WeightLoader, to_host
+from jax_agent_rl.jetstream.weights import JointParams, WeightLoader, to_host
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import DTYPES, EightBits
 from jax_agent_rl.models.lora import PeftAdapter
@@ -145,6 +145,7 @@ class JaxEngine:
             quantize=None if quantize is None else DTYPES[quantize],
             call=program_table.call,
         )
+        self._replica = replica
         if replica is None:
             self._load = loader
             self.offload_params = to_host
@@ -206,16 +207,23 @@ class JaxEngine:
         """Serve these adapters from the next dispatch on; others of :attr:`adapters` stay."""
         self.context.adapters.replace(adapters)
 
-    def load_params(self, params: Params, old: EngineParams | None = None) -> EngineParams:
+    def load_params(
+        self, params: Params | JointParams | EngineParams, old: EngineParams | None = None
+    ) -> EngineParams:
         """Copy the learner's parameter tree into the engine's layout and precision.
 
         See :class:`WeightLoader`.
 
         Args:
-            params: the learner's tree.
+            params: the learner's tree; or weights that a :class:`JointLoader` made for all engines
+                of this process, of which no copy is made.
             old: weights no longer served, whose memory the new ones take.
         """
-        return self._load(params, old)
+        if not isinstance(params, EngineParams):
+            return self._load(params, old)
+        if self._replica is not None:
+            return self._replica.part_of(params)
+        return params
 
     def init_cache(self) -> KVCache:
         """Return an empty cache of ``shapes.pages`` pages and the null page."""

@@ -39,6 +39,7 @@ from jax_agent_rl.errors import (
     TrajectoryError,
     WeightUpdateError,
 )
+from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Progress, Scheduler
 from jax_agent_rl.jetstream.weights import ServedWeights
@@ -117,6 +118,12 @@ class EngineThread:
                 promise.add_done_callback(self._promises.discard)
             self._commands.append(command)
             self._wake.notify()
+
+    def call_and_wait(self, function: Callable[[], T]) -> T:
+        """Run a function as :meth:`call` does, for a caller in another thread than the loop's."""
+        if self._thread is None:
+            raise BackendClosedError("the backend was not started: call start()")
+        return asyncio.run_coroutine_threadsafe(self.call(function), self._loop).result()
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function on the thread, between steps, and return its result."""
@@ -242,13 +249,14 @@ class EngineCore:
         self._paused = False
         self._asleep = False
         self._weights_lost: str | None = None  # why there are no weights to serve
+        self._expects_weights = False  # they were given up for new ones, for which requests wait
 
     def set_up(self) -> None:
         self.scheduler = self._make_scheduler()
 
     def has_work(self) -> bool:
         """Whether a step would do something without a command."""
-        if self._asleep:
+        if self._asleep or self._weights_lost:
             return False
         if self._drains:
             return bool(self.scheduler.started)
@@ -271,7 +279,7 @@ class EngineCore:
         sink: ChunkSink,
     ) -> None:
         try:
-            if self._weights_lost:
+            if self._weights_lost and not self._expects_weights:
                 raise EngineDiedError(self._weights_lost)
             run = self.scheduler.submit(request, multimodal, grammar)
             self._sinks[run] = sink
@@ -341,6 +349,8 @@ class EngineCore:
 
     def resume(self) -> None:
         self._paused = False
+        if self._weights_lost and self._expects_weights:  # the pause was for new ones
+            self._lose_weights(self._weights_lost)
         self._fail_drains("resume() came before the requests this pause(wait) waited for had ended")
 
     def _end_drains(self) -> None:
@@ -370,6 +380,23 @@ class EngineCore:
             self.scheduler.wake()
         self._asleep = False
 
+    def give_up_weights(self, version: int) -> EngineParams | None:
+        """Stop serving, and return the weights, in whose memory those of ``version`` are made.
+
+        Requests wait for the update with the new weights. If the pause ends without it, they fail.
+
+        Returns:
+            None if there are no weights on devices.
+        """
+        if self._asleep or self._weights_lost:
+            return None
+        self._expects_weights = True
+        self._weights_lost = (
+            f"the weights of version {self.version} have made room for those of version {version},"
+            " which did not come; send a whole update"
+        )
+        return self.scheduler.params
+
     def update_weights(self, update: WeightUpdate) -> None:
         """Serve new weights from now on.
 
@@ -393,7 +420,7 @@ class EngineCore:
                 f"weights of version {update.version} could not be loaded ({type(error).__name__}:"
                 f" {error})"
             )
-            if not _any_deleted(scheduler.params):
+            if not self._weights_lost and not _any_deleted(scheduler.params):
                 raise WeightUpdateError(
                     f"{problem}; version {self.version} is still served"
                 ) from error
@@ -407,12 +434,17 @@ class EngineCore:
         scheduler.set_weights(params, update.version)
         self.version = update.version
         self._weights_lost = None
+        self._expects_weights = False
         scheduler.counters.weight_update_seconds += time.perf_counter() - begin
 
     def _lose_weights(self, why: str) -> None:
-        """Stop serving until an update succeeds, and fail all requests."""
+        """Stop serving until an update succeeds, free what is left, and fail all requests."""
         logger.error("the engine stops serving: %s", why)
         self._weights_lost = why
+        self._expects_weights = False
+        for x in jax.tree.leaves(self.scheduler.params):
+            if isinstance(x, jax.Array):
+                x.delete()
         error = EngineDiedError(why)
         for run, sink in self._sinks.items():
             self.scheduler.abort(run.request.request_id)

@@ -135,40 +135,68 @@ def engine_params(
         quantize: int8 or float8 for the layers' matrices, with a scale per output; None keeps
             ``dtype``.
     """
-    stacked = params["layers"]
-    places = {name: config.layers_with(name) for name in stacked}
-    others = {name: x for name, x in params.items() if name != "layers"}
-    others = jax.tree.map(lambda x: x.astype(dtype), others)
+    layers = []
+    for number in range(config.num_layers):
+        arrays = {}
+        for name, index in stack_indices(config, params["layers"], number).items():
+            arrays[name] = params["layers"][name][index]
+        kind = config.layer_kind(number)
+        layers.append(engine_layer(config, kind, arrays, dtype=dtype, quantize=quantize))
 
+    others = {name: x for name, x in params.items() if name != "layers"}
+    return replace(engine_params_without_layers(others, dtype=dtype), layers=tuple(layers))
+
+
+def stack_indices(config: DecoderConfig, stacked: Params, number: int) -> dict[str, int]:
+    """Return which of the learner's stacked arrays a layer has, and its index in each.
+
+    Args:
+        stacked: the subtree ``layers``.
+        number: of the layer.
+    """
+    indices = {}
+    for name in stacked:
+        layers_with_it = config.layers_with(name)
+        if number in layers_with_it:
+            indices[name] = layers_with_it.index(number)
+    return indices
+
+
+def engine_layer(
+    config: DecoderConfig,
+    kind: LayerKind,
+    arrays: Params,
+    *,
+    dtype: jnp.dtype,
+    quantize: jnp.dtype | None,
+) -> Params:
+    """Convert one layer's arrays, see :func:`engine_params`."""
+    arranged = {}
+    for name, x in _fuse(config, kind, arrays).items():
+        if quantize is None or name not in QUANTIZED:
+            arranged[name] = x.astype(dtype_of(name, dtype))
+        else:
+            arranged[name] = quantized(x, quantize, axis=-1)
+    # In one order in every process, so that they share a compilation cache.
+    for name in sorted(EXPERTS & arranged.keys()):
+        arranged[name] = transpose_matrices(arranged[name])
+    return arranged
+
+
+def engine_params_without_layers(others: Params, *, dtype: jnp.dtype) -> EngineParams:
+    """Convert all but the layers, see :func:`engine_params`."""
+    # + 0 makes a new buffer: the learner donates its own to the next optimizer step.
+    copies = jax.tree.map(lambda x: x.astype(dtype) + 0, others)
     per_layer = {}
     for name in PER_LAYER_PARAMETERS:
-        if name in others:
-            per_layer[name] = others[name] + 0
-
-    def layer(i: int) -> Params:
-        arrays = {}
-        for name, x in stacked.items():
-            if i in places[name]:
-                arrays[name] = x[places[name].index(i)]
-        fused = _fuse(config, config.layer_kind(i), arrays)
-        arranged = {}
-        for name, x in fused.items():
-            if quantize is None or name not in QUANTIZED:
-                arranged[name] = x.astype(dtype_of(name, dtype))
-            else:
-                arranged[name] = quantized(x, quantize, axis=-1)
-        # In one order in every process, so that they share a compilation cache.
-        for name in sorted(EXPERTS & arranged.keys()):
-            arranged[name] = transpose_matrices(arranged[name])
-        return arranged
-
+        if name in copies:
+            per_layer[name] = copies[name]
     return EngineParams(
-        # + 0 makes a new buffer: the learner donates its own to the next optimizer step.
-        embed=others["embed"] + 0,
-        layers=tuple(layer(i) for i in range(config.num_layers)),
-        final_norm=others["final_norm"] + 0,
-        head=others["lm_head"] + 0 if "lm_head" in others else None,
-        vision=jax.tree.map(lambda x: x + 0, others["vision"]) if "vision" in others else None,
+        embed=copies["embed"],
+        layers=(),
+        final_norm=copies["final_norm"],
+        head=copies.get("lm_head"),
+        vision=copies.get("vision"),
         per_layer=per_layer or None,
     )
 

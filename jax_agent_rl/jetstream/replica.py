@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.sharding import engine_shardings, split_mesh
-from jax_agent_rl.jetstream.weights import WeightLoader, to_host
+from jax_agent_rl.jetstream.weights import JointParams, WeightLoader, to_host
 from jax_agent_rl.models.config import Params
 
 REPLICA_ENDED = "another data-parallel engine of this process has ended"
@@ -82,16 +83,32 @@ class ReplicaGroup:
             self._results = [error] * len(inputs)
 
     def load(
-        self, load: WeightLoader, params: Params, old: list[EngineParams | None]
+        self,
+        load: WeightLoader,
+        params: Params | JointParams,
+        old: list[EngineParams | None],
     ) -> list[EngineParams]:
         """Load parameters into all engines.
 
         They take the memory of the old weights if all engines have some on devices.
         """
-        old_params = None
-        if all(x is not None and isinstance(x.embed, jax.Array) for x in old):
-            old_params = jax.tree.map(self._join, *old)
-        return self._split(load(params, old_params))
+        loaded = load(params, self.join(old))
+        return [self.part_of(loaded, replica) for replica in self.replicas]
+
+    def join(self, parts: list[EngineParams | None]) -> EngineParams | None:
+        """Return arrays on all devices of the engines' weights; None if one has none there."""
+        if any(part is None or isinstance(part.embed, np.ndarray) for part in parts):
+            return None
+        return jax.tree.map(self._join, *parts)
+
+    def part_of(self, params: EngineParams, replica: Replica) -> EngineParams:
+        """Return an engine's shards of arrays on all devices."""
+
+        def select(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+            shards = [s.data for s in x.addressable_shards if s.device in sharding.device_set]
+            return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
+
+        return jax.tree.map(select, params, engine_shardings(params, replica.mesh))
 
     def _join(self, *parts: jax.Array) -> jax.Array:
         """Return one array of the engines' shards."""
@@ -104,19 +121,6 @@ class ReplicaGroup:
         group_sharding = NamedSharding(self.mesh, sharding.spec)
         return jax.make_array_from_single_device_arrays(parts[0].shape, group_sharding, shards)
 
-    def _split(self, params: EngineParams) -> list[EngineParams]:
-        """Return each engine's shards of arrays on all devices."""
-
-        def select(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-            shards = [s.data for s in x.addressable_shards if s.device in sharding.device_set]
-            return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
-
-        replica_params = []
-        for replica in self.replicas:
-            shardings = engine_shardings(params, replica.mesh)
-            replica_params.append(jax.tree.map(select, params, shardings))
-        return replica_params
-
 
 @dataclass(frozen=True, eq=False)
 class Replica:
@@ -127,7 +131,10 @@ class Replica:
     mesh: Mesh
 
     def load(
-        self, load: WeightLoader, params: Params, old: EngineParams | None = None
+        self,
+        load: WeightLoader,
+        params: Params | JointParams,
+        old: EngineParams | None = None,
     ) -> EngineParams:
         """Load parameters together with the other engines, see :class:`WeightLoader`."""
         # Engine 0's loader, whoever runs it: the programs are compiled once.
@@ -138,6 +145,10 @@ class Replica:
             return self.group.load(first_loader, params, [old for _, old in inputs])
 
         return self.group.meet(self.number, (loader, old), work)
+
+    def part_of(self, params: EngineParams) -> EngineParams:
+        """Return this engine's shards of arrays on all devices."""
+        return self.group.part_of(params, self)
 
     def offload(self, params: EngineParams) -> EngineParams:
         """Return a copy of the weights on the host, which all engines share."""

@@ -1,15 +1,18 @@
 """Weight updates: validation, reading from files, and transfer into an engine's memory.
 
-The learner's layout becomes the engine's::
+The learner's layout becomes the engine's, layer by layer::
 
-    same devices    ──one program──► engine's layout and precision, in the old weights' memory
-    other devices   ──one program──► engine's layout, sharded over the learner's devices
+    same devices    ──a program──► engine's layout and precision, in the old layer's memory
+    other devices   ──a program──► engine's layout, sharded over the learner's devices
                     ──shard by shard──► engine's devices
-    other hosts     ──all-gather per parameter──► all processes ──► each one's engine
+    other hosts     ──all-gather──► all processes ──► each one's engine, as on the same devices
 
-From device to device no byte passes through the host, and no device holds more than its part: with
-enough learner devices each shard of the engine is made on one of them and transferred by itself;
-with fewer, a shard is cut there.
+From device to device no byte passes through the host, and no device holds more than its part and
+one layer beside it: with enough learner devices each shard of the engine is made on one of them and
+transferred by itself; with fewer, a shard is cut there. Layers of a kind share a program.
+
+The old weights are always given up on the way, not only where memory is short: a failure in the
+middle leaves an engine without weights, and the learner, which has them, publishes all again.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +30,20 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jax_agent_rl.errors import ModelError, WeightUpdateError
-from jax_agent_rl.jetstream.forward import EngineParams, engine_params
-from jax_agent_rl.jetstream.sharding import engine_shardings, learner_shardings
+from jax_agent_rl.jetstream.forward import (
+    EngineParams,
+    engine_layer,
+    engine_params,
+    engine_params_without_layers,
+    stack_indices,
+)
+from jax_agent_rl.jetstream.programs import ProgramTable
+from jax_agent_rl.jetstream.sharding import engine_config, engine_shardings, learner_shardings
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import verify_probe
 from jax_agent_rl.models.hf import load_params
+from jax_agent_rl.models.layer_kinds import LayerKind
+from jax_agent_rl.models.layers import DTYPES, EightBits
 from jax_agent_rl.models.offered import OFFER, pull
 from jax_agent_rl.models.parameters import dtype_of
 from jax_agent_rl.models.sharding import (
@@ -156,8 +168,9 @@ class ServedWeights:
             raise WeightUpdateError(
                 "the jetstream backend takes whole updates, got partial=True; send every parameter"
             )
-        if not update.partial:
-            self._check_structure(update.payload)
+        if update.partial or isinstance(update.payload, EngineParams):
+            return  # the latter are of this process, which has checked what they were made of
+        self._check_structure(update.payload)
 
     def _check_structure(self, params: Params) -> None:
         require_same(self._structure, _structure(params))
@@ -170,6 +183,79 @@ class ServedWeights:
 def _structure(params: Params) -> dict[str, tuple]:
     """Return shape and type of every parameter by its name."""
     return {name: (x.shape, x.dtype) for name, x in named(params).items()}
+
+
+# --- layer by layer -------------------------------------------------------------------------------
+
+
+class LayerSource(NamedTuple):
+    """The learner's arrays with one layer.
+
+    Attributes:
+        stacked: arrays of several layers, [L, ...], or of this one alone, [1, ...].
+        indices: of the layer in each of them, int32 scalars.
+    """
+
+    stacked: Params
+    indices: dict[str, np.ndarray]
+
+
+class CopyToProcess(Protocol):
+    """Copies arrays on a mesh of all processes to each process's engine."""
+
+    def layer(self, source: LayerSource) -> LayerSource:
+        """Return one layer, alone in its arrays."""
+        ...
+
+    def others(self, params: Params) -> Params:
+        """Return all parameters but the layers."""
+        ...
+
+
+@dataclass(frozen=True)
+class JointParams:
+    """Parameters on a mesh of all processes, of which a process gets a layer at a time."""
+
+    params: Params
+    copy: CopyToProcess
+
+
+def arrange_layer(
+    config: DecoderConfig,
+    kind: LayerKind,
+    dtype: jnp.dtype,
+    quantize: jnp.dtype | None,
+    stacked: Params,
+    indices: dict[str, jax.Array],
+) -> Params:
+    """Return a layer in the engine's layout, see ``jetstream.forward.engine_layer``."""
+    arrays = {}
+    for name, x in stacked.items():
+        arrays[name] = jax.lax.dynamic_index_in_dim(x, indices[name], keepdims=False)
+    return engine_layer(config, kind, arrays, dtype=dtype, quantize=quantize)
+
+
+def replace_layer(
+    config: DecoderConfig,
+    kind: LayerKind,
+    dtype: jnp.dtype,
+    quantize: jnp.dtype | None,
+    old: Params,
+    stacked: Params,
+    indices: dict[str, jax.Array],
+) -> Params:
+    """Return a layer as :func:`arrange_layer` does; ``old`` is there to be donated."""
+    return arrange_layer(config, kind, dtype, quantize, stacked, indices)
+
+
+def arrange_others(dtype: jnp.dtype, others: Params) -> EngineParams:
+    """Return all but the layers in the engine's layout."""
+    return engine_params_without_layers(others, dtype=dtype)
+
+
+def replace_others(dtype: jnp.dtype, old: EngineParams, others: Params) -> EngineParams:
+    """Return all but the layers as :func:`arrange_others` does; ``old`` is there to be donated."""
+    return arrange_others(dtype, others)
 
 
 class WeightLoader:
@@ -195,65 +281,136 @@ class WeightLoader:
         call: Callable[..., Any],
     ) -> None:
         self._model = model
+        self._config = config
         self._mesh = mesh
+        self._dtype = dtype
+        self._quantize = quantize
         self._call = call
         self._devices: Devices = tuple(mesh.devices.flat)
-        self._arrange = functools.partial(engine_params, config, dtype=dtype, quantize=quantize)
+        self._shapes: dict[tuple, Any] = {}  # of programs' results
 
-    def __call__(self, params: Params, old: EngineParams | None = None) -> EngineParams:
+    def __call__(
+        self, params: Params | JointParams, old: EngineParams | None = None
+    ) -> EngineParams:
         """Copy parameters into the engine's layout; no reference to ``params`` is kept.
 
         Args:
-            params: the learner's tree, on any devices of this process or on the host. Shapes give
-                shapes.
+            params: the learner's tree, on any devices of this process or on the host, or joint
+                ones. Shapes give shapes.
             old: weights whose memory is reused: they are freed, perhaps even if this fails. None
                 takes new memory.
         """
         if old is not None and isinstance(old.embed, np.ndarray):
             old = None  # asleep, on the host
-        params = jax.tree.map(self._on_devices, params, learner_shardings(self._model, self._mesh))
-        source = _devices(params["embed"])
-        layouts = tuple((x.dtype.name, x.sharding) for x in jax.tree.leaves(params))
-        shapes = jax.eval_shape(self._arrange, params)
-        shardings = engine_shardings(shapes, self._mesh)
-        if source == self._devices:
-            return self._arrange_in_place(params, old, layouts, shapes, shardings)
+        copy: CopyToProcess | None = None
+        if isinstance(params, JointParams):
+            copy = params.copy
+            tree = params.params
+            source = self._devices  # where the copies are
+        else:
+            placed = learner_shardings(self._model, self._mesh)
+            tree = jax.tree.map(self._on_devices, params, placed)
+            source = _devices(tree["embed"])
 
-        stage = staging_mesh(self._mesh, source)
+        if source != self._devices:
+            arrange = functools.partial(self._arrange_on, staging_mesh(self._mesh, source))
+        else:
+            arrange = self._arrange_in_place
+            if old is None:
+                old = self._allocate(tree)
+
+        layers = []
+        for number in range(self._config.num_layers):
+            layer = self._layer_source(tree["layers"], number)
+            if copy is not None:
+                layer = copy.layer(layer)
+            old_layer = None if old is None else old.layers[number]
+            layers.append(arrange(self._layer_program(number, layer), old_layer, layer))
+
+        others = {name: x for name, x in tree.items() if name != "layers"}
+        if copy is not None:
+            others = copy.others(others)
+        old_others = None if old is None else replace(old, layers=())
+        arranged = arrange(self._others_program(others), old_others, (others,))
+        return replace(arranged, layers=tuple(layers))
+
+    def _layer_source(self, stacked: Params, number: int) -> LayerSource:
+        arrays = {}
+        indices = {}
+        for name, index in stack_indices(self._config, stacked, number).items():
+            arrays[name] = stacked[name]
+            indices[name] = np.asarray(index, np.int32)
+        return LayerSource(arrays, indices)
+
+    def _layer_program(self, number: int, layer: LayerSource) -> _Arrangement:
+        kind = self._config.layer_kind(number)
+        static = (self._config, kind, self._dtype, self._quantize)
+        return _Arrangement(
+            key=("layer", kind, *_layouts(layer.stacked)),
+            arrange=functools.partial(arrange_layer, *static),
+            replace=functools.partial(replace_layer, *static),
+        )
+
+    def _others_program(self, others: Params) -> _Arrangement:
+        return _Arrangement(
+            key=("others", *_layouts(others)),
+            arrange=functools.partial(arrange_others, self._dtype),
+            replace=functools.partial(replace_others, self._dtype),
+        )
+
+    def _shapes_of(self, program: _Arrangement, arguments: tuple) -> Any:
+        """Return shapes of a program's results, traced once for all layers of a kind."""
+        if program.key not in self._shapes:
+            self._shapes[program.key] = jax.eval_shape(program.arrange, *arguments)
+        return self._shapes[program.key]
+
+    def _arrange_in_place(self, program: _Arrangement, old: Any, arguments: tuple) -> Any:
+        """Arrange parameters that are on the engine's devices, in the memory of the old ones."""
+        shapes = self._shapes_of(program, arguments)
+        return self._call(
+            ("weights", *program.key),
+            program.replace,
+            (0,),
+            *(old, *arguments),
+            default_sharding=replicated(self._mesh),
+            out=engine_shardings(shapes, self._mesh),
+        )
+
+    def _arrange_on(self, stage: Mesh, program: _Arrangement, old: Any, arguments: tuple) -> Any:
+        """Arrange parameters on the learner's devices, then copy them to the engine's."""
+        shapes = self._shapes_of(program, arguments)
         staged = self._call(
-            ("staged weights", layouts),
-            self._arrange,
+            ("staged weights", *program.key),
+            program.arrange,
             (),
-            params,
+            *arguments,
             default_sharding=replicated(stage),
             out=engine_shardings(shapes, stage),
         )
-        # A failure on the learner's devices leaves the old weights intact.
+        # A failure on the learner's devices leaves these old weights intact.
         jax.block_until_ready(staged)
         for x in jax.tree.leaves(old):
             x.delete()
-        return jax.tree.map(transfer, staged, shardings)
+        return jax.tree.map(transfer, staged, engine_shardings(shapes, self._mesh))
 
-    def _arrange_in_place(
-        self,
-        params: Params,
-        old: EngineParams | None,
-        layouts: tuple,
-        shapes: EngineParams,
-        shardings: EngineParams,
-    ) -> EngineParams:
-        """Arrange parameters that are on the engine's devices, in the memory of the old weights."""
-        to_engine: dict[str, Any] = {"default_sharding": replicated(self._mesh), "out": shardings}
+    def _allocate(self, params: Params) -> EngineParams:
+        """Return memory for the first weights, or for those of an engine that slept."""
+
+        def arrange(params: Params) -> EngineParams:
+            return engine_params(self._config, params, dtype=self._dtype, quantize=self._quantize)
+
+        shapes = jax.eval_shape(arrange, params)
 
         def zeros() -> EngineParams:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        def arrange(old: EngineParams, params: Params) -> EngineParams:
-            return self._arrange(params)
-
-        if old is None:
-            old = self._call(("no weights",), zeros, (), **to_engine)
-        return self._call(("weights", layouts), arrange, (0,), old, params, **to_engine)
+        return self._call(
+            ("no weights",),
+            zeros,
+            (),
+            default_sharding=replicated(self._mesh),
+            out=engine_shardings(shapes, self._mesh),
+        )
 
     def _on_devices(self, x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
         """Put host arrays on devices.
@@ -268,6 +425,28 @@ class WeightLoader:
         if isinstance(x, jax.ShapeDtypeStruct):
             return place(x, sharding)
         return jax.device_put(x, sharding)
+
+
+class _Arrangement(NamedTuple):
+    """Programs that arrange a part of the parameters.
+
+    Attributes:
+        key: the part, and types and shardings of the parameters.
+        arrange: maps parameters to the engine's.
+        replace: the same, with the old ones as first argument.
+    """
+
+    key: tuple
+    arrange: Callable[..., Any]
+    replace: Callable[..., Any]
+
+
+def _layouts(params: Params) -> list[tuple]:
+    """Return name, shape, type and sharding of each array."""
+    layouts = []
+    for name, x in named(params).items():
+        layouts.append((name, x.shape, x.dtype.name, x.sharding))
+    return layouts
 
 
 def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:
@@ -334,11 +513,14 @@ def _devices(x: jax.Array) -> Devices:
     return tuple(x.sharding.devices_indices_map(x.shape))
 
 
+# --- several hosts --------------------------------------------------------------------------------
+
+
 class GatherParams:
     """Copies parameters from a mesh of all processes to each process's engine.
 
-    All processes must call it, in the same order as their other joint computations. No device holds
-    more than its engine's part of the model and one parameter.
+    All processes must call it, in the same order as their other joint computations. Copies keep the
+    learner's layout, and are valid until its next update: they may share its memory.
 
     Args:
         mesh: of this process's engine; the others have the same.
@@ -347,26 +529,102 @@ class GatherParams:
 
     def __init__(self, model: DecoderConfig, mesh: Mesh, *, dtype: str) -> None:
         self._dtype = jnp.dtype(dtype)
-        self._local = learner_shardings(model, mesh)
-        self._all_processes = learner_shardings(model, all_process_mesh(mesh))
+        self._local = named(learner_shardings(model, mesh))
+        self._all_processes = named(learner_shardings(model, all_process_mesh(mesh)))
+        self._table = ProgramTable()
 
-    def __call__(self, params: Params) -> Params:
-        """Return this process's copy, valid until the learner's next update.
+    def __call__(self, params: Params, old: Any = None) -> Params:
+        """Return this process's copy of all parameters.
 
-        It may share the learner's memory.
+        Args:
+            old: the engine's weights, which are freed first.
         """
-        return jax.tree_util.tree_map_with_path(
-            self._copy, params, self._all_processes, self._local
-        )
+        for x in jax.tree.leaves(old):
+            x.delete()
+        return jax.tree_util.tree_map_with_path(self._copy, params)
 
-    def _copy(
-        self, path: tuple, x: jax.Array, all_processes: NamedSharding, local: NamedSharding
-    ) -> jax.Array:
+    def layer(self, source: LayerSource) -> LayerSource:
+        """Return this process's copy of one layer, alone in its arrays."""
+        stacked = source.stacked
+        mesh = next(iter(stacked.values())).sharding.mesh
+        alone = self._table.call(
+            ("layer", *_layouts(stacked)),
+            functools.partial(_only_layer, self._dtype),
+            (),
+            *(stacked, source.indices),
+            default_sharding=replicated(mesh),
+            out={name: x.sharding for name, x in stacked.items()},
+        )
+        copies = jax.tree_util.tree_map_with_path(self._copy, {"layers": alone})
+        return LayerSource(copies["layers"], {name: np.asarray(0, np.int32) for name in stacked})
+
+    def others(self, params: Params) -> Params:
+        """Return this process's copy of all parameters but the layers."""
+        return jax.tree_util.tree_map_with_path(self._copy, params)
+
+    def _copy(self, path: tuple, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         dtype = dtype_of(path[-1].key, self._dtype)
-        joint = jax.device_put(x.astype(dtype), all_processes)
-        copy = transfer(joint, local)
+        joint = jax.device_put(x.astype(dtype), self._all_processes[name])
+        copy = transfer(joint, self._local[name])
         # One by one, or the next parameters would be gathered before this one is freed.
         return jax.block_until_ready(copy)
+
+
+def _only_layer(dtype: jnp.dtype, stacked: Params, indices: dict[str, jax.Array]) -> Params:
+    """Return stacks [1, ...] of one layer, rounded to a type."""
+    alone = {}
+    for name, x in stacked.items():
+        layer = jax.lax.dynamic_slice_in_dim(x, indices[name], 1)
+        alone[name] = layer.astype(dtype_of(name, dtype))
+    return alone
+
+
+class JointLoader:
+    """Makes the weights of each process's engines from parameters on a mesh of all processes.
+
+    All processes must call it, in the same order as their other joint computations. No device holds
+    more than its engine's weights and a layer in the learner's layout.
+
+    Args:
+        mesh: of this process's engines; the others have the same.
+        gathered_dtype: type in which parameters are exchanged.
+        dtype: type of the engine's weights.
+        quantize: 8-bit type of its layers' matrices; None keeps ``dtype``.
+    """
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        mesh: Mesh,
+        *,
+        gathered_dtype: str,
+        dtype: str,
+        quantize: EightBits | None,
+    ) -> None:
+        self._shapes = named(model.parameter_shapes())
+        self._gather = GatherParams(model, mesh, dtype=gathered_dtype)
+        self._load = WeightLoader(
+            model,
+            engine_config(model, mesh),
+            mesh,
+            dtype=jnp.dtype(dtype),
+            quantize=None if quantize is None else DTYPES[quantize],
+            call=ProgramTable().call,
+        )
+
+    def __call__(self, params: Params, old: EngineParams | None) -> EngineParams:
+        """Return the weights of this process's engines, as arrays on all of their devices.
+
+        Args:
+            old: their old weights, whose memory the new ones take.
+
+        Raises:
+            WeightUpdateError: the parameters are of another model.
+        """
+        require_same(self._shapes, {name: x.shape for name, x in named(params).items()})
+        loaded = self._load(JointParams(params, self._gather), old)
+        return jax.block_until_ready(loaded)
 
 
 def all_process_mesh(engine: Mesh) -> Mesh:

@@ -23,9 +23,10 @@ rotation.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 
 from jax_agent_rl.errors import (
     BackendClosedError,
@@ -395,6 +396,34 @@ class ServerPool:
         return fingerprint == self._weights
 
     # --- weights ----------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def paused(self, mode: PauseMode | None = None) -> AsyncIterator[None]:
+        """Pause all servers; in the end resume those that are left.
+
+        A server that dies of it is lost.
+
+        Args:
+            mode: what happens to running requests, see :meth:`AsyncServer.update_weights`.
+        """
+        servers = self.servers
+        try:
+            await self._on_all(servers, lambda server: server.pause(mode))
+            yield
+        finally:
+            await self._on_all(servers, AsyncServer.resume)
+
+    async def _on_all(
+        self, servers: Iterable[AsyncServer], call: Callable[[AsyncServer], Awaitable[None]]
+    ) -> None:
+        """Call those servers that are still in rotation, all at once."""
+        members = [server for server in servers if self.queue.has(server)]
+        errors = await asyncio.gather(*map(call, members), return_exceptions=True)
+        for server, error in zip(members, errors, strict=True):
+            if isinstance(error, EngineDiedError | BackendClosedError):
+                self.mark_lost(server, str(error))
+            elif error is not None:
+                raise error
 
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
         """Update all servers at once; servers that waited for weights enter the rotation.

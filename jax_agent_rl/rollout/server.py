@@ -163,6 +163,32 @@ class AsyncServer:
         """Return whether the weights are unrounded, or rounded as the engine would round them."""
         return update.dtype in (AS_THEY_ARE, self.backend.capabilities.weight_dtype)
 
+    async def pause(self, mode: PauseMode | None = None) -> None:
+        """Pause before new weights are made, until :meth:`update_weights` or :meth:`resume`.
+
+        Args:
+            mode: what happens to running requests, see :meth:`update_weights`.
+
+        Raises:
+            EngineDiedError: the backend died, or the server was abandoned.
+        """
+        self.updating = True
+        mode = mode or self._gentlest_pause()
+        async with self._until_abandoned():
+            if mode is not None:
+                await self.backend.pause(mode)
+
+    async def resume(self) -> None:
+        """End a pause, also one that an update has ended.
+
+        Raises:
+            EngineDiedError: the backend died, or the server was abandoned.
+        """
+        self.updating = False
+        async with self._until_abandoned():
+            if self._gentlest_pause() is not None:
+                await self.backend.resume()
+
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
         """Pause, take the weights, and resume (also if the weights were refused).
 

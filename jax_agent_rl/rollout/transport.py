@@ -4,7 +4,7 @@
 
     learner   offer(learner, version) ──► WeightUpdate ──► ServerPool, to all engines at once
                                                                │
-    AsyncServer                    pause ──► update_weights ──► resume
+    AsyncServer                    pause ──► update_weights ──► resume     (or pause before offer)
                                                  │
     engine                         fetch(update) ──► weights as it loads them ──► check, load
 
@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 by name)
 import numpy as np
@@ -76,7 +76,14 @@ class ScoreProbe(Protocol):
 
 
 class WeightTransport(ABC):
-    """The learner's end of a transport."""
+    """The learner's end of a transport.
+
+    Attributes:
+        takes_engines_memory: new weights are made in the memory of those that are served, so that
+            engines have to be paused before weights are offered.
+    """
+
+    takes_engines_memory: ClassVar[bool] = False
 
     @abstractmethod
     def offer(self, learner: WeightSource, version: int) -> WeightUpdate:

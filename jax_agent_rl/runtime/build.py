@@ -35,7 +35,12 @@ from jax_agent_rl.rollout.http.membership import MembershipServer
 from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.rollout.transport import WeightTransport
-from jax_agent_rl.runtime.engine_devices import check_turns, engine_mesh, idle_device_warnings
+from jax_agent_rl.runtime.engine_devices import (
+    check_turns,
+    engine_mesh,
+    idle_device_warnings,
+    of_this_host,
+)
 from jax_agent_rl.runtime.engines import backend_factories, one_program, parameter_dtype, read_model
 from jax_agent_rl.runtime.identity import RunIdentity, run_identity
 from jax_agent_rl.runtime.multihost import (
@@ -153,7 +158,7 @@ async def build(
         learner_mesh = make_mesh(config.learner.mesh)
         sampling_mesh = None
         if config.rollout.backend == "jetstream" and config.rollout.placement != "separate":
-            sampling_mesh = engine_mesh(config)
+            sampling_mesh = engine_mesh(of_this_host(config))
             check_turns(config, learner_mesh, sampling_mesh)
         for line in idle_device_warnings(config, sampling_mesh, learner_mesh):
             logger.warning(line)

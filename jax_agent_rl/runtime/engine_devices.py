@@ -195,6 +195,7 @@ def resolve_engine_mesh(
     """Return the configuration with numbers for the engines' mesh.
 
     Args:
+        config: of one host's engines, see :func:`of_one_host`.
         devices: of a process, or described ones; None for this process's.
         memory: bytes of a device; None asks the device.
 
@@ -305,6 +306,28 @@ def offered_dtype(config: Config) -> str | None:
     return parameter_dtype(config)
 
 
+def of_one_host(config: Config, hosts: int) -> Config:
+    """Return the configuration of one host's engines, with its share of the trajectories.
+
+    Args:
+        hosts: number of hosts whose engines share the run's trajectories.
+    """
+    share = math.ceil(config.rollout.max_in_flight / hosts)
+    rollout = config.rollout.model_copy(update={"max_in_flight": share})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def of_this_host(config: Config) -> Config:
+    """Return the configuration of the engines on this process's devices, see :func:`of_one_host`.
+
+    Colocated engines of the JAX engine run in every process of the learner.
+    """
+    rollout = config.rollout
+    if rollout.backend != "jetstream" or rollout.placement != "colocated":
+        return config
+    return of_one_host(config, jax.process_count())
+
+
 def engine_mesh(config: Config) -> Mesh:
     """Return the mesh of this process's embedded engines.
 
@@ -318,7 +341,11 @@ def engine_mesh(config: Config) -> Mesh:
 
 
 def engine_shapes(config: Config) -> EngineShapes:
-    """Return the shapes that each embedded engine compiles, for its part of the trajectories."""
+    """Return the shapes that each embedded engine compiles, for its part of the trajectories.
+
+    Args:
+        config: of one host's engines, see :func:`of_one_host`.
+    """
     from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens, prefill_buckets
 
     engine = config.rollout.jetstream

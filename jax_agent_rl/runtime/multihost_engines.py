@@ -5,11 +5,13 @@
     process 0    agents ─► LLMServerClient ─┬──────────────────► engine ◄─ HostTransport ◄─┐
     process 1…                              └─ HTTP ─► server ─► engine ◄─ HostTransport ◄─┤
                                                                                            │
-    all          learner's parameters ── gathered one by one, by all processes together ───┘
+    all          learner's parameters ── a layer at a time, by all processes together ─────┘
 
-Requests and answers are as with any rollout server. Weights are not: all processes together keep a
-copy of an offered version in each (:class:`~jax_agent_rl.jetstream.weights.GatherParams`), before
-process 0 tells the engines to fetch it. Only its number is sent.
+Requests and answers are as with any rollout server. Weights are not: the engines are paused and
+give up their old weights, in whose memory all processes together make those of an offered version
+(:class:`~jax_agent_rl.jetstream.weights.JointLoader`); then process 0 tells the engines to fetch
+them. Only their number is sent. An engine whose new weights do not come says so, fails its
+requests, and takes the next version, as each is made of the learner's parameters.
 
 The other engines start while process 0 starts its own. They find each other by the key-value store
 of jax's coordination service, which holds the token and the addresses, and the fingerprints of the
@@ -35,13 +37,18 @@ import orbax.checkpoint as ocp
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, ModelError, RegistryGoneError, WeightUpdateError
-from jax_agent_rl.jetstream.weights import GatherParams
+from jax_agent_rl.jetstream.weights import GatherParams, JointLoader
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import ARRAYS, MESH, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.transport import WeightSource, WeightTransport, fetching
-from jax_agent_rl.runtime.engine_devices import engine_mesh
+from jax_agent_rl.runtime.engine_devices import (
+    engine_mesh,
+    engine_precision,
+    of_this_host,
+    parameter_dtype,
+)
 from jax_agent_rl.runtime.engines import UNTRAINED, make_engine
 from jax_agent_rl.runtime.identity import named_content
 from jax_agent_rl.runtime.multihost import LeadingLearner, PutWeights
@@ -68,30 +75,44 @@ def on_every_host(config: Config) -> bool:
 
 
 class HostTransport(WeightTransport):
-    """Keeps a copy of the newest weights in each process, for the engine there.
+    """Makes the newest weights in each process, in the memory of the engine there.
 
     Args:
-        gather: copies the parameters to the engine's devices.
+        load: makes an engine's weights from the parameters and its old weights, whose memory it
+            takes; None where the engine has none on devices.
     """
 
-    def __init__(self, gather: Callable[[Params], Params]) -> None:
-        self._gather = gather
-        self._newest: tuple[int, Params] | None = None
+    takes_engines_memory = True
+
+    def __init__(self, load: Callable[[Params, Any], Any]) -> None:
+        self._load = load
+        self._engine: Any = None  # a jetstream backend
+        self._newest: tuple[int, Any] | None = None
 
     def offer(self, learner: WeightSource, version: int) -> WeightUpdate:
-        """Process 0: keep a copy in every process, this one included."""
+        """Process 0: make weights in every process, this one included."""
         assert isinstance(learner, LeadingLearner)  # there are several processes
         learner.put_weights(version, self.put)
         return WeightUpdate(version=version, kind=MESH, payload=None)
 
     def put(self, version: int, params: Params) -> None:
-        """Keep a copy in this process; all processes do it together."""
-        self._newest = None  # its memory is needed for the copy
-        self._newest = version, self._gather(params)
+        """Make this process's weights; all processes do it together."""
+        self._newest = None  # if no engine has fetched them, their memory is needed
+        self._newest = version, self._load(params, self._give_up_weights(version))
+
+    def _give_up_weights(self, version: int) -> Any:
+        """Return the weights that the engine of this process no longer serves."""
+        if self._engine is None:
+            return None
+        try:
+            return self._engine.give_up_weights(version)
+        except BackendError as error:  # the others need this process's part of the exchange
+            logger.warning("an engine had no weights to give up: %s", error)
+            return None
 
     @contextlib.asynccontextmanager
     async def fetch(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
-        """Yield the arrays of this process, which are not kept any longer.
+        """Yield the weights of this process, which are not kept any longer.
 
         Raises:
             WeightUpdateError: it has another version, or none.
@@ -115,17 +136,25 @@ class HostTransport(WeightTransport):
 
     def into(self, backend: RolloutBackend) -> RolloutBackend:
         """Return a backend of this process that fetches these weights."""
+        self._engine = backend
         return fetching(backend, MESH, self.fetch)
 
 
 def make_host_transport(config: Config) -> HostTransport:
     """Return the transport to this process's engine, in the engine's precision."""
-    gather = GatherParams(
-        load_config(config.model.path, weights=True),
-        engine_mesh(config),
-        dtype=config.rollout.jetstream.dtype,
+    model = load_config(config.model.path, weights=True)
+    mesh = engine_mesh(of_this_host(config))
+    precision = engine_precision(config)
+    if config.rollout.jetstream.engine_factory is not None:  # it arranges weights itself
+        return HostTransport(GatherParams(model, mesh, dtype=precision["dtype"]))
+    loader = JointLoader(
+        model,
+        mesh,
+        gathered_dtype=parameter_dtype(config),
+        dtype=precision["dtype"],
+        quantize=precision["quantize"],
     )
-    return HostTransport(gather)
+    return HostTransport(loader)
 
 
 def make_host_engine(
@@ -133,7 +162,7 @@ def make_host_engine(
 ) -> RolloutBackend:
     """Return this process's engine, with the model's files until weights are published."""
     engine = make_engine(
-        config.model_copy(update={"seed": config.seed + jax.process_index()}),
+        of_this_host(config).model_copy(update={"seed": config.seed + jax.process_index()}),
         version=UNTRAINED,
         print_line=print_line,
         dtype=config.rollout.jetstream.dtype,

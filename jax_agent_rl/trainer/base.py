@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 
 from jax_agent_rl.collect.accounting import LostBatchGuard
@@ -331,9 +331,14 @@ class Trainer:
         version: int,
         mode: PauseMode | None = None,
     ) -> None:
+        transport = self.runtime.transport
+        pool = self.runtime.client.pool
         with self.phases.measure("publish"):
-            update = await asyncio.to_thread(self.runtime.transport.offer, source, version)
-            await self.runtime.client.pool.update_weights(update, mode=mode)
+            async with AsyncExitStack() as stack:
+                if transport.takes_engines_memory:
+                    await stack.enter_async_context(pool.paused(mode))
+                update = await asyncio.to_thread(transport.offer, source, version)
+                await pool.update_weights(update, mode=mode)
 
     def _version(self, step: int) -> int:
         """Return the policy version of a step's weights.

@@ -132,12 +132,9 @@ class LocalPlan:
     loads: Sequence[Load]
     predicts: bool
 
-    def find(self, prefix: str) -> Compiled | None:
-        """Return the program whose name begins so, or None."""
-        for compiled in self.compiled:
-            if compiled.program.name.startswith(prefix):
-                return compiled
-        return None
+    def find(self, prefix: str) -> list[Compiled]:
+        """Return the programs whose names begin so."""
+        return [x for x in self.compiled if x.program.name.startswith(prefix)]
 
 
 class Machine:

@@ -162,10 +162,10 @@ def _planned(machine: Machine, compiled: Compiled) -> PlannedSeconds:
 
 def find_program(machine: Machine, prefix: str) -> Compiled:
     """Return the program whose name begins so; raise NotRunError if there is none."""
-    compiled = machine.plan.find(prefix)
-    if compiled is None:
+    found = machine.plan.find(prefix)
+    if not found:
         raise NotRunError(f"plan has no program {prefix!r} for this engine")
-    return compiled
+    return found[0]
 
 
 def _time_weights(machine: Machine) -> Timing:
@@ -179,8 +179,15 @@ def _time_weights(machine: Machine) -> Timing:
         return served
 
     seconds = machine.best_seconds(load)
-    expected = _planned(machine, find_program(machine, "take weights"))
-    return Timing("", "B", _nbytes(params), seconds, expected.planned, expected.ideal)
+    planned = 0.0
+    ideal = 0.0
+    for compiled in machine.plan.find("take weights"):
+        expected = _planned(machine, compiled)
+        planned += compiled.program.calls * expected.planned
+        ideal += compiled.program.calls * expected.ideal
+    if not planned:
+        raise NotRunError("plan has no program that takes weights for this engine")
+    return Timing("", "B", _nbytes(params), seconds, planned, ideal)
 
 
 def _time_decoding(machine: Machine) -> Timing:
@@ -240,8 +247,8 @@ def _time_prefill(machine: Machine) -> Timing:
     ideal = max(flops / chip.flops, _nbytes(weights) / chip.hbm_bandwidth)
     planned = ideal
     compiled = machine.plan.find("prefill")
-    if compiled is not None and machine.plan.predicts:
-        planned = _planned(machine, compiled).planned
+    if compiled and machine.plan.predicts:
+        planned = _planned(machine, compiled[0]).planned
     return Timing(
         f", {counted(rows, 'prompt')} of {counted(size, 'id')}",
         "tokens",

@@ -56,6 +56,8 @@ class Program:
         mesh: its devices; the compiler numbers them in this order.
         holds: names of the :class:`Resident` arrays among its arguments.
         donates: names of residents whose memory, or as much, its outputs take.
+        donated_bytes: bytes on a device of the part of them that a call takes, without padding;
+            None: all of them.
         loops: iterations of a loop whose end is found while it runs.
         tokens: tokens that a full call takes or gives.
         token_kind: which tokens of a step these are; None if the program does not process tokens.
@@ -74,6 +76,7 @@ class Program:
     mesh: Mesh
     holds: frozenset[str] = frozenset()
     donates: frozenset[str] = frozenset()
+    donated_bytes: int | None = None
     loops: int = 1
     tokens: int = 0
     token_kind: TokenKind | None = None
@@ -131,10 +134,12 @@ class Published(NamedTuple):
 
     Attributes:
         holds: names of the residents that they are; none if they are copies.
+        by_layer: they are copied a layer at a time.
     """
 
     params: Params
     holds: frozenset[str]
+    by_layer: bool = False
 
 
 # --- compiling ------------------------------------------------------------------------------------

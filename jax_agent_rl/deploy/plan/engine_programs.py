@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,8 +29,9 @@ from jax_agent_rl.jetstream.engine import Extension, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import MOVED_TOGETHER, KVCache, LayerKV
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
-from jax_agent_rl.jetstream.weights import staging_mesh
-from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.jetstream.weights import JointParams, LayerSource, staging_mesh
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.layer_kinds import LayerKind
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
 from jax_agent_rl.trainer.step import training_sampling
 from jax_agent_rl.types.supports import mask_words
@@ -49,6 +52,7 @@ class RecordingTable(ProgramTable):
     def __init__(self) -> None:
         super().__init__()
         self.recorded: dict[tuple, jax.stages.Traced] = {}
+        self.calls = Counter[tuple]()
 
     def call(
         self,
@@ -61,8 +65,12 @@ class RecordingTable(ProgramTable):
         next_call: Callable[[], NextCall] | None = None,
     ) -> Any:
         """Record a program; see :meth:`ProgramTable.call`, but ``next_call`` is never called."""
-        program = traced(function, donate, *args, default_sharding=default_sharding, out=out)
-        self.recorded[key] = program
+        if key not in self.recorded:
+            self.recorded[key] = traced(
+                function, donate, *args, default_sharding=default_sharding, out=out
+            )
+        program = self.recorded[key]
+        self.calls[key] += 1
 
         # ``out`` has one sharding for each part of the results, which may be a tree itself.
         def describe_part(sharding: NamedSharding, part: Any) -> Any:
@@ -96,7 +104,8 @@ def add_engine(
     same shape.
 
     Args:
-        engines: number of engines that share the run's trajectories.
+        config: of one host's engines, see ``of_one_host``.
+        engines: number of engines that share its trajectories.
     """
     shapes = engine_shapes(config)
     precision: dict[str, Any] = engine_precision(config)
@@ -110,7 +119,10 @@ def add_engine(
         program_table=table,
         takes_images=model.vision is not None,
     )
-    weights = engine.load_params(published.params)
+    params = published.params
+    if published.by_layer:
+        params = JointParams(params, DescribedCopies())
+    weights = engine.load_params(params)
     cache = engine.init_cache()
 
     # The engine runs each of its programs once, at the largest sizes.
@@ -144,7 +156,11 @@ def add_engine(
     has_greedy_slots = config.rollout.temperature == 0
     for key, recorded in table.recorded.items():
         model_work = work.of(key)
-        for program in _engine_programs(key, recorded, mesh, published, shapes.decode_steps):
+        for program in _engine_programs(
+            key, recorded, mesh, model, weights, published, shapes.decode_steps
+        ):
+            if program.phase == "weights":
+                program = replace(program, calls=table.calls[key])
             if program.token_kind == "sampled":
                 program = replace(program, tokens=max(1, round(program.tokens * share)))
             if model_work is not None:
@@ -193,11 +209,18 @@ def _restricted(slots: DecodeBatch, config: Config, model: DecoderConfig) -> Dec
 
 
 def _engine_programs(
-    key: tuple, program: jax.stages.Traced, mesh: Mesh, published: Published, steps: int
+    key: tuple,
+    program: jax.stages.Traced,
+    mesh: Mesh,
+    model: DecoderConfig,
+    weights: EngineParams,
+    published: Published,
+    steps: int,
 ) -> Iterator[Program]:
     """Yield the program of a key of the engine's table; nothing if it only allocates.
 
     Args:
+        weights: the engine's, described.
         steps: tokens that a call of ``decode`` samples for each slot.
     """
     rollout = functools.partial(
@@ -236,15 +259,81 @@ def _engine_programs(
             yield rollout(name="pages to the host", holds=_CACHE, calls=0)
         case ("put", *_):
             yield rollout(name="pages from the host", holds=_CACHE, donates=_CACHE, calls=0)
-        case ("weights", _):
-            holds = published.holds | _WEIGHTS
-            yield rollout(name="take weights", phase="weights", holds=holds, donates=_WEIGHTS)
-        case ("staged weights", _):
+        case ("weights", *part):
+            arranged = _part_of(model, weights, part)
+            yield rollout(
+                name=f"take weights{_describe_part(part)}",
+                phase="weights",
+                holds=published.holds,
+                donates=_WEIGHTS,
+                donated_bytes=_bytes_on_device(arranged),
+                model_bytes=_source_bytes(part) + _bytes(arranged),
+            )
+        case ("staged weights", *part):
             embed = published.params["embed"]
             stage = staging_mesh(mesh, tuple(embed.sharding.devices_indices_map(embed.shape)))
             yield rollout(
-                name="arrange weights", phase="weights", mesh=stage, holds=published.holds, copies=1
+                name=f"arrange weights{_describe_part(part)}",
+                phase="weights",
+                mesh=stage,
+                holds=published.holds,
+                copies=1,
+                model_bytes=_source_bytes(part) + _bytes(_part_of(model, weights, part)),
             )
+
+
+def _describe_part(part: Sequence[Any]) -> str:
+    """Return the words for a part of the weights, by its key in the engine's table."""
+    match part:
+        case ("layer", LayerKind(mixer=mixer, feed_forward=feed_forward), *_):
+            return f" of a layer, {mixer} and {feed_forward}"
+    return ", all but layers"
+
+
+def _part_of(model: DecoderConfig, weights: EngineParams, part: Sequence[Any]) -> Any:
+    """Return the part of described weights that a key of the engine's table names."""
+    match part:
+        case ("layer", LayerKind() as kind, *_):
+            return weights.layers[model.layer_kinds.index(kind)]
+    return replace(weights, layers=())
+
+
+def _source_bytes(part: Sequence[Any]) -> float:
+    """Return the bytes of the learner's parameters that a part is made of, on all devices."""
+    match part:
+        case ("layer", _, *layouts):
+            is_stacked = True
+        case (_, *layouts):
+            is_stacked = False
+    size = 0
+    for _, shape, dtype, _ in layouts:
+        if is_stacked:
+            shape = shape[1:]
+        size += math.prod(shape) * jnp.dtype(dtype).itemsize
+    return float(size)
+
+
+def _bytes_on_device(tree: Any) -> int:
+    """Return a device's bytes of described arrays, without padding."""
+    size = 0
+    for array in jax.tree.leaves(tree):
+        size += math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    return size
+
+
+class DescribedCopies:
+    """Describes what a process of several gets of the parameters, which are described there."""
+
+    def layer(self, source: LayerSource) -> LayerSource:
+        """Return one layer, alone in its arrays."""
+        alone = {}
+        for name, x in source.stacked.items():
+            alone[name] = x.update(shape=(1, *x.shape[1:]))
+        return LayerSource(alone, source.indices)
+
+    def others(self, params: Params) -> Params:
+        """Return all parameters but the layers."""
+        return params
 
 
 # --- what a model needs of a call -----------------------------------------------------------------

@@ -16,6 +16,7 @@ from jax_agent_rl.runtime.engine_devices import (
     MASTER,
     ResidentBytes,
     engine_shapes,
+    of_one_host,
     parameter_count,
 )
 from jax_agent_rl.types.supports import mask_words
@@ -87,8 +88,9 @@ def estimate(
     Args:
         engines: number of engines that sample concurrently; where they run elsewhere, neither
             their memory nor their time counts.
-        hosts: number of processes that have engines.
+        hosts: number of hosts whose engines share the run's trajectories.
     """
+    config = of_one_host(config, hosts)
     rollout = config.rollout
     engine_devices = rollout.jetstream.mesh.engine_devices
     resident = ResidentBytes.estimate(config, model, devices=engine_devices)
@@ -109,9 +111,6 @@ def estimate(
         resident_bytes += engine_bytes
 
     rollout_bytes = engine_bytes
-    if hosts > 1 and engine_bytes:  # each takes new weights from a copy, before it drops the old
-        width = 2 if rollout.jetstream.dtype == "bfloat16" else MASTER
-        rollout_bytes += parameter_count(model) * width / engine_devices
     if shares_chips:
         rollout_bytes += learner_bytes
         if config.learner.lora is None:  # there is no gradient between updates

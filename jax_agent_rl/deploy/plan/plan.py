@@ -38,7 +38,7 @@ from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import Device
-from jax_agent_rl.runtime.engine_devices import engine_shapes
+from jax_agent_rl.runtime.engine_devices import engine_shapes, of_one_host, parameter_dtype
 from jax_agent_rl.types.supports import mask_words
 from jax_agent_rl.utils.hub import hub_name
 
@@ -257,16 +257,19 @@ def inventory(
         # From files, which are read for these very devices.
         published = Published(describe(shapes, shardings), frozenset())
     elif len(placement.engines) > 1:  # copied for each of them
-        dtype = config.rollout.jetstream.dtype
-        published = Published(describe(shapes, shardings, dtype=dtype), frozenset())
+        copies = describe(shapes, shardings, dtype=parameter_dtype(config))
+        published = Published(copies, frozenset(), by_layer=True)
+    hosts = 1
+    if config.rollout.placement == "colocated":  # on every host
+        hosts = len(placement.engines)
     add_engine(
         inventory,
-        config,
+        of_one_host(config, hosts),
         model,
         mesh,
         published,
         compiled_for=compiled_for,
-        engines=placement.engine_count,
+        engines=placement.engine_count // hosts,
     )
     return inventory
 
@@ -382,10 +385,16 @@ def padding_ratios(residents: Sequence[Resident], compiled: Sequence[Compiled]) 
     residents, the compiler reports their size; the one unknown resident among several takes what is
     left. The ratio is 1 where no program reports it.
     """
+    sizes = {resident.name: max(resident.bytes.values()) for resident in residents}
     reports = []
     for result in compiled:
-        if result.memory is not None and result.program.donates:
-            reports.append((result.program.donates, result.memory.aliased))
+        program = result.program
+        if result.memory is None or not program.donates:
+            continue
+        total = float(result.memory.aliased)
+        if program.donated_bytes:  # the rest of it is padded in the same way
+            total *= sum(sizes[name] for name in program.donates) / program.donated_bytes
+        reports.append((program.donates, total))
     reports.sort(key=lambda report: len(report[0]))
 
     padded: dict[str, float] = {}
@@ -396,7 +405,7 @@ def padding_ratios(residents: Sequence[Resident], compiled: Sequence[Compiled]) 
 
     ratios = {}
     for resident in residents:
-        size = max(resident.bytes.values())
+        size = sizes[resident.name]
         ratios[resident.name] = 1.0
         if resident.name in padded and size:
             ratios[resident.name] = max(1.0, padded[resident.name] / size)

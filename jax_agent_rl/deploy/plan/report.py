@@ -32,10 +32,11 @@ from jax_agent_rl.deploy.plan.topology import (
     check_layout,
     learner_meshes,
     list_idle,
+    sampling_hosts,
 )
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.runtime.engine_devices import engine_shapes
+from jax_agent_rl.runtime.engine_devices import engine_shapes, of_one_host
 from jax_agent_rl.utils.text import counted
 
 COLUMNS = {
@@ -452,7 +453,8 @@ class Adviser:
 
     def _contexts(self) -> Iterator[str]:
         """Yield overrides of the contexts that an engine keeps."""
-        shapes = engine_shapes(self.config)
+        hosts = sampling_hosts(self.config, self.slice)
+        shapes = engine_shapes(of_one_host(self.config, hosts))
         if shapes.kv_cache_tokens > shapes.max_model_len:
             half = max(shapes.max_model_len, shapes.kv_cache_tokens // 2)
             yield from self._accepted(f"rollout.jetstream.kv_cache_tokens={half}")
@@ -536,4 +538,5 @@ class Adviser:
         return changed
 
     def _estimate(self, config: Config) -> float:
-        return estimate(config, self.model, self.slice.chip, engines=1).total
+        hosts = sampling_hosts(config, self.slice)
+        return estimate(config, self.model, self.slice.chip, engines=1, hosts=hosts).total

@@ -32,10 +32,11 @@ from jax_agent_rl.deploy.plan.topology import (
     choose_engine_mesh,
     engine_meshes,
     learner_meshes,
+    sampling_hosts,
 )
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.runtime.engine_devices import engine_shapes
+from jax_agent_rl.runtime.engine_devices import engine_shapes, of_one_host
 
 TRIES = 3
 """Layouts compiled at most, per layout that should fit."""
@@ -123,7 +124,7 @@ def candidates(
                 refused.add_error(error)
                 continue
 
-            for sizes in batch_sizes(config):
+            for sizes in batch_sizes(of_one_host(config, sampling_hosts(config, slice))):
                 choice = {**meshes, **sizes}
                 changed = choose_engine_mesh(configured(as_overrides(choice)), model, slice)
                 estimated = estimate(
@@ -131,7 +132,7 @@ def candidates(
                     model,
                     slice.chip,
                     engines=max(1, placement.engine_count),
-                    hosts=len(placement.engines),
+                    hosts=sampling_hosts(changed, slice),
                 )
                 if estimated.least_bytes > capacity:
                     refused.add(changed, estimated)

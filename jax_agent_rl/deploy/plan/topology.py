@@ -34,6 +34,7 @@ from jax_agent_rl.models.sharding import (
 from jax_agent_rl.runtime.engine_devices import (
     check_turns,
     engine_shapes,
+    of_one_host,
     report_idle,
     resolve_engine_mesh,
     with_engine_mesh,
@@ -406,6 +407,7 @@ def choose_engine_mesh(config: Config, model: DecoderConfig, slice: Slice) -> Co
         return config
 
     host = devices[0].process_index
+    host_config = of_one_host(config, sampling_hosts(config, slice))
     engine_devices = [device for device in devices if device.process_index == host]
     if rollout.placement == "separate":
         if mesh.data is None and mesh.tensor is not None:
@@ -414,7 +416,18 @@ def choose_engine_mesh(config: Config, model: DecoderConfig, slice: Slice) -> Co
         # The slice may be too small; `place_devices` says so.
         engine_devices = after_learner[: mesh.devices] or engine_devices
     memory = slice.chip.hbm_bytes
-    return resolve_engine_mesh(config, model, devices=engine_devices, memory=memory)
+    resolved = resolve_engine_mesh(host_config, model, devices=engine_devices, memory=memory)
+    return with_engine_mesh(config, resolved.rollout.jetstream.mesh)
+
+
+def sampling_hosts(config: Config, slice: Slice) -> int:
+    """Return the number of hosts whose engines share the run's trajectories.
+
+    Colocated engines run on every host. Of others, each may get all trajectories.
+    """
+    if config.rollout.backend != "jetstream" or config.rollout.placement != "colocated":
+        return 1
+    return len({device.process_index for device in slice.devices})
 
 
 def place_devices(config: Config, devices: Sequence[Device]) -> DevicePlacement:
@@ -570,7 +583,11 @@ def engine_meshes(config: Config, model: DecoderConfig, slice: Slice) -> Iterato
 
 
 def batch_sizes(config: Config) -> Iterator[Choice]:
-    """Yield every batch size: micro-batch rows, rematerialization, contexts an engine decodes."""
+    """Yield every batch size: micro-batch rows, rematerialization, contexts an engine decodes.
+
+    Args:
+        config: of one host's engines, see :func:`of_one_host`.
+    """
     slots: list[Choice] = [{}]
     if config.rollout.backend == "jetstream":
         limit = config.rollout.max_in_flight

@@ -449,6 +449,44 @@ async def test_an_engine_that_lost_its_weights_serves_nothing_until_others_come(
         ) == (True, 0, 0)
 
 
+async def test_requests_wait_while_weights_make_room_for_new_ones():
+    async with running() as (backend, engine):
+        live = await started(backend.generate(request("live", max_tokens=8)))
+        await engine.gate.reached()
+        freezing = await started(backend.pause(PauseMode.KEEP))
+        engine.gate.open()
+        await soon(freezing)
+        old = await asyncio.to_thread(backend.give_up_weights, 2)
+        assert old is backend.core.scheduler.params
+        assert await asyncio.to_thread(backend.give_up_weights, 2) is None
+        old.delete()
+        health = await backend.health()
+        assert not health.ok
+        assert "version 2" in health.detail
+        later = await started(backend.generate(request("later")))
+        await backend.update_weights(update(2))
+        await backend.resume()
+        assert set((await soon(live)).policy_versions) == {1, 2}
+        assert set((await soon(later)).policy_versions) == {2}
+        assert (await backend.health()).ok
+
+
+async def test_a_pause_that_ends_without_the_new_weights_fails_all_requests():
+    async with running() as (backend, engine):
+        engine.gate.open()
+        await backend.pause(PauseMode.KEEP)
+        waiting = await started(backend.generate(request("r")))
+        await asyncio.to_thread(backend.give_up_weights, 2)
+        await backend.resume()
+        for refused in (waiting, backend.generate(request("later"))):
+            with raises(EngineDiedError, value=("version 1", "version 2"), fix="a whole update"):
+                await soon(refused)
+        assert not (await backend.health()).ok
+        assert backend.core.scheduler.params.is_deleted(), "the next version needs the memory"
+        await backend.update_weights(update(3))
+        assert set((await soon(backend.generate(request("r")))).policy_versions) == {3}
+
+
 def test_a_model_with_too_many_eos_ids_is_refused_before_it_serves():
     engine = CountingEngine(SHAPES)
     engine.config = replace(TINY, eos_token_ids=tuple(range(2, 11)))

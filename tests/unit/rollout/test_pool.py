@@ -27,6 +27,29 @@ def test_a_server_that_joins_gets_the_served_weights_before_any_request():
     in_virtual_time(main)
 
 
+def test_servers_are_paused_until_an_update_or_the_end():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        async with fleet.client.pool.paused():
+            waiting = fleet.ask(3)
+            await asyncio.sleep(10)
+            assert not waiting.done()
+            await fleet.publish(1)
+        assert (await waiting).policy_versions == (1, 1, 1)
+
+        with pytest.raises(OSError, match="the offer failed"):
+            async with fleet.client.pool.paused():
+                raise OSError("the offer failed")
+        assert (await fleet.ask(3)).policy_versions == (1, 1, 1)
+
+        fleet["b"].die()
+        async with fleet.client.pool.paused():
+            assert fleet.up == ["a"]
+        assert (await fleet.ask(3)).policy_versions == (1, 1, 1)
+
+    in_virtual_time(main)
+
+
 def test_where_nothing_lasts_of_an_update_a_server_enters_with_the_next():
     async def main(fleet):
         await fleet.start("a")

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from jax_agent_rl.config import Config, load
-from jax_agent_rl.jetstream.weights import GatherParams
+from jax_agent_rl.jetstream.weights import JointLoader
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest
@@ -30,13 +30,13 @@ PROMPT = (5, 6, 7, 8)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
-class LateGatherParams(GatherParams):
-    """Returns the copy one second late, when process 0 has long had its own."""
+class LateLoader(JointLoader):
+    """Returns the weights one second late, when process 0 has long had its own."""
 
-    def __call__(self, params: Any) -> Any:
-        copied = super().__call__(params)
+    def __call__(self, params: Any, old: Any) -> Any:
+        loaded = super().__call__(params, old)
         time.sleep(1)
-        return copied
+        return loaded
 
 
 async def lead(config: Config) -> None:
@@ -82,7 +82,7 @@ async def show(client: LLMServerClient, learner: WeightSource, version: int) -> 
 def main() -> None:
     config = load(sys.argv[1], sys.argv[2:])
     if initialize(config.learner.multihost):
-        multihost_engines.GatherParams = LateGatherParams
+        multihost_engines.JointLoader = LateLoader
         follow_run(config)
     else:
         asyncio.run(lead(config))

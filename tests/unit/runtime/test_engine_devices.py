@@ -18,6 +18,7 @@ from jax_agent_rl.runtime.engine_devices import (
     ResidentBytes,
     engine_shapes,
     expect_idle,
+    of_one_host,
     parameter_count,
     report_idle,
     resolve_engine_mesh,
@@ -178,6 +179,28 @@ def test_each_engine_has_slots_and_cache_for_its_part_of_the_trajectories():
     assert shapes.kv_cache_tokens == 16 * 2048 + 8 * 1024, (
         "16 contexts, and half of the 8 others of 24"
     )
+
+
+def test_engines_of_a_host_have_room_for_its_share_alone():
+    run_config = settings(
+        engine={"mesh": {"data": 2, "tensor": 1}, "max_concurrent_decodes": 16}, max_in_flight=97
+    )
+    shapes = engine_shapes(of_one_host(run_config, 5))
+    assert shapes.max_concurrent_decodes == 10, "a fifth of 97 is 20, for two engines"
+    assert shapes.kv_cache_tokens == 10 * 2048
+    assert shapes.num_state_checkpoints == 10
+
+    explicit = settings(
+        engine={
+            "mesh": {"data": 2, "tensor": 1},
+            "kv_cache_tokens": 65536,
+            "state_checkpoints": 7,
+        },
+        max_in_flight=97,
+    )
+    shapes = engine_shapes(of_one_host(explicit, 5))
+    assert shapes.kv_cache_tokens == 65536
+    assert shapes.num_state_checkpoints == 7
 
 
 @pytest.mark.parametrize(("chosen", "checkpoints"), [(None, 24), (0, 0), (5, 5)])

@@ -68,13 +68,16 @@ class Engine(ToyBackend):
         self.taken.append(update.payload)
         self._version = update.version
 
+    def give_up_weights(self, version: int) -> str:
+        return f"room for {version}"
+
     async def close(self) -> None:
         self.closed = True
         await super().close()
 
 
 def copies() -> HostTransport:
-    return HostTransport(lambda params: {"copy of": params})
+    return HostTransport(lambda params, old: {"copy of": params, "in": old})
 
 
 async def fleet(engine: Engine, transport: HostTransport) -> LLMServerClient:
@@ -102,7 +105,7 @@ async def test_all_engines_fetch_the_version_of_their_own_process():
             buffer.put(1, f"parameters of process {number}")
         await client.pool.update_weights(WeightUpdate(version=1, kind=MESH, payload=None))
         assert [engine.taken for engine in engines] == [
-            [{"copy of": f"parameters of process {i}"}] for i in (0, 1)
+            [{"copy of": f"parameters of process {i}", "in": "room for 1"}] for i in (0, 1)
         ]
         sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
         asked = (
