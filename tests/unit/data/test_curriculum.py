@@ -35,6 +35,19 @@ def measured(**settings) -> DataCursor:
     return cursor
 
 
+def zero_variance_share(cursor: DataCursor, rates: np.ndarray, *, draws: int) -> float:
+    """The share of the last half of the groups, of twelve members, that do equally well."""
+    rng = np.random.default_rng(1)
+    are_equal = []
+    for _ in range(draws):
+        (row,) = cursor.next_rows(1)
+        scores = (rng.random(12) < rates[row["question"]]).astype(float)
+        are_equal.append(len(set(scores)) == 1)
+        if cursor.pools is not None:
+            cursor.pools.record(row, scores.mean())
+    return float(np.mean(are_equal[draws // 2 :]))
+
+
 def test_rows_are_in_pools_by_the_mean_of_their_last_groups():
     pools = cursor_of(window=2, easy_threshold=0.9, hard_threshold=0.1).pools
     expected = ["hard", "normal", "normal", "easy", "easy", "normal"]
@@ -177,19 +190,6 @@ def test_draws_of_a_run_without_a_curriculum_are_repeated_with_one_as_often_as_i
     assert [resumed.draw(), resumed.draw()] == [(3, draws[3]), (28, draws[28])]
 
 
-def zero_variance_share(cursor: DataCursor, rates: np.ndarray, *, draws: int) -> float:
-    """The share of the last half of the groups, of twelve members, that do equally well."""
-    rng = np.random.default_rng(1)
-    are_equal = []
-    for _ in range(draws):
-        (row,) = cursor.next_rows(1)
-        scores = (rng.random(12) < rates[row["question"]]).astype(float)
-        are_equal.append(len(set(scores)) == 1)
-        if cursor.pools is not None:
-            cursor.pools.record(row, scores.mean())
-    return float(np.mean(are_equal[draws // 2 :]))
-
-
 def test_fewer_groups_do_equally_well():
     """A third of the rows is hardly ever solved, a third nearly always, a third in between."""
     rates = np.concatenate([np.full(40, 0.005), np.full(40, 0.995), np.linspace(0.2, 0.8, 40)])
@@ -253,6 +253,22 @@ def test_a_resumed_run_knows_the_pass_rates_of_data_sources():
     resumed = cursor_of(SOURCES, **BY_SOURCE)
     resumed.restore(state)
     assert resumed.next_rows(12) == first.next_rows(12)
+
+
+def test_fewer_groups_do_equally_well_in_the_first_epoch():
+    """One source is nearly always solved, the other half of the time; no row is seen twice."""
+    rows = []
+    for number in range(800):
+        rows.append({"question": number, "data_source": ("sums", "chains")[number % 2]})
+    rates = np.tile([0.99, 0.5], 400)
+    without = zero_variance_share(DataCursor(rows, seed=0), rates, draws=200)
+    settings = {"easy_threshold": 0.9, "easy_fraction": 0.1}
+    gated = zero_variance_share(
+        cursor_of(rows, pass_rate_of="data_source", **settings), rates, draws=200
+    )
+    of_rows = zero_variance_share(cursor_of(rows, **settings), rates, draws=200)
+    assert of_rows == without > 0.35  # all rows are new
+    assert gated < 0.2
 
 
 # --- metrics --------------------------------------------------------------------------------------
