@@ -45,7 +45,7 @@ run mkdir -p "$FOLDER"
 SECONDS=0
 JAX_AGENT_RL=("$VENV/bin/jax-agent-rl")
 check kernels 120 "${JAX_AGENT_RL[@]}" certify --only kernels --out "$FOLDER/kernels"
-check attention 60 "$VENV/bin/python" benchmarks/cuda_attention.py
+check kernel_speed 65 "$VENV/bin/python" benchmarks/cuda_kernels.py
 check speed 120 "${JAX_AGENT_RL[@]}" certify --only collectives --only peaks --only speed --only memory --out "$FOLDER/speed"
 check training 90 "${JAX_AGENT_RL[@]}" certify --only agreement --only training --out "$FOLDER/training"
 # vLLM beside the learner: the weights go by CUDA IPC.

@@ -150,6 +150,7 @@ SLOW = {
     "unit/learner/test_learner_state.py::test_a_checkpoint_restores_onto_other_meshes": "compiles for eight devices",
     "unit/learner/test_learner_state.py::test_the_average_follows_every_update_and_no_other_number_changes": "compiles two learners",
     "unit/learner/test_linear_logprobs.py::test_no_array_of_tokens_by_vocabulary_exists_forward_or_backward": "compiles for a large vocabulary",
+    "unit/learner/test_logprob_kernel_cuda.py::test_devices_that_split_tokens_and_vocabulary_compute_what_one_does": "compiles for eight devices",
     "unit/learner/test_lora.py::test_a_checkpoint_of_adapters_restores": "two learners with adapters",
     "unit/learner/test_meshes.py": "compiles for eight devices",
     "unit/learner/test_observation_loss.py::test_its_gradient_is_that_of_plain_passes": "compiles a pass for every trajectory; the quick tests have its loss",

@@ -6,7 +6,8 @@ from product to gradient while it is in the cache. The idea is from Wijmans et a
 Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009.
 
 On a CPU, memory is cheaper than a product: there the logits of the first chunks may be kept for the
-backward pass.
+backward pass. On a GPU, kernels (``learner.logprob_kernel_cuda``) write no logit at all, and the
+gradient of the head one block at a time.
 
 Tokens of restricted draws (top-k, a grammar) are normalized over the ids that were left to them,
 given as bits.
@@ -28,8 +29,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from jax_agent_rl.learner import logprob_kernel_cuda
+from jax_agent_rl.learner.logprob_kernel_cuda import Scoring, TokenGradients
 from jax_agent_rl.models.layers import softcapped
+from jax_agent_rl.models.sharding import by_platform
 
 NEGATIVE = -1e30
 """The score of an id that only pads the vocabulary, or that a draw excluded."""
@@ -41,7 +46,7 @@ accelerator."""
 Arrays = tuple[jax.Array, jax.Array]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 10))
 def linear_logprobs(
     hidden: jax.Array,
     head: jax.Array,
@@ -53,6 +58,7 @@ def linear_logprobs(
     softcap: float | None = None,
     support: jax.Array | None = None,
     candidates: jax.Array | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, ...]:
     """Return the log-prob of each token, and the entropy of its distribution.
 
@@ -71,6 +77,7 @@ def linear_logprobs(
         softcap: the model's ``logit_softcap``.
         support: uint32 [C, N, ceil(V / 32)], a bit for each id of the distribution; None: all ids.
         candidates: int32 [C, N, k], further ids to score, each at most once per token; None: none.
+        mesh: of the devices that the arrays are split over.
 
     Returns:
         float32 [C, N] twice, and with candidates their log-probs [C, N, k], ``NEGATIVE`` or less
@@ -87,8 +94,22 @@ def linear_logprobs(
         softcap,
         support,
         candidates,
+        mesh,
     )
     return results
+
+
+def _has_kernel(
+    hidden: jax.Array,
+    head: jax.Array,
+    support: jax.Array | None,
+    candidates: jax.Array | None,
+    kept_chunks: int,
+) -> bool:
+    """Return whether the kernels of GPUs do what is asked for."""
+    if support is not None or candidates is not None or kept_chunks:
+        return False
+    return logprob_kernel_cuda.supports(hidden, head)
 
 
 def _forward(
@@ -102,7 +123,53 @@ def _forward(
     softcap: float | None,
     support: jax.Array | None,
     candidates: jax.Array | None,
+    mesh: Mesh | None,
 ) -> tuple[tuple[jax.Array, ...], tuple]:
+    scoring = Scoring(temperature, softcap)
+
+    def by_blocks(*arrays: Any) -> tuple[tuple, jax.Array | None]:
+        return forward_by_blocks(
+            *arrays, scoring=scoring, vocab_shards=vocab_shards, kept_chunks=kept_chunks
+        )
+
+    def by_kernel(*arrays: Any) -> tuple[tuple, None]:
+        arrays = arrays[:4]  # neither support nor candidates
+        return logprob_kernel_cuda.forward(*arrays, scoring=scoring, mesh=mesh), None
+
+    results, logits = by_platform(
+        hidden,
+        head,
+        ids,
+        valid,
+        support,
+        candidates,
+        cuda=by_kernel if _has_kernel(hidden, head, support, candidates, kept_chunks) else None,
+        default=by_blocks,
+    )
+    logprob, entropy, normalizer, *candidate_logprobs = results
+    saved = (hidden, head, ids, valid, support, candidates, entropy, normalizer, logits)
+    return (logprob, entropy, *candidate_logprobs), saved
+
+
+def forward_by_blocks(
+    hidden: jax.Array,
+    head: jax.Array,
+    ids: jax.Array,
+    valid: jax.Array,
+    support: jax.Array | None,
+    candidates: jax.Array | None,
+    *,
+    scoring: Scoring,
+    vocab_shards: int,
+    kept_chunks: int,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Compute the results in XLA's operations; see :func:`linear_logprobs`.
+
+    Returns:
+        log-probs, entropies, normalizers [C, N], and log-probs of candidates; and the logits of the
+            chunks that keep them.
+    """
+    temperature, softcap = scoring
     blocks = _blocks(head, vocab_shards)
     block_ids = blocks[1]
     # The results of a chunk without a valid token: log-prob, entropy, normalizer, candidates.
@@ -187,10 +254,7 @@ def _forward(
         )
 
     parts = (hidden, ids, valid, support, candidates)
-    results, logits = _over_chunks(chunk, parts, kept_chunks)
-    logprob, entropy, normalizer, *candidate_logprobs = results
-    saved = (hidden, head, ids, valid, support, candidates, entropy, normalizer, logits)
-    return (logprob, entropy, *candidate_logprobs), saved
+    return _over_chunks(chunk, parts, kept_chunks)
 
 
 def _backward(
@@ -198,10 +262,48 @@ def _backward(
     vocab_shards: int,
     kept_chunks: int,
     softcap: float | None,
+    mesh: Mesh | None,
     saved: tuple,
     cotangents: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array, None, None, None, None]:
+    hidden, head, ids, valid, support, candidates, entropy, normalizer, _ = saved
+    scoring = Scoring(temperature, softcap)
+
+    def by_blocks(saved: tuple, cotangents: tuple[jax.Array, ...]) -> Arrays:
+        return backward_by_blocks(
+            saved, cotangents, scoring=scoring, vocab_shards=vocab_shards, kept_chunks=kept_chunks
+        )
+
+    def by_kernel(saved: tuple, cotangents: tuple[jax.Array, ...]) -> Arrays:
+        d_logprob, d_entropy = cotangents
+        tokens = TokenGradients(ids, valid, d_logprob, d_entropy, entropy, normalizer)
+        return logprob_kernel_cuda.backward(hidden, head, tokens, scoring=scoring, mesh=mesh)
+
+    d_hidden, d_head = by_platform(
+        saved,
+        cotangents,
+        cuda=by_kernel if _has_kernel(hidden, head, support, candidates, kept_chunks) else None,
+        default=by_blocks,
+    )
+    return d_hidden, d_head, None, None, None, None
+
+
+def backward_by_blocks(
+    saved: tuple,
+    cotangents: tuple[jax.Array, ...],
+    *,
+    scoring: Scoring,
+    vocab_shards: int,
+    kept_chunks: int,
+) -> Arrays:
+    """Return the gradients of ``hidden`` and ``head`` in XLA's operations.
+
+    Args:
+        saved: of the forward pass.
+        cotangents: gradients of its results.
+    """
     hidden, head, ids, valid, support, candidates, entropy, normalizer, logits = saved
+    temperature, softcap = scoring
     blocks = _blocks(head, vocab_shards)
     d_logprob, d_entropy, *d_candidates = cotangents
 
@@ -308,7 +410,7 @@ def _backward(
 
     d_head = _unblock(d_blocks, vocab_shards)[: len(head)].at[ids].add(d_own_score * hidden)
     d_hidden = (d_hidden + jnp.concatenate(d_hidden_parts)).astype(hidden.dtype)
-    return d_hidden, d_head.astype(head.dtype), None, None, None, None
+    return d_hidden, d_head.astype(head.dtype)
 
 
 def _add_at(row: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:

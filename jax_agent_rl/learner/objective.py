@@ -219,6 +219,7 @@ def _at_targets(
         model.config.logit_softcap,
         support,
         candidates,
+        mesh,
     )
     if top_k:
         scored += linear_top_k(

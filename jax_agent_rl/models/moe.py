@@ -14,7 +14,8 @@ neighbours for one layer, [N k X, D] for X shards, and computes only its own.
 
 The grouped product is ``jax.lax.ragged_dot``, for which libtpu has a kernel, but whose gradient
 with respect to the weights becomes a masked product of all rows for every group. On TPUs that
-gradient is Megablox' kernel (``tgmm``), which reads each row once.
+gradient is Megablox' kernel (``tgmm``), which reads each row once. XLA's CUDA compiler makes masked
+products of all three: GPUs have the kernels of ``models.grouped_kernel_cuda``.
 
 Shapes: N tokens, D hidden, E experts, F an expert's hidden size, k experts per token, X shards of
 the axis ``expert``.
@@ -22,6 +23,7 @@ the axis ``expert``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jax.sharding import Mesh, PartitionSpec
 
+from jax_agent_rl.models import grouped_kernel_cuda
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.layers import rms_norm, split_weight
 from jax_agent_rl.models.parameters import PARAMETERS
@@ -405,15 +408,15 @@ def grouped_product(
     if not transposed:
         weight = transpose_matrices(weight)
     if isinstance(weight, jax.Array):
-        return jax.lax.ragged_dot(x, weight, sizes)
-    out = jax.lax.ragged_dot(x, weight.numbers.astype(x.dtype), sizes)
+        return _product(x, weight, sizes, transposed=True)
+    out = _product(x, weight.numbers.astype(x.dtype), sizes, transposed=True)
     return out * weight.scale[:, 0].at[group].get(mode="clip").astype(x.dtype)
 
 
 @jax.custom_vjp
 def ragged_product(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiply as :func:`grouped_product` does, with matrices that are trained."""
-    return jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)
+    return _product(x, weight, sizes, transposed=False)
 
 
 def _forward(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
@@ -422,15 +425,43 @@ def _forward(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> tuple[jax.Arr
 
 def _backward(saved: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, weight, sizes = saved
-    d_weight = by_platform(d_out, x, sizes, tpu=_outer_kernel, default=_outer)
-    d_x = jax.lax.ragged_dot(d_out, weight, sizes)
+    d_weight = by_platform(
+        d_out,
+        x,
+        sizes,
+        tpu=_outer_kernel,
+        cuda=grouped_kernel_cuda.outer if grouped_kernel_cuda.supports_outer(d_out, x) else None,
+        default=ragged_outer,
+    )
+    d_x = _product(d_out, weight, sizes, transposed=True)
     return d_x, d_weight.astype(weight.dtype), None
 
 
 ragged_product.defvjp(_forward, _backward)
 
 
-def _outer(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+def _product(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
+    """Multiply as :func:`grouped_product` does."""
+    kernel = None
+    if grouped_kernel_cuda.supports(x, weight):
+        kernel = functools.partial(grouped_kernel_cuda.product, transposed=transposed)
+    return by_platform(
+        x,
+        weight,
+        sizes,
+        cuda=kernel,
+        default=functools.partial(ragged_dot, transposed=transposed),
+    )
+
+
+def ragged_dot(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
+    """Compute a grouped product with XLA's operation."""
+    if not transposed:
+        weight = weight.swapaxes(1, 2)
+    return jax.lax.ragged_dot(x, weight, sizes)
+
+
+def ragged_outer(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
     """Sum the outer products of rows [N, out] and [N, in] by group -> [E, out, in]."""
     contract_rows = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -441,7 +472,7 @@ def _outer(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def _outer_kernel(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Compute :func:`_outer` with Megablox' kernel."""
+    """Compute :func:`ragged_outer` with Megablox' kernel."""
     d_out = _pad_to_tiles(d_out)
     x = _pad_to_tiles(x)
     tiling = (TILE_ROWS, min(TILE_COLUMNS, d_out.shape[1]), min(TILE_COLUMNS, x.shape[1]))

@@ -294,8 +294,8 @@ def compiles_for(platform: Platform) -> bool:
 
 def by_platform(
     *args: object,
-    tpu: Callable[..., _T],
     default: Callable[..., _T],
+    tpu: Callable[..., _T] | None = None,
     cuda: Callable[..., _T] | None = None,
 ) -> _T:
     """Run ``tpu(*args)`` in programs for TPUs, ``cuda(*args)`` for GPUs, else ``default(*args)``.
@@ -304,10 +304,11 @@ def by_platform(
     skips its kernel, which halves the time an engine takes to trace its programs.
 
     Args:
+        tpu: None where TPUs have no kernel.
         cuda: None where GPUs have no kernel.
     """
     kernels: dict[str, Callable[..., _T]] = {}
-    if compiles_for("tpu"):
+    if tpu is not None and compiles_for("tpu"):
         kernels["tpu"] = tpu
     if cuda is not None and compiles_for("cuda"):
         kernels["cuda"] = cuda

@@ -315,7 +315,7 @@ def test_a_gpu_is_checked_in_under_ten_minutes(tmp_path: Path):
     commands = dry_run("gpu_check.sh", tmp_path)
     parts = [command for command in commands if command.startswith("timeout ")]
     assert sum(int(part.split()[1]) for part in parts) < 600
-    for what in ("certify --only kernels", "benchmarks/cuda_attention.py", "trainer.steps=2"):
+    for what in ("certify --only kernels", "benchmarks/cuda_kernels.py", "trainer.steps=2"):
         assert any(what in part for part in parts)
     assert "rollout.weight_transport=broadcast" in parts[-1]
     before = commands[: commands.index(parts[0])]

@@ -60,7 +60,7 @@ def test_ratios_to_other_projects_stand_on_the_page_of_results_alone():
 def test_every_benchmark_exists_and_is_run_or_takes_too_long_or_needs_choices(run_all):
     scripts = {path.stem for path in BENCHMARKS.glob("*.py")} - {"common", "paced", "run_all"}
     assert scripts - set(run_all.BENCHMARKS) == {
-        "cuda_attention",  # its table is in docs/gpu.md
+        "cuda_kernels",  # its tables are in docs/gpu.md
         "gallery",
         "precision",  # its table is in docs/agreement.md
         "tpu_delta_rule",

@@ -27,21 +27,36 @@ def expected(
     return out, d_x, d_weight
 
 
+def run_tpu_kernels(*args, default, tpu=None, cuda=None):
+    if tpu is None:
+        return default(*args)
+    return tpu(*args)
+
+
+def run_cuda_kernels(*args, default, tpu=None, cuda=None):
+    assert cuda is not None
+    return cuda(*args, interpret=True)
+
+
 @pytest.mark.parametrize(
-    "columns", [None, 1024, 32], ids=["xla", "kernel, one tile", "kernel, tiles and a part"]
+    ("platform", "columns"),
+    [("cpu", None), ("tpu", 1024), ("tpu", 32), ("cuda", None)],
+    ids=["xla", "kernel, one tile", "kernel, tiles and a part", "kernels of GPUs"],
 )
 def test_output_and_gradients_are_those_of_a_loop_over_groups(
-    monkeypatch: pytest.MonkeyPatch, columns: int | None
+    monkeypatch: pytest.MonkeyPatch, platform: str, columns: int | None
 ):
-    if columns is not None:
-        monkeypatch.setattr(moe, "by_platform", lambda *args, tpu, default: tpu(*args))
+    if platform == "tpu":
+        monkeypatch.setattr(moe, "by_platform", run_tpu_kernels)
         monkeypatch.setattr(moe, "TILE_COLUMNS", columns)
+    if platform == "cuda":
+        monkeypatch.setattr(moe, "by_platform", run_cuda_kernels)
     rows = sum(SIZES)
     count = sum(SIZES) + 100  # the last are in no group
     draw = np.random.default_rng(0).standard_normal
     x = draw((count, 48))
-    weight = draw((len(SIZES), 40, 48))
-    d_out = draw((count, 40))
+    weight = draw((len(SIZES), 80, 48))
+    d_out = draw((count, 80))
     sizes = jnp.asarray(SIZES, jnp.int32)
     group = jnp.repeat(jnp.arange(len(SIZES)), jnp.asarray(SIZES))
 

@@ -70,15 +70,29 @@ def test_adapters_are_trained_on_two_hosts_that_exchange_their_gradients(tmp_pat
     assert "policy frozen" in gradient["memory"]
 
 
-@pytest.mark.parametrize("head_size", ["64", "128", "256"])
-def test_the_kernels_of_attention_spill_nothing_and_take_less_memory_than_blocks(head_size: str):
-    sizes = ("--length", "1024", "--heads", "8", "--kv-heads", "4", "--head-size", head_size)
-    paths = ("--paths", "Triton kernels", "XLA's blocks")
-    script = "benchmarks/cuda_attention.py"
-    output = run(script, "--described", "h100", "--json", *sizes, *paths)
-    kernels, blocks = json.loads(output.splitlines()[-1])
+def compared(subject: str, *sizes: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rows of a benchmark's kernels, and of XLA's operations in their place."""
+    script = "benchmarks/cuda_kernels.py"
+    paths = ("--paths", "Triton kernels", "XLA's blocks", "XLA's ragged_dot")
+    output = run(script, "--described", "h100", "--json", "--only", subject, *sizes, *paths)
+    kernels, operations = json.loads(output.splitlines()[-1])
     assert kernels["spilled"] == 0
     assert 0 < kernels["registers"] <= 255
     assert kernels["instructions"] > 0
+    assert kernels["temporaries"] < operations["temporaries"]
+    return kernels, operations
+
+
+@pytest.mark.parametrize("head_size", ["64", "128", "256"])
+def test_the_kernels_of_attention_spill_nothing_and_take_less_memory_than_blocks(head_size: str):
+    sizes = ("--length", "1024", "--heads", "8", "--kv-heads", "4", "--head-size", head_size)
+    kernels, blocks = compared("attention", *sizes)
     assert kernels["kernels"] < blocks["kernels"]
-    assert kernels["temporaries"] < blocks["temporaries"]
+
+
+@pytest.mark.parametrize("length", ["64", "1024"])
+def test_the_kernels_of_experts_spill_nothing_and_multiply_no_row_with_every_matrix(length: str):
+    """Few rows of each expert, as in decoding, and more than a tile."""
+    sizes = ("--length", length, "--experts", "16", "--hidden-size", "1024", "--expert-size", "768")
+    kernels, masked = compared("experts", *sizes)
+    assert kernels["predicted"] < masked["predicted"]
