@@ -27,6 +27,7 @@ A dispatch in which a request has restricted sampling decodes plainly.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,8 +53,9 @@ not exact."""
 EXPIRY = 100
 """Dispatches after which a measured time is forgotten: other work may have slowed it down."""
 GROWTH = 0.25
-"""Seconds grow with this power of the columns, until they are measured: an optimistic guess, so
-that they soon are."""
+"""Seconds grow at least with this power of the columns, until they are measured: an optimistic
+guess, so that they soon are. Beyond columns that were measured they grow as from the next fewer
+ones to these, so that programs that cannot pay are not even compiled."""
 
 
 @dataclass(slots=True)
@@ -196,11 +198,15 @@ class Speculation:
         if len(chances):
             previous_columns = self._slots
             previous_seconds = plain_seconds
+            growth = GROWTH
             for columns in self._engine.verified_columns(self._running):
+                times_columns = max(1.0, columns / previous_columns)
                 seconds = self._pace(self._verified, columns)
                 if not seconds:  # never measured: estimated from the next smaller number
-                    growth = max(1.0, columns / previous_columns) ** GROWTH
-                    seconds = previous_seconds * growth
+                    seconds = previous_seconds * times_columns**growth
+                elif times_columns > 1:
+                    times_seconds = seconds / previous_seconds
+                    growth = max(GROWTH, math.log(times_seconds) / math.log(times_columns))
 
                 drafted = min(columns - self._running, len(chances))
                 rate = (self._running + gains[drafted]) / seconds

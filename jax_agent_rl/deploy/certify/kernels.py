@@ -31,7 +31,7 @@ from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.delta_net import DeltaTokens, l2_normalized
 from jax_agent_rl.models.delta_tree import tree_delta_rule
-from jax_agent_rl.models.layers import DTYPES
+from jax_agent_rl.models.layers import DTYPES, quantized
 from jax_agent_rl.models.moe import grouped_product
 from jax_agent_rl.models.token_forest import plan_forest
 from jax_agent_rl.models.tree_kernel import TreeMask
@@ -328,6 +328,11 @@ def cpu_product_errors() -> Errors:
         silu = gate / (1 + np.exp(-gate))
         yield f"{columns} columns", relative_error(product(weight, x), np.stack([gate, up]))
         yield f"{columns} columns, gated", relative_error(gated_product(weight, x), silu * up)
+
+        int8_weight = quantized(weight, jnp.dtype("int8"), axis=-1)
+        restored = double(int8_weight.numbers) * double(int8_weight.scale)
+        expected = restored @ double(x)
+        yield f"{columns} columns, int8", relative_error(product(int8_weight, x), expected)
 
 
 def cpu_delta_errors() -> Errors:

@@ -457,6 +457,7 @@ class FakeEngine:
     )
     compile_seconds: float = 0.0
     now: float = 0.0
+    columns: list[int] = field(default_factory=lambda: [16])
 
     @property
     def program_table(self) -> FakeEngine:
@@ -466,7 +467,7 @@ class FakeEngine:
         return 2
 
     def verified_columns(self, count: int) -> list[int]:
-        return [16]
+        return self.columns
 
     def run(self, on: Speculation, run: RunningRequest, accepted: int) -> int:
         """Run one dispatch, of which a verification gets ``accepted`` ids more; return its ids."""
@@ -535,6 +536,23 @@ def test_where_it_does_not_pay_it_costs_what_it_may(case: tuple[float, float, in
     )
     allowed = LOSS_SHARE + (LOSS_SECONDS + 10 * verified) / engine.now
     assert speed > (1 - 1.1 * allowed) / plain
+
+
+def test_more_columns_are_tried_only_if_they_could_pay_at_the_growth_of_those_measured():
+    engine = FakeEngine(plain=0.05, verified=0.0)
+    on, run = policy(engine, token=5)
+    for columns, seconds in ((4, 0.06), (8, 0.15)):  # more than twice as long for twice as many
+        engine.columns = [columns]
+        engine.verified = seconds
+        for _ in range(6):
+            engine.run(on, run, 4)
+
+    engine.columns = [4, 8, 16]
+    assert on.choose([run]) is not None
+    chances = [0.9] * 15
+    assert on.best_columns(0.05, chances) == 4
+    engine.columns = [4, 16]  # four times as many might be little more
+    assert on.best_columns(0.05, chances) == 16
 
 
 def test_seconds_of_compilation_count_for_nothing():
