@@ -136,7 +136,11 @@ _ON_SPARSE_CORES = {
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
 }
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    "TPU v5": _ON_SPARSE_CORES,
+    "TPU v5": {
+        **_ON_SPARSE_CORES,
+        # Chips on two axes of the torus gather weights, too; without it before each product.
+        "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+    },
     "TPU v6 lite": _ON_SPARSE_CORES,
 }
 """Options of gradients by kind of device: sparse cores exchange data beside the products."""
