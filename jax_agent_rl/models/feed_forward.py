@@ -14,7 +14,7 @@ from jax_agent_rl.models import moe
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.layer_kinds import FeedForwardName
 from jax_agent_rl.models.layer_weights import LayerWeights
-from jax_agent_rl.models.layers import ACTIVATIONS
+from jax_agent_rl.models.layers import ACTIVATIONS, apart
 
 
 def _dense(layer: LayerWeights, x: jax.Array, _: jax.Array | None) -> jax.Array:
@@ -32,7 +32,9 @@ def _normalized(layer: LayerWeights, x: jax.Array) -> jax.Array:
 def _gated(layer: LayerWeights, x: jax.Array, prefix: str = "") -> jax.Array:
     """Apply a gated network, whose three matrices have names with this prefix."""
     activation = ACTIVATIONS[layer.config.activation]
-    hidden = activation(layer.linear(f"{prefix}gate", x), layer.linear(f"{prefix}up", x))
+    gate = apart(layer.linear(f"{prefix}gate", x))
+    up = apart(layer.linear(f"{prefix}up", x))
+    hidden = apart(activation(gate, up))
     return layer.linear(f"{prefix}down", hidden)
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layer_kinds import LayerKind
-from jax_agent_rl.models.layers import linear, rms_norm
+from jax_agent_rl.models.layers import apart, linear, rms_norm
 from jax_agent_rl.models.lora import LoRA
 
 
@@ -31,9 +31,12 @@ class LayerWeights:
     adapters: Mapping[str, LoRA] = field(default_factory=dict)
     mesh: Mesh | None = None
 
-    def linear(self, name: str, x: jax.Array) -> jax.Array:
-        """Apply the matrix ``name``, its adapter, and the bias ``name_bias`` if there is one."""
-        y = linear(x, self.params[name], self.mesh, self.adapters.get(name))
+    def linear(self, name: str, x: jax.Array, *, by_head: bool = False) -> jax.Array:
+        """Apply the matrix ``name``, its adapter, and the bias ``name_bias`` if there is one.
+
+        For ``by_head`` see :func:`~jax_agent_rl.models.layers.linear`.
+        """
+        y = linear(x, self.params[name], self.mesh, self.adapters.get(name), by_head=by_head)
         bias = self.params.get(f"{name}_bias")
         if bias is None:
             return y
@@ -43,4 +46,4 @@ class LayerWeights:
         """Apply the RMS norm ``name`` over the last axis; None for none."""
         if name is None:
             return x
-        return rms_norm(self.config, x, self.params[name])
+        return apart(rms_norm(self.config, x, self.params[name]))

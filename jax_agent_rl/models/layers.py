@@ -31,6 +31,7 @@ from jax_agent_rl.models.config import (
 )
 from jax_agent_rl.models.lora import LoRA, restore
 from jax_agent_rl.models.parameters import PARAMETERS, VISION_PARAMETERS, Kind
+from jax_agent_rl.models.sharding import by_platform
 from jax_agent_rl.models.vision_context import ImageInputs
 
 
@@ -261,7 +262,12 @@ def softcapped(logits: jax.Array, cap: float | None) -> jax.Array:
 
 
 def linear(
-    x: jax.Array, weight: Any, mesh: Mesh | None = None, adapter: LoRA | None = None
+    x: jax.Array,
+    weight: Any,
+    mesh: Mesh | None = None,
+    adapter: LoRA | None = None,
+    *,
+    by_head: bool = False,
 ) -> jax.Array:
     """Multiply ``x @ weight.T``.
 
@@ -270,18 +276,55 @@ def linear(
         weight: [out, in], quantized or not.
         mesh: what rows and tokens are split over; None on one device.
         adapter: adds its product.
+        by_head: x is [..., H, in / H]. TPUs read it as attention laid it out, without a copy.
     """
+    features = x.shape[-2:] if by_head else x.shape[-1:]
 
     def product(x: jax.Array) -> jax.Array:
-        y = jnp.einsum("...d,od->...o", x, restore(weight).astype(x.dtype))
+        matrix = restore(weight).astype(x.dtype)
+        if by_head:
+            y = jnp.einsum("...hk,ohk->...o", x, matrix.reshape(-1, *features))
+        else:
+            y = jnp.einsum("...d,od->...o", x, matrix)
         if adapter is None:
             return y
-        return y + adapter(x)
+        return y + adapter(x.reshape(*x.shape[: -len(features)], -1))
 
     if mesh is not None and mesh.shape["context"] > 1:
         return product(x)  # flattening split tokens would gather them
     # Flat, so that the weight gradient contracts one axis: one plain product on every platform.
-    return product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+    return product(x.reshape(-1, *features)).reshape(*x.shape[: -len(features)], -1)
+
+
+def _apart(x: jax.Array) -> jax.Array:
+    return by_platform(x, tpu=jax.lax.optimization_barrier, default=_same)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+@jax.custom_vjp
+def apart(x: jax.Array) -> jax.Array:
+    """Return ``x``; TPU programs compute it, and its gradient, before what reads them.
+
+    XLA computes a product together with the sums over its results, and with what its inputs are
+    made of, once more for each block. On TPUs that takes up to three times as long as the product
+    and the rest one after the other.
+    """
+    return _apart(x)
+
+
+apart.defvjp(lambda x: (_apart(x), None), lambda _, d_x: (_apart(d_x),))
+
+
+@jax.custom_vjp
+def gradient_apart(x: jax.Array) -> jax.Array:
+    """Return ``x``; TPU programs compute its gradient before what reads it, see :func:`apart`."""
+    return x
+
+
+gradient_apart.defvjp(lambda x: (x, None), lambda _, d_x: (_apart(d_x),))
 
 
 class Buffer(nnx.Variable):

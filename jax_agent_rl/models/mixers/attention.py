@@ -16,7 +16,14 @@ from jax_agent_rl.models.attention import sharded_tree_attention
 from jax_agent_rl.models.config import AttentionHeads, DecoderConfig
 from jax_agent_rl.models.layer_kinds import MixerName
 from jax_agent_rl.models.layer_weights import LayerWeights
-from jax_agent_rl.models.layers import mrope_tables, rms_norm, rope_tables, rotate
+from jax_agent_rl.models.layers import (
+    apart,
+    gradient_apart,
+    mrope_tables,
+    rms_norm,
+    rope_tables,
+    rotate,
+)
 from jax_agent_rl.models.mixers.mixer import Mixer, TokenTrees
 from jax_agent_rl.models.tree_kernel import TreeMask
 
@@ -133,7 +140,8 @@ def mix_heads(
     mixed = attend(q, *kv, layer.params.get("sinks"))
     if gate is not None:
         mixed = mixed * jax.nn.sigmoid(gate)
-    return layer.linear(f"{heads.prefix}o", mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1))
+    mixed = gradient_apart(mixed).transpose(0, 2, 1, 3)
+    return layer.linear(f"{heads.prefix}o", mixed, by_head=True)
 
 
 def _project_heads(
@@ -152,9 +160,10 @@ def _split_heads(
     if norm is not None and over == "heads":
         projected = layer.norm(heads.prefix + norm, projected)
     by_head = projected.reshape(rows, count, -1, heads.head_dim)
+    by_head = apart(by_head.transpose(0, 2, 1, 3))
     if norm is not None and over == "head":
         by_head = layer.norm(heads.prefix + norm, by_head)
-    return by_head.transpose(0, 2, 1, 3)
+    return by_head
 
 
 def _mixer(name: MixerName) -> Mixer:
