@@ -4,4 +4,4 @@ Importing this package loads no heavy library: jax, transformers and the like lo
 used.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
