@@ -19,7 +19,10 @@ class BuildWithRecipes(build_py):
         super().run()
         if self.editable_mode:
             return
-        for file in sorted((ROOT / "configs").rglob("*.yaml")):
+        recipes = sorted((ROOT / "configs").rglob("*.yaml"))
+        if not recipes:
+            raise FileNotFoundError(f"{ROOT / 'configs'} has no recipes, which the package needs")
+        for file in recipes:
             target = (
                 Path(self.build_lib)
                 / "jax_agent_rl"

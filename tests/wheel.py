@@ -17,12 +17,22 @@ _OTHER_FOLDERS = (
     "third_party",
     "configs",
 )
-_FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+_FILES = (
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "SECURITY.md",
+)
 
 
 def build_wheel(folder: Path) -> Path:
-    """Return the wheel, built below ``folder`` from a copy of the repository: a build writes beside
-    what it builds.
+    """Return the wheel, built below ``folder`` from the source archive, as installers build it.
+
+    The archive is made from a copy of the repository: a build writes beside what it builds.
     """
     source = folder / "source"
     source.mkdir()
@@ -31,11 +41,19 @@ def build_wheel(folder: Path) -> Path:
     for name in _FILES:
         shutil.copy(ROOT / name, source)
 
-    built = folder / "wheel"
-    built.mkdir()
-    program = f"from setuptools import build_meta; print(build_meta.build_wheel({str(built)!r}))"
+    archive = _build("sdist", source, folder / "archive")
+    unpacked = folder / "unpacked"
+    shutil.unpack_archive(archive, unpacked, filter="data")
+    (project,) = unpacked.iterdir()
+    return _build("wheel", project, folder / "wheel")
+
+
+def _build(kind: str, source: Path, folder: Path) -> Path:
+    """Return what setuptools builds of a project: a ``wheel``, or a source archive (``sdist``)."""
+    folder.mkdir()
+    program = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder)!r}))"
     subprocess.run(
         [sys.executable, "-c", program], cwd=source, check=True, capture_output=True, timeout=300
     )
-    (wheel,) = built.iterdir()
-    return wheel
+    (built,) = folder.iterdir()
+    return built
