@@ -19,11 +19,10 @@ import optax
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
-from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.types import (
     FinishReason,
@@ -120,7 +119,7 @@ def random_ids(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 @contextlib.asynccontextmanager
-async def running(backend: JetStreamBackend) -> AsyncIterator[JetStreamBackend]:
+async def running(backend: RolloutBackend) -> AsyncIterator[RolloutBackend]:
     """Start a backend, and close it in the end."""
     await backend.start()
     try:
@@ -130,7 +129,7 @@ async def running(backend: JetStreamBackend) -> AsyncIterator[JetStreamBackend]:
 
 
 async def rollout(
-    backend: JetStreamBackend, prompts: np.ndarray, max_tokens: int
+    backend: RolloutBackend, prompts: np.ndarray, max_tokens: int
 ) -> tuple[list[TokenOutput], float]:
     """Sample exactly ``max_tokens`` ids for every prompt at once.
 

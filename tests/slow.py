@@ -131,6 +131,7 @@ SLOW = {
     "unit/jetstream/cpu/test_kernels.py::test_a_second_process_finds_the_library_built": "builds the kernels",
     "unit/jetstream/cpu/test_kernels.py::test_the_engine_samples_the_same_ids_with_and_without_kernels": "an engine for each kind of layer",
     "unit/jetstream/test_data_parallel.py": "engines on simulated devices",
+    "unit/jetstream/test_deterministic_meshes.py": "engines of several meshes on simulated devices",
     "unit/jetstream/test_drafting.py::test_the_engines_draws_are_predicted_where_the_most_frequent_id_is_wrong": "an index of many sequences",
     "unit/jetstream/test_drafting.py::test_the_index_drafts_by_what_was_drawn_after_the_longest_suffix": "an index of many sequences",
     "unit/jetstream/test_engine_sleep.py": "engines on simulated devices",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from jax_agent_rl.config.agent import AgentConfig
 from jax_agent_rl.config.algorithm import AlgorithmConfig, CriticConfig
 from jax_agent_rl.config.kl import DistillConfig, KLConfig
-from jax_agent_rl.config.learner import LearnerConfig, MeshConfig
+from jax_agent_rl.config.learner import LearnerConfig
 from jax_agent_rl.config.rollout import RolloutConfig
 from jax_agent_rl.config.trainer import TrainerConfig
 
@@ -241,15 +241,21 @@ def deterministic_problems(
             f" top_k={rollout.top_k} and min_p={rollout.min_p:g} sample from some; set top_p=1,"
             " top_k=0 and min_p=0, or deterministic=false"
         )
-    uses_several_devices = (
-        learner.mesh != MeshConfig() or engine.mesh.devices > 1 or engine.device_offset > 0
-    )
-    if uses_several_devices or algorithm.rollout_correction.bypass_mode:
+    if algorithm.rollout_correction.bypass_mode:
         yield (
-            "rollout.deterministic runs on one device and compares the learner's own log-probs:"
-            " remove learner.mesh, rollout.jetstream.mesh and device_offset, and"
+            "rollout.deterministic compares the learner's own log-probs; remove"
             " algorithm.rollout_correction.bypass_mode, or set rollout.deterministic=false"
         )
+    for key, size in (
+        ("learner.mesh.expert", learner.mesh.expert),
+        ("learner.mesh.context", learner.mesh.context),
+        ("rollout.jetstream.mesh.expert", engine.mesh.expert or 1),
+    ):
+        if size > 1:
+            yield (
+                "rollout.deterministic computes on meshes of data, fsdp and tensor, but"
+                f" {key}={size}; set it to 1, or rollout.deterministic=false"
+            )
 
 
 # --- adapters -------------------------------------------------------------------------------------

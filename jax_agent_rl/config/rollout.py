@@ -287,7 +287,7 @@ class RolloutConfig(Section):
         default=False,
         description=(
             "Run prefill, decoding and the learner's old log-probs in one program (jetstream):"
-            " bit-identical in any batch, and several times slower."
+            " bit-identical in any batch and on any mesh, and several times slower."
         ),
     )
     jetstream: Annotated[JetStreamConfig, WhenKey("rollout.backend", "jetstream", "remote")] = (

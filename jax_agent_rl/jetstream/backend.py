@@ -192,6 +192,9 @@ class JetStreamBackend:
         return params
 
     def _make_engine(self) -> JaxEngine:
+        program_table = None
+        if self._deterministic is not None:
+            program_table = self._deterministic.of(self._mesh)
         return JaxEngine(
             self._config,
             self._shapes,
@@ -199,7 +202,7 @@ class JetStreamBackend:
             kv_dtype=self._kv_dtype,
             quantize=self._quantize,
             mesh=self._mesh,
-            program_table=self._deterministic,
+            program_table=program_table,
             adapters=self._adapters,
             takes_images=bool(self._image_reader.kinds),
             deterministic=self._deterministic is not None,

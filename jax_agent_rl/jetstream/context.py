@@ -18,7 +18,7 @@ from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.forward import EngineParams, Kernels
 from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.mixers.table import has_states
-from jax_agent_rl.jetstream.programs import NextCall, ProgramTable
+from jax_agent_rl.jetstream.programs import CompilerOptions, NextCall, ProgramTable
 from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.jetstream.sharding import cache_sharding, engine_config
 from jax_agent_rl.jetstream.state_slots import NULL_STATE
@@ -148,6 +148,7 @@ class EngineContext:
         *args: Any,
         out: Any,
         next_call: Callable[[], NextCall] | None = None,
+        compiler_options: CompilerOptions | None = None,
     ) -> Any:
         """Run a program on the engine's mesh, see :meth:`ProgramTable.call`."""
         return self.program_table.call(
@@ -158,6 +159,7 @@ class EngineContext:
             default_sharding=self.replicated,
             out=out,
             next_call=next_call,
+            compiler_options=compiler_options,
         )
 
     def with_defaults(self, slots: DecodeBatch) -> DecodeBatch:

@@ -11,18 +11,29 @@ longest context::
     scoring      fed id by id, the next one forced; gives the learner's old log-probs
 
 A slot's numbers depend on its own context alone: products [out, in] x [in, slots] sum over ``in``
-in the same order for every slot, which tests confirm. The price is speed: prompts take a step per
-id, and scoring costs about as much as the rollout (``benchmarks/deterministic.py``). Batch
-invariance follows He et al. 2025, "Defeating Nondeterminism in LLM Inference".
+in the same order for every slot, which tests confirm. Nor do they depend on the mesh: devices share
+matrices by their outputs, in blocks of one shape on every mesh (``models.row_blocks``), and
+key/value heads with their queries. What crosses devices is gathered, logits included, which is
+exact; nothing is summed over them but numbers of which all but one are 0. So one device and any
+mesh give the same bits. The learner's mesh has no influence at all: its weights are gathered for
+this program.
+
+The price is speed: prompts take a step per id, and scoring costs about as much as the rollout
+(``benchmarks/deterministic.py``). Batch invariance follows He et al. 2025, "Defeating
+Nondeterminism in LLM Inference".
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream import programs
@@ -34,26 +45,32 @@ from jax_agent_rl.jetstream.decode_batch import (
     make_decode_batch,
     pad_decode_batch,
 )
-from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.forward import QUANTIZED, EngineParams, Kernels, head_of
 from jax_agent_rl.jetstream.kv_cache import KVCache
+from jax_agent_rl.jetstream.sharding import KEY, row_devices, row_spec, shared_axis
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.row_blocks import RowBlocks
 
 ANY_ID = 0
+
+# By platform. XLA hands large sums and products to a library on CPUs, together with what is next to
+# them. What is large depends on the mesh; so it gets products alone, each for itself.
+_COMPILER_OPTIONS: dict[str, programs.CompilerOptions] = {
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"},
+}
+
+_MATRICES = (QUANTIZED | {"delta_ba"}) - {"k_b", "v_b"}
+"""Matrices that are multiplied with columns [in, slots]; each head has its own of the others."""
 
 
 class OneProgram:
     """Decodes, and scores given ids, with the program of the module docstring.
 
-    Raises:
-        ConfigError: the model is a mixture of experts, whose products group ids of all slots.
+    Args:
+        context: its model has passed :func:`check_model`.
     """
 
     def __init__(self, context: EngineContext) -> None:
-        if context.config.experts is not None:
-            raise ConfigError(
-                f"rollout.deterministic: a {context.config.family} model's experts compute the ids"
-                " of all slots together, so what one gets depends on the others; set"
-                " rollout.deterministic=false"
-            )
         self._context = context
 
     @property
@@ -145,22 +162,37 @@ class OneProgram:
     ) -> tuple[KVCache, Sampled]:
         context = self._context
         count = len(slots.tokens)
-        program = programs.decode_program(
-            context.config, context.shapes.decode_steps, context.split, context.kernels
+        program = functools.partial(
+            _decode_in_blocks,
+            context.config,
+            context.shapes.decode_steps,
+            context.split,
+            context.kernels,
         )
         padded = pad_decode_batch(context.with_defaults(slots), self.slots - count)
-        key = _program_key(cache.count, truncated=slots.truncation is not None)
+        key = self._program_key(cache.count, truncated=slots.truncation is not None)
         arguments = (params, cache, padded, limits, forced)
         shardings = (context.cache_sharding, context.replicated)
-        cache, out = context.call(key, program, (1,), *arguments, out=shardings)
+        cache, out = context.call(
+            key,
+            program,
+            (1,),
+            *arguments,
+            out=shardings,
+            compiler_options=_COMPILER_OPTIONS.get(context.platform),
+        )
         return cache, Sampled.of(np.asarray(out)[:, :, :count])
 
     def program_keys(self) -> set[tuple]:
-        return {_program_key(self._context.cache_pages, truncated=False)}
+        return {self._program_key(self._context.cache_pages, truncated=False)}
 
     def restricted_keys(self) -> set[tuple]:
         """Return the keys of the program for slots with top-p and the like."""
-        return {_program_key(self._context.cache_pages, truncated=True)}
+        return {self._program_key(self._context.cache_pages, truncated=True)}
+
+    def _program_key(self, pages: int, *, truncated: bool) -> tuple:
+        kind = "deterministic truncated" if truncated else "deterministic"
+        return (kind, pages, self.slots, self._context.shapes.cache_length)
 
     def warm_ups(self) -> list[WarmUp]:
         shapes = self._context.shapes
@@ -173,10 +205,86 @@ class OneProgram:
         return [WarmUp("the one program", run)]
 
 
-def _program_key(pages: int, *, truncated: bool) -> tuple:
-    if truncated:
-        return ("deterministic", pages, "truncated")
-    return ("deterministic", pages)
+def check_model(model: DecoderConfig, mesh: Mesh) -> None:
+    """Check that a mesh computes a model as one device does.
+
+    Args:
+        model: with the learner's number of key/value heads.
+
+    Raises:
+        ConfigError: the model is a mixture of experts, whose products group ids of all slots; or
+            the devices would sum what one device sums, in another order.
+    """
+    if model.experts is not None:
+        raise ConfigError(
+            f"rollout.deterministic: a {model.family} model's experts compute the ids of all slots"
+            " together, so what one gets depends on the others; set rollout.deterministic=false"
+        )
+    devices = mesh.shape["expert"] * mesh.shape["tensor"]
+    if devices == 1:
+        return
+
+    joint = None
+    if model.latent is not None:
+        joint = "attention to latents multiplies all heads at once"
+    elif model.qk_norm_over == "heads":
+        joint = "norms of queries and keys are over all heads"
+    if joint is not None:
+        raise ConfigError(
+            f"rollout.deterministic: in a {model.family} model {joint}, which"
+            f" {KEY}.tensor={devices} would split; set {KEY}.tensor=1"
+        )
+
+    most = math.gcd(row_devices(model), model.hidden_size, model.intermediate_size)
+    if most % devices:
+        fitting = [count for count in range(1, most + 1) if most % count == 0]
+        raise ConfigError(
+            f"rollout.deterministic: {devices} devices cannot share the {model.num_kv_heads}"
+            f" key/value heads, {model.hidden_size} hidden and {model.intermediate_size}"
+            f" feed-forward units of this model by whole blocks; set {KEY}.tensor to one of"
+            f" {fitting}"
+        )
+
+
+def _decode_in_blocks(
+    config: DecoderConfig,
+    max_steps: int,
+    mesh: Mesh | None,
+    kernels: Kernels,
+    params: EngineParams,
+    cache: KVCache,
+    slots: DecodeBatch,
+    limits: jax.Array,
+    forced: jax.Array,
+) -> tuple[KVCache, jax.Array]:
+    """Run :func:`~jax_agent_rl.jetstream.programs.decode` with products in blocks."""
+    count = row_devices(config)
+
+    def in_blocks(name: str, array: jax.Array) -> Any:
+        axis = shared_axis(name)
+        is_multiplied = name == "lm_head" or name in _MATRICES
+        if axis is None or not is_multiplied:
+            return array
+        blocks = math.gcd(count, array.shape[axis])
+        return RowBlocks(array, axis, blocks, row_spec(name), mesh)
+
+    layers = []
+    for layer in params.layers:
+        layers.append({name: in_blocks(name, array) for name, array in layer.items()})
+    head = in_blocks("lm_head", head_of(params))
+    params = replace(params, layers=tuple(layers), head=head)
+    return programs.decode(
+        config,
+        max_steps,
+        mesh,
+        kernels,
+        params,
+        cache,
+        slots,
+        limits,
+        forced,
+        gathers_logits=True,
+    )
 
 
 class ForcedPrefill:

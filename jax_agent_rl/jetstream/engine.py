@@ -26,7 +26,7 @@ from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.context import EngineContext, EnginePart, WarmUp
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, Sampled
-from jax_agent_rl.jetstream.deterministic import ForcedPrefill, OneProgram
+from jax_agent_rl.jetstream.deterministic import ForcedPrefill, OneProgram, check_model
 from jax_agent_rl.jetstream.forward import EngineParams, Kernels
 from jax_agent_rl.jetstream.images import ImageEncoder
 from jax_agent_rl.jetstream.kv_cache import (
@@ -86,8 +86,8 @@ class JaxEngine:
         offload_params: copies weights to the host, once for all engines of a group.
 
     Raises:
-        ConfigError: the devices cannot share the model, or it has experts and is to be
-            ``deterministic``.
+        ConfigError: the devices cannot share the model, or not as ``deterministic`` has it, see
+            :func:`~jax_agent_rl.jetstream.deterministic.check_model`.
     """
 
     def __init__(
@@ -109,13 +109,16 @@ class JaxEngine:
     ) -> None:
         if program_table is None:
             program_table = programs.ProgramTable()
+        mesh = mesh or make_engine_mesh(EngineMeshConfig())
+        if deterministic:
+            check_model(config, mesh)
         context = EngineContext(
             config,
             shapes,
             dtype=dtype,
             kv_dtype=kv_dtype,
             quantize=quantize,
-            mesh=mesh or make_engine_mesh(EngineMeshConfig()),
+            mesh=mesh,
             takes_images=takes_images,
             adapters=adapters or {},
             program_table=program_table,
@@ -143,6 +146,7 @@ class JaxEngine:
             context.mesh if replica is None else replica.group.mesh,
             dtype=dtype,
             quantize=None if quantize is None else DTYPES[quantize],
+            by_rows=deterministic,
             call=program_table.call,
         )
         self._replica = replica

@@ -48,6 +48,7 @@ from jax_agent_rl.models.layers import (
 from jax_agent_rl.models.moe import transpose_matrices
 from jax_agent_rl.models.parameters import PARAMETERS, dtype_of
 from jax_agent_rl.models.per_layer_inputs import PER_LAYER_PARAMETERS, per_layer_inputs
+from jax_agent_rl.models.row_blocks import RowBlocks
 from jax_agent_rl.models.sharding import constrain
 from jax_agent_rl.models.vision_context import ImageInputs
 
@@ -109,7 +110,8 @@ class EngineParams:
             ``models.moe.grouped_product`` reads them, and inputs of delta nets as
             ``mixers.delta_net.group_by_key_head`` groups them.
         final_norm: [D].
-        head: [V, D]; None if embeddings are tied.
+        head: [V, D]; None if embeddings are tied. Matrices and the head are ``RowBlocks`` while the
+            one program of ``jetstream.deterministic`` runs.
         vision: the learner's subtree; None for text models.
         per_layer: ``per_layer_embed`` and the like; None without per-layer inputs.
     """
@@ -117,7 +119,7 @@ class EngineParams:
     embed: jax.Array
     layers: tuple[Params, ...]
     final_norm: jax.Array
-    head: jax.Array | None
+    head: Any
     vision: Params | None = None
     per_layer: Params | None = None
 
@@ -306,7 +308,7 @@ def decode_step(
     return next_logits(config, params, x, mesh, native), cache
 
 
-def head_of(params: EngineParams) -> jax.Array:
+def head_of(params: EngineParams) -> Any:
     """Return the output head [V, D], which may be the embedding."""
     return params.embed if params.head is None else params.head
 
@@ -327,7 +329,10 @@ def next_logits(
         logits = cpu_kernels.product(config, head, x, params.final_norm)
         return softcapped(logits, config.logit_softcap)
     x = rms_norm(config, x, params.final_norm, axis=0)
-    logits = jnp.einsum("vd,db->vb", head, x, preferred_element_type=jnp.float32)
+    if isinstance(head, RowBlocks):
+        logits = head.product(x, dtype=jnp.float32)
+    else:
+        logits = jnp.einsum("vd,db->vb", head, x, preferred_element_type=jnp.float32)
     # Or XLA might rather gather the head than its product.
     logits = constrain(logits, mesh, DEVICES)
     return softcapped(logits, config.logit_softcap)

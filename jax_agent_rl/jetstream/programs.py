@@ -37,6 +37,7 @@ from jax_agent_rl.jetstream.recurrent_states import (
 )
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.sharding import constrain
 from jax_agent_rl.models.vision_context import ImageInputs
 from jax_agent_rl.types.supports import mask_words
 from jax_agent_rl.utils.text import counted
@@ -53,6 +54,7 @@ def decode(
     limits: jax.Array,
     forced: jax.Array | None = None,
     adapters: AdapterStacks | None = None,
+    gathers_logits: bool = False,
 ) -> tuple[KVCache, jax.Array]:
     """Run several decode steps for W slots, each in its ``slots.pages`` of the cache.
 
@@ -71,6 +73,8 @@ def decode(
         forced: int32 [max_steps, W], ids that replace sampled ones and never stop a slot; -1
             samples.
         adapters: the stacks ``slots.adapter`` indexes.
+        gathers_logits: every device samples from all ids, so that their weights are summed as on
+            one device; otherwise each from its own.
 
     Returns:
         The cache, and int32 [2, max_steps, W]: sampled ids (-1 where a slot did not run) and the
@@ -102,6 +106,8 @@ def decode(
         logits, working_cache = decode_step(
             config, mesh, kernels, params, working_cache, fed, adapters
         )
+        if gathers_logits:
+            logits = constrain(logits, mesh)
         ids, logprobs, support_bits = sample(
             logits,
             temperature=slots.temperature,
@@ -110,7 +116,7 @@ def decode(
             truncation=slots.truncation,
             forced=None if forced is None else forced[step],
             allowed=slots.allowed,
-            mesh=mesh,
+            mesh=None if gathers_logits else mesh,
         )
         new = jnp.stack(
             [jnp.where(running, ids, -1), jax.lax.bitcast_convert_type(logprobs, jnp.int32)]
@@ -271,6 +277,8 @@ def cache_hits() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
+CompilerOptions = dict[str, str | bool]
+"""XLA's options by name."""
 NextCall = tuple[tuple, Sequence[Any]] | None
 """Key and arguments of the program likely to be needed next."""
 
@@ -279,12 +287,17 @@ class ProgramTable:
     """Compiles programs, one per key, and counts those compiled after warm-up."""
 
     def __init__(self) -> None:
+        self._by_mesh: dict[Mesh, ProgramTable] = {}
         self._programs: dict[tuple, Callable[..., Any]] = {}
         self._warm = False
         self._later: frozenset[tuple] = frozenset()
         self.recompilations = 0
         self.compile_seconds = 0.0
         self.cache_hits = 0
+
+    def of(self, mesh: Mesh) -> ProgramTable:
+        """Return the table of all engines on these devices; others have one of their own."""
+        return self._by_mesh.setdefault(mesh, ProgramTable())
 
     def end_warm_up(self, later: Collection[tuple] = ()) -> None:
         """Count new programs as recompilations from here on.
@@ -314,6 +327,7 @@ class ProgramTable:
         default_sharding: NamedSharding,
         out: Any,
         next_call: Callable[[], NextCall] | None = None,
+        compiler_options: CompilerOptions | None = None,
     ) -> Any:
         """Run ``function(*args)`` through the program named ``key``, compiling it if it is new.
 
@@ -325,11 +339,17 @@ class ProgramTable:
             out: shardings of the result (a prefix of its tree).
             next_call: returns the program likely to be needed next, which is compiled alongside a
                 new one, as a compiler uses one core.
+            compiler_options: of this program alone.
         """
         if key not in self._programs:
             begin = time.perf_counter()
             compile_for = functools.partial(
-                _compile, function, donate, default_sharding=default_sharding, out=out
+                _compile,
+                function,
+                donate,
+                default_sharding=default_sharding,
+                out=out,
+                compiler_options=compiler_options,
             )
             following = next_call() if next_call is not None else None
             if following is not None and following[0] not in self._programs:
@@ -364,6 +384,7 @@ def _compile(
     *args: Any,
     default_sharding: NamedSharding,
     out: Any,
+    compiler_options: CompilerOptions | None,
 ) -> tuple[Callable[..., Any], bool]:
     """Return the program, and whether this process or JAX's compilation cache had it."""
     key: tuple | None = None
@@ -373,7 +394,9 @@ def _compile(
             (x.shape, x.dtype, _sharding_or(x, default_sharding)) for x in jax.tree.leaves(args)
         )
         shardings, tree = jax.tree.flatten(out)
-        key = (identity, donate, arguments, jax.tree.structure(args), tuple(shardings), tree)
+        options = tuple(sorted((compiler_options or {}).items()))
+        structure = jax.tree.structure(args)
+        key = (identity, donate, arguments, structure, tuple(shardings), tree, options)
         program = _shared.get(key)
         if program is not None:
             return program, True
@@ -382,7 +405,7 @@ def _compile(
         lowered = traced(
             function, donate, *args, default_sharding=default_sharding, out=out
         ).lower()
-        program = lowered.compile()
+        program = lowered.compile(compiler_options)
     if key is not None:
         if len(_shared) >= MAX_SHARED_PROGRAMS:
             _shared.clear()

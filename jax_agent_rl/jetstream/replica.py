@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.sharding import engine_shardings, split_mesh
+from jax_agent_rl.jetstream.sharding import split_mesh
 from jax_agent_rl.jetstream.weights import JointParams, WeightLoader, to_host
 from jax_agent_rl.models.config import Params
 
@@ -104,11 +104,13 @@ class ReplicaGroup:
     def part_of(self, params: EngineParams, replica: Replica) -> EngineParams:
         """Return an engine's shards of arrays on all devices."""
 
-        def select(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        def select(x: jax.Array) -> jax.Array:
+            assert isinstance(x.sharding, NamedSharding)
+            sharding = NamedSharding(replica.mesh, x.sharding.spec)
             shards = [s.data for s in x.addressable_shards if s.device in sharding.device_set]
             return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
-        return jax.tree.map(select, params, engine_shardings(params, replica.mesh))
+        return jax.tree.map(select, params)
 
     def _join(self, *parts: jax.Array) -> jax.Array:
         """Return one array of the engines' shards."""

@@ -61,6 +61,9 @@ _ENGINE_AXES = {  # of arrays in another layout than the learner's, see forward.
     "expert_up": ("layers", "experts", "embed", "mlp"),
     "expert_down": ("layers", "experts", "mlp", "embed"),
 }
+_SHARED = frozenset({"heads", "mlp"})
+"""Axes that matrices have as inputs, and that the devices of an engine share."""
+_MOST_ROW_DEVICES = 8
 
 
 def make_engine_mesh(
@@ -152,8 +155,12 @@ def learner_shardings(model: DecoderConfig, mesh: Mesh) -> Params:
     return shardings
 
 
-def engine_shardings(params: EngineParams, mesh: Mesh) -> EngineParams:
-    """Return a sharding for every array of an engine's parameters, or of their shapes."""
+def engine_shardings(params: EngineParams, mesh: Mesh, *, by_rows: bool = False) -> EngineParams:
+    """Return a sharding for every array of an engine's parameters, or of their shapes.
+
+    Args:
+        by_rows: split no matrix along its inputs, see :func:`row_spec`.
+    """
 
     def sharding_of(path: tuple, x: jax.Array) -> NamedSharding:
         names = [str(getattr(key, "name", getattr(key, "key", None))) for key in path]
@@ -166,13 +173,58 @@ def engine_shardings(params: EngineParams, mesh: Mesh) -> EngineParams:
             name = names[-2]
         elif name == "head":
             name = "lm_head"
-        axes = _ENGINE_AXES.get(name) or PARAMETERS[name].axes
-        spec = PartitionSpec(*(ENGINE_RULES[axis] for axis in axes if axis != "layers"))
+        spec = row_spec(name) if by_rows else _spec(_engine_axes(name))
         if is_quantized:
             spec = split_weight(x, spec)
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(sharding_of, params)
+
+
+def _engine_axes(name: str) -> tuple[str, ...]:
+    """Return the logical axes of an array of one layer, or of the whole model."""
+    axes = _ENGINE_AXES.get(name) or PARAMETERS[name].axes
+    return tuple(axis for axis in axes if axis != "layers")
+
+
+def _spec(axes: Sequence[str]) -> PartitionSpec:
+    return PartitionSpec(*(ENGINE_RULES[axis] for axis in axes))
+
+
+def row_spec(name: str) -> PartitionSpec:
+    """Return how devices share an array if they share no matrix along its inputs.
+
+    Where they would, they share its outputs instead.
+    """
+    axes = _engine_axes(name)
+    is_matrix = name in PARAMETERS and PARAMETERS[name].is_matrix
+    if is_matrix and axes[-1] in _SHARED:
+        *stacks, _, inputs = axes
+        return PartitionSpec(*(ENGINE_RULES[axis] for axis in stacks), ENGINE_RULES[inputs], None)
+    return _spec(axes)
+
+
+def shared_axis(name: str) -> int | None:
+    """Return the axis of an array that :func:`row_spec` splits; None if devices hold all of it."""
+    for axis, mesh_axes in enumerate(row_spec(name)):
+        if mesh_axes in (DEVICES, ENGINE_RULES["mlp"]):
+            return axis
+    return None
+
+
+def row_devices(model: DecoderConfig) -> int:
+    """Return the most devices that can share a model's matrices by blocks of their outputs.
+
+    Others may that are a divisor of it. It is the number of blocks, so that products have the same
+    shapes on all these meshes: few for large products, and whole heads for each device.
+    """
+    heads = model.num_kv_heads
+    if model.global_attention is not None:
+        heads = math.gcd(heads, model.global_attention.num_kv_heads)
+    if model.delta_net is not None:
+        heads = math.gcd(heads, model.delta_net.key_heads)
+    divisors = [count for count in range(1, _MOST_ROW_DEVICES + 1) if heads % count == 0]
+    return divisors[-1]
 
 
 def cache_sharding(model: DecoderConfig, mesh: Mesh) -> Any:

@@ -268,6 +268,7 @@ class WeightLoader:
         dtype: type of the engine's weights.
         quantize: 8-bit type of its layers' matrices, see ``jetstream.forward.engine_params``.
         call: runs a program, as ``ProgramTable.call``.
+        by_rows: see :func:`~jax_agent_rl.jetstream.sharding.engine_shardings`.
     """
 
     def __init__(
@@ -279,6 +280,7 @@ class WeightLoader:
         dtype: jnp.dtype,
         quantize: jnp.dtype | None,
         call: Callable[..., Any],
+        by_rows: bool = False,
     ) -> None:
         self._model = model
         self._config = config
@@ -287,6 +289,7 @@ class WeightLoader:
         self._quantize = quantize
         self._call = call
         self._devices: Devices = tuple(mesh.devices.flat)
+        self._shardings = functools.partial(engine_shardings, by_rows=by_rows)
         self._shapes: dict[tuple, Any] = {}  # of programs' results
 
     def __call__(
@@ -373,7 +376,7 @@ class WeightLoader:
             (0,),
             *(old, *arguments),
             default_sharding=replicated(self._mesh),
-            out=engine_shardings(shapes, self._mesh),
+            out=self._shardings(shapes, self._mesh),
         )
 
     def _arrange_on(self, stage: Mesh, program: _Arrangement, old: Any, arguments: tuple) -> Any:
@@ -385,13 +388,13 @@ class WeightLoader:
             (),
             *arguments,
             default_sharding=replicated(stage),
-            out=engine_shardings(shapes, stage),
+            out=self._shardings(shapes, stage),
         )
         # A failure on the learner's devices leaves these old weights intact.
         jax.block_until_ready(staged)
         for x in jax.tree.leaves(old):
             x.delete()
-        return jax.tree.map(transfer, staged, engine_shardings(shapes, self._mesh))
+        return jax.tree.map(transfer, staged, self._shardings(shapes, self._mesh))
 
     def _allocate(self, params: Params) -> EngineParams:
         """Return memory for the first weights, or for those of an engine that slept."""
@@ -409,7 +412,7 @@ class WeightLoader:
             zeros,
             (),
             default_sharding=replicated(self._mesh),
-            out=engine_shardings(shapes, self._mesh),
+            out=self._shardings(shapes, self._mesh),
         )
 
     def _on_devices(self, x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:

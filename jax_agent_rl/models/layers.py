@@ -31,6 +31,7 @@ from jax_agent_rl.models.config import (
 )
 from jax_agent_rl.models.lora import LoRA, restore
 from jax_agent_rl.models.parameters import PARAMETERS, VISION_PARAMETERS, Kind
+from jax_agent_rl.models.row_blocks import RowBlocks
 from jax_agent_rl.models.sharding import by_platform
 from jax_agent_rl.models.vision_context import ImageInputs
 
@@ -491,5 +492,7 @@ def product(weight: Any, x: jax.Array) -> jax.Array:
     """
     if isinstance(weight, jax.Array):
         return jnp.einsum("...od,db->...ob", weight, x)
+    if isinstance(weight, RowBlocks):
+        return weight.product(x)
     out = jnp.einsum("...od,db->...ob", weight.numbers.astype(x.dtype), x)
     return out * weight.scale.astype(x.dtype)

@@ -462,4 +462,4 @@ def _precision_advice(config: Config) -> str:
     correction = ""
     if config.algorithm.rollout_correction.rollout_is == "none":
         correction = "algorithm.rollout_correction.rollout_is=token, "
-    return f"{precision}{correction}or, with jetstream on one device, rollout.deterministic=true"
+    return f"{precision}{correction}or, with jetstream, rollout.deterministic=true"

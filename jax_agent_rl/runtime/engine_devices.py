@@ -210,8 +210,8 @@ def resolve_engine_mesh(
         return with_engine_mesh(config, mesh)
     if devices is None:
         devices = jax.local_devices()
-    has_one_program = rollout.deterministic or rollout.jetstream.engine_factory is not None
-    if has_one_program or devices[0].platform == "cpu":
+    is_external = rollout.jetstream.engine_factory is not None
+    if is_external or devices[0].platform == "cpu":
         return with_engine_mesh(config, mesh)
 
     engine_devices = devices[rollout.jetstream.device_offset :]
@@ -225,7 +225,10 @@ def resolve_engine_mesh(
     if mesh.tensor is None:
         axis = "expert" if model.experts is not None and mesh.expert is None else "tensor"
         sizes = [mesh.model_copy(update={axis: size}) for size in range(1, max_size + 1)]
-        candidates = [size for size in sizes if _divides(size, model, engine_devices)]
+        candidates = []
+        for size in sizes:
+            if _divides(size, model, engine_devices, deterministic=rollout.deterministic):
+                candidates.append(size)
         if not candidates:
             candidates = sizes[:1]
 
@@ -247,12 +250,22 @@ def with_engine_mesh(config: Config, mesh: EngineMeshConfig) -> Config:
     return config.model_copy(update={"rollout": rollout})
 
 
-def _divides(mesh: EngineMeshConfig, model: DecoderConfig, devices: Sequence[Device]) -> bool:
+def _divides(
+    mesh: EngineMeshConfig,
+    model: DecoderConfig,
+    devices: Sequence[Device],
+    *,
+    deterministic: bool,
+) -> bool:
     """Return whether one engine of this mesh can shard the model."""
+    from jax_agent_rl.jetstream.deterministic import check_model
     from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 
     try:
-        engine_config(model, make_engine_mesh(mesh.model_copy(update={"data": 1}), devices=devices))
+        made = make_engine_mesh(mesh.model_copy(update={"data": 1}), devices=devices)
+        engine_config(model, made)
+        if deterministic:
+            check_model(model, made)
     except ConfigError:
         return False
     return True
@@ -384,6 +397,8 @@ def check_turns(config: Config, learner: Mesh, engines: Mesh) -> None:
 
     mode = config.trainer.mode
     learner_devices = set(learner.devices.flat)
+    if config.rollout.deterministic:
+        learner_devices |= set(engines.devices.flat)  # it scores on them
     shared = max(len(learner_devices & set(mesh.devices.flat)) for mesh in split_mesh(engines))
     if mode == "sync" or config.rollout.placement != "colocated" or shared < 2:
         return

@@ -258,14 +258,21 @@ def one_program(
     None without ``rollout.deterministic``.
 
     Raises:
-        ConfigError: the model is not supported.
+        ConfigError: the model is not supported, or not by the engine's mesh; or there are several
+            processes, each of which would need all weights and contexts.
     """
     if not config.rollout.deterministic:
         return None
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"rollout.deterministic computes in one process, but there are {jax.process_count()};"
+            " start one, or set rollout.deterministic=false"
+        )
 
     from jax_agent_rl.jetstream.deterministic_scorer import DeterministicScorer
     from jax_agent_rl.jetstream.programs import ProgramTable
 
+    config = resolve_engine_mesh(config, model)
     program_table = ProgramTable()
     scorer = DeterministicScorer(
         model,
@@ -273,6 +280,7 @@ def one_program(
         dtype=config.rollout.jetstream.dtype,
         program_table=program_table,
         temperature=config.rollout.temperature,
+        mesh=engine_mesh(config),
     )
     return program_table, scorer
 

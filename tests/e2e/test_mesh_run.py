@@ -89,3 +89,54 @@ def test_an_engine_on_each_of_the_learners_devices(tmp_path: Path, mode: str):
     fresh = [step for step in steps if not step.get("staleness_max")]
     assert fresh
     assert max(step["logprob_gap_max"] for step in fresh) < 1e-3
+
+
+def test_a_deterministic_run_on_a_mesh_has_no_gap_and_its_steps_can_be_repeated(tmp_path: Path):
+    recipe = tiny_recipe(
+        tmp_path,
+        trainer={"steps": 2, "checkpoint_every": 1},
+        learner={"pack_length": 64, "learning_rate": 1e-3, "mesh": {"fsdp": 2, "tensor": 2}},
+        rollout={
+            "prompts_per_step": 2,
+            "group_size": 4,
+            "max_in_flight": 8,
+            "max_model_len": 64,
+            "deterministic": True,
+            "jetstream": {
+                "mesh": {"data": 2, "tensor": 2},
+                "max_concurrent_decodes": 4,
+                "prefill_buckets": [32],
+                "decode_steps": 4,
+            },
+        },
+    )
+    train(recipe, devices=4)
+    run = tmp_path / "run"
+    steps = step_records(run)
+    assert [step["compared_gap_max"] for step in steps] == [0.0, 0.0]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["recompilations_after_warmup"] == 0
+    assert all(step["trained_tokens"] and step["grad_norm"] for step in steps)
+
+    assert replay(run) == ("equal", "equal")
+    on_one_device = ("learner.mesh.fsdp=1", "learner.mesh.tensor=1")
+    engine_on_one_device = ("rollout.jetstream.mesh.data=1", "rollout.jetstream.mesh.tensor=1")
+    # Gradients are summed in another order there, log-probs are not.
+    assert replay(run, *on_one_device, *engine_on_one_device) == ("rounding", "equal")
+
+
+def replay(run: Path, *settings: str) -> tuple[str, str]:
+    """Return the verdicts on step 2, and on its old log-probs alone."""
+    command = [*python(), "-m", "jax_agent_rl.cli", "replay", str(run), "--step", "2", "--json"]
+    result = subprocess.run(
+        [*command, *settings],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=environment_with(4),
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    summary = json.loads(result.stdout)
+    log_probs = next(x for x in summary["comparisons"] if "log-prob" in x["what"])
+    all_equal = log_probs["compared"] == log_probs["equal"] > 0
+    return summary["verdict"], "equal" if all_equal else "different"

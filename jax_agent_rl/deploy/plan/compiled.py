@@ -42,7 +42,7 @@ from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.observe.progress import duration
 
 Phase = Literal["learner", "weights", "rollout"]
-TokenKind = Literal["prompts", "sampled", "trained"]
+TokenKind = Literal["prompts", "sampled", "trained", "fed"]
 
 
 @dataclass(frozen=True, kw_only=True)

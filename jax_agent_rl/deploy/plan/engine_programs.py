@@ -28,7 +28,7 @@ from jax_agent_rl.jetstream.decode_batch import (
 from jax_agent_rl.jetstream.engine import Extension, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import MOVED_TOGETHER, KVCache, LayerKV
-from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
+from jax_agent_rl.jetstream.programs import CompilerOptions, NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.weights import JointParams, LayerSource, staging_mesh
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layer_kinds import LayerKind
@@ -63,6 +63,7 @@ class RecordingTable(ProgramTable):
         default_sharding: NamedSharding,
         out: Any,
         next_call: Callable[[], NextCall] | None = None,
+        compiler_options: CompilerOptions | None = None,
     ) -> Any:
         """Record a program; see :meth:`ProgramTable.call`, but ``next_call`` is never called."""
         if key not in self.recorded:
@@ -117,7 +118,8 @@ def add_engine(
         **precision,
         mesh=compiled_for,
         program_table=table,
-        takes_images=model.vision is not None,
+        takes_images=model.vision is not None and not config.rollout.deterministic,
+        deterministic=config.rollout.deterministic,
     )
     params = published.params
     if published.by_layer:
@@ -137,7 +139,8 @@ def add_engine(
         start=max(0, shapes.cache_length - chunk_size),
         ids=np.zeros(chunk_size, np.int32),
     )
-    engine.extend(weights, cache, [chunk] * PREFILL_ROWS)
+    if not config.rollout.deterministic:  # else the same program feeds prompts
+        engine.extend(weights, cache, [chunk] * PREFILL_ROWS)
     engine.copy_page(cache, 0, 0)
     if engine.context.has_states:
         engine.copy_state(cache, 0, 0)
@@ -161,7 +164,7 @@ def add_engine(
         ):
             if program.phase == "weights":
                 program = replace(program, calls=table.calls[key])
-            if program.token_kind == "sampled":
+            if program.token_kind in ("sampled", "fed"):
                 program = replace(program, tokens=max(1, round(program.tokens * share)))
             if model_work is not None:
                 flops, size = model_work
@@ -237,6 +240,15 @@ def _engine_programs(
                 loops=steps,
                 tokens=width * steps,
                 token_kind="sampled",
+            )
+        case ("deterministic", _, width, span):
+            yield rollout(
+                name=f"feed {width} slots of {span}",
+                holds=_BOTH,
+                donates=_CACHE,
+                loops=steps,
+                tokens=width * steps,
+                token_kind="fed",
             )
         case ("verify", *_):  # how often drafts are verified is found while a run samples
             donates = _CACHE if len(key) == 3 else frozenset()
@@ -359,7 +371,7 @@ class EngineWork(NamedTuple):
         if self.model.vision is not None:
             return None
         match key:
-            case (str(kind), _, width, span) if kind.startswith("decode"):
+            case (str(kind), _, width, span) if kind.startswith(("decode", "deterministic")):
                 flops = pass_flops(self.model, width, visible=span, over_latents=True)
                 return flops, self._weight_bytes(width) + self._kv_bytes(width, span)
             case ("chunks", _, rows, count, span):

@@ -64,6 +64,7 @@ def add_learner(
         temperature=config.rollout.temperature,
         mesh=mesh,
         rate=learning_rate(learner, steps),
+        scored=config.rollout.deterministic,
     )
     scores_old = not (programs.objective.on_policy or programs.objective.bypass)
     rows = learner.micro_batch_size * row_shards(mesh)
@@ -78,7 +79,7 @@ def add_learner(
 
     compares = algorithm.kl.where != "none" and config.distill is None
     scorings = 0
-    if scores_old:
+    if scores_old and not config.rollout.deterministic:  # else the engine's program scores
         scorings += 1
     if compares:
         if algorithm.kl.keeps_reference:

@@ -79,7 +79,7 @@ class StepTime:
         sampled: tokens sampled.
         trained: tokens in packed rows; a group's common prompt counts once with
             ``learner.share_prefixes``.
-        rollout: seconds of sampling.
+        rollout: seconds of sampling; with ``rollout.deterministic``, of scoring as well.
         learner: seconds of the learner's programs.
         weights: seconds of the publication of weights.
         overlapped: rollout and learner work at the same time, on chips of their own.
@@ -204,11 +204,8 @@ def check(config: Config) -> DecoderConfig:
     """Return the model of a configuration that can be planned.
 
     Raises:
-        ConfigError: it cannot be planned.
         ModelError: the model's ``config.json`` is missing or of another family.
     """
-    if config.rollout.deterministic:
-        raise ConfigError("plan: rollout.deterministic is for runs on one device; set it to false")
     try:
         return load_config(config.model.path)
     except ModelError as error:
@@ -434,10 +431,13 @@ def sum_step(
     prompt = config.agent.max_prompt_length
     response = config.agent.max_response_length
     prompt_copies = 1 if config.learner.share_prefixes else members
+    # With rollout.deterministic: prompts, answers, then the whole contexts for their old log-probs.
+    fed = groups * (prompt + members * response) + groups * members * (prompt + response)
     tokens: dict[TokenKind, int] = {
         "prompts": groups * prompt,
         "sampled": groups * members * response,
         "trained": groups * (prompt_copies * prompt + members * response),
+        "fed": fed,
     }
 
     phases: dict[Phase, float] = {"learner": 0.0, "weights": 0.0, "rollout": 0.0}

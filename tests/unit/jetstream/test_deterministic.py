@@ -189,9 +189,10 @@ def test_a_mixture_of_experts_is_refused():
     "settings_",
     [
         {"rollout": {"backend": "vllm"}},
-        {"learner": {"mesh": {"data": 2}}},
-        {"rollout": {"jetstream": {"mesh": {"tensor": 2}}}},
-        {"rollout": {"jetstream": {"device_offset": 1}}},
+        {"learner": {"mesh": {"context": 2}}},
+        {"learner": {"mesh": {"expert": 2}}},
+        {"rollout": {"jetstream": {"mesh": {"expert": 2}}}},
+        {"rollout": {"jetstream": {"quantize": "int8"}}},
         {"algorithm": {"rollout_correction": {"bypass_mode": True}}},
     ],
     ids=str,

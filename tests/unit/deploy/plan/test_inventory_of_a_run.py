@@ -134,6 +134,16 @@ def test_an_engine_is_planned_with_the_programs_it_compiles(tmp_path):
     assert described_programs[1][2] == ["no weights", "weights", "weights", "empty", "decode"]
 
 
+def test_one_program_is_planned_for_prompts_answers_and_old_log_probs(tmp_path):
+    config = load(recipe(tmp_path, **ONE_DEVICE), ["rollout.deterministic=true"])
+    planned = inventory(config, TINY, place_devices(config, jax.devices()[:1]))
+    fed = [program for program in planned.programs if program.token_kind == "fed"]
+    assert [program.phase for program in fed] == ["rollout"]
+    kinds = {program.token_kind for program in planned.programs if program.phase == "rollout"}
+    assert kinds == {"fed", None}
+    assert "score" not in [program.name for program in planned.programs], "the engine scores"
+
+
 def test_arrays_that_stay_are_counted_on_every_chip_that_holds_them(tmp_path):
     config = load(recipe(tmp_path, **ONE_DEVICE))
     device = jax.devices()[0]
