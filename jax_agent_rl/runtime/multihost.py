@@ -77,8 +77,7 @@ COMMANDS = (
 
 
 PutWeights = Callable[[int, Params], None]
-"""Keeps a copy of a version's parameters for this process's engine; all processes call it together.
-"""
+"""Makes the weights of a version for this process's engine; all processes call it together."""
 
 
 def initialize(config: MultihostConfig) -> int:
@@ -230,13 +229,13 @@ class LeadingLearner:
             return jax.tree.map(lambda x: gathered(x).addressable_data(0), self._learner.params)
 
     def put_weights(self, version: int, put: PutWeights) -> None:
-        """Keep a copy of the parameters in every process, and wait for all.
+        """Make the weights of every process's engine, and wait for all.
 
         Args:
-            put: keeps it in this process.
+            put: makes them in this process.
         """
         with self._channel.command("weights", {"version": version, **self._source}):
-            # Together: no engine may ask for what its process is still copying.
+            # Together: no engine may ask for what its process is still making.
             with self._channel.together("weights"):
                 put(version, self._learner.params)
 
@@ -362,7 +361,7 @@ def follow(learner: Learner, put_weights: PutWeights | None) -> None:
     Ctrl-C and SIGTERM are left to process 0, which saves with the help of all, then stops them.
 
     Args:
-        put_weights: keeps weights for this process's engine; None without one.
+        put_weights: makes weights for this process's engine; None without one.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

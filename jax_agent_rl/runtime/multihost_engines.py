@@ -453,7 +453,7 @@ class HostEngine:
 
 @contextlib.contextmanager
 def host_engine(config: Config) -> Iterator[PutWeights | None]:
-    """Run the engine of a process other than 0; yield what keeps weights for it.
+    """Run the engine of a process other than 0; yield what makes weights for it.
 
     Yields None where engines are not on the learner's devices.
     """

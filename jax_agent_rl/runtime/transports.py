@@ -4,7 +4,7 @@ They differ in who holds the bytes, and in how an engine gets them::
 
     transport             holds the bytes                     an engine
     ArrayTransport        the learner                         copies the arrays
-    HostTransport         each process of the learner         takes the copy of its process
+    HostTransport         each process of the learner         takes those of its process
     FileTransport         a folder, in memory if it may be    opens paths, or gets an upload
     ShardTransport        a shared folder or bucket           reads the parts of its devices
     PullTransport         the learner's devices               pulls the parts onto its devices

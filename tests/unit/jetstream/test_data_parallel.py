@@ -183,7 +183,7 @@ async def main():
         WeightUpdate(version=1, kind="arrays", payload=wrong))))
     # One that fails in the middle of loading, on whichever engine loads for all.
     for engine in backend.engines:
-        scheduler(engine).engine._load.args[0]._arrange = None
+        scheduler(engine).engine._load.args[0]._layer_program = None
     print(await raised("fails", backend.update_weights(
         WeightUpdate(version=1, kind="arrays", payload=tiny_params(1, model)))))
     assert {engine.policy_version for engine in backend.engines} == {0}
