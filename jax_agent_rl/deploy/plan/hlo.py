@@ -394,7 +394,9 @@ def _exchange_of_devices(
     # The start of an asynchronous exchange gives operand and result (and numbers of its own);
     # others give one array, or several at once.
     sizes = [array.bytes for array in arrays(instruction.result)]
-    if instruction.kind.endswith("-start") and kind != "all-reduce":
+    if instruction.kind == "reduce-scatter-start":
+        result = sum(sizes) / (members + 1)  # operands are as many times as large
+    elif instruction.kind.endswith("-start") and kind != "all-reduce":
         result = max(sizes, default=0.0)
     else:
         result = sum(sizes)

@@ -86,6 +86,9 @@ def test_groups_are_axes_however_they_are_written(groups, axes):
          "source_target_pairs={{0,1},{1,0}}", "collective-permute", 128),
         ("(f32[8]{0}, f32[16]{0}) all-gather-start(%p), replica_groups={{0,1},{2,3}}",
          "all-gather", 32),
+        # Two operands and their results, which are what each of four chips keeps.
+        ("((f32[16]{0}, f32[8]{0}), (f32[4]{0}, f32[2]{0})) reduce-scatter-start(%p, %q), "
+         "replica_groups=[1,4]<=[4], dimensions={0}", "reduce-scatter", 3 * 24),
     ],
 )  # fmt: skip
 def test_bytes_are_those_a_chip_sends_around_a_ring(line, kind, sent):
