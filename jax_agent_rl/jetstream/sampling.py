@@ -20,7 +20,6 @@ two-level inverse CDF, so randomness costs O(B), not O(V·B).
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,8 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.jetstream.attention import DEVICES
 
-_BLOCK = 128  # ids per block of the two-level inverse CDF, at most
-_LEAST_BLOCK = 32
+_BLOCK = 128  # ids per block of the two-level inverse CDF
 
 
 class Truncation(NamedTuple):
@@ -218,15 +216,6 @@ def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
     return jax.vmap(one)(seed, position)
 
 
-def _block_size(vocab: int) -> int:
-    """Return the ids of a block.
-
-    It divides the vocabulary if it can: padding copies all weights, on TPUs twice.
-    """
-    divisor = math.gcd(vocab, _BLOCK)
-    return divisor if divisor >= _LEAST_BLOCK else _BLOCK
-
-
 def _inverse_cdf(
     shards: _Shards, weights: jax.Array, uniform: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -242,8 +231,7 @@ def _inverse_cdf(
         totals [B].
     """
     vocab, slots = weights.shape
-    size = _block_size(vocab)
-    blocks = jnp.pad(weights, ((0, -vocab % size), (0, 0))).reshape(-1, size, slots)
+    blocks = jnp.pad(weights, ((0, -vocab % _BLOCK), (0, 0))).reshape(-1, _BLOCK, slots)
     block_cdf = jnp.cumsum(shards.gather(blocks.sum(axis=1)), axis=0)  # [V / _BLOCK, B]
     total = block_cdf[-1]
     target = uniform * total
@@ -252,16 +240,16 @@ def _inverse_cdf(
     sum_before = jnp.where(
         block > 0, jnp.take_along_axis(block_cdf, jnp.maximum(block - 1, 0)[None], axis=0)[0], 0.0
     )
-    inside = shards.take(blocks, block)  # [size, B]
+    inside = shards.take(blocks, block)  # [_BLOCK, B]
     offset = jnp.sum(jnp.cumsum(inside, axis=0) <= target - sum_before, axis=0)
     # Rounding may push the target past the block's own sum; the last id with any weight is then the
     # answer.
-    last = size - 1 - jnp.argmax(inside[::-1] > 0, axis=0)
+    last = _BLOCK - 1 - jnp.argmax(inside[::-1] > 0, axis=0)
 
-    # Each shard's last block may be padded.
+    # Each shard's last block is padded.
     shard = block // len(blocks)
     local_block = block % len(blocks)
-    index = shard * vocab + local_block * size + jnp.minimum(offset, last)
+    index = shard * vocab + local_block * _BLOCK + jnp.minimum(offset, last)
     return index.astype(jnp.int32), total
 
 
