@@ -4,35 +4,39 @@ Tokens are sorted by expert, for one grouped product per matrix. On a mesh each 
 ``expert`` holds its own experts::
 
     shard's tokens ─► all-gather over ``expert`` ─► shard's experts ─► sum-scatter back
-                                                    (tokens of other experts sorted to the end)
+                                                    (choices of other experts sorted to the end)
 
 The choices may be given (router replay, ``types.routed_experts``): weights and gradients are
 then those of the layer's own scores over the given experts.
 
-No token is dropped and there is no capacity factor; a shard holds the tokens of its ``expert``
-neighbours for one layer, [N k X, D] for X shards, and computes only its own.
+No token is dropped. A shard has the tokens of its ``expert`` neighbours for one layer, [N X, D] for
+X shards, and on average 1 in X of their N k X choices. It computes its choices in passes of a fixed
+number of rows, :data:`PASS_SHARE` times the average: one pass, unless more fall on the shard.
 
-The grouped product is ``jax.lax.ragged_dot``, for which libtpu has a kernel, but whose gradient
-with respect to the weights becomes a masked product of all rows for every group. On TPUs that
-gradient is Megablox' kernel (``tgmm``), which reads each row once. XLA's CUDA compiler makes masked
-products of all three: GPUs have the kernels of ``models.grouped_kernel_cuda``.
+An engine's grouped product is ``jax.lax.ragged_dot``, for which libtpu has a kernel. That kernel
+reads matrices [E, in, out] alone, so that a learner's, which are read both ways, would be
+transposed once per pass; and its gradient with respect to the weights becomes a masked product of
+all rows for every group. On TPUs the learner has the kernel of ``models.grouped_kernel`` and
+Megablox' ``tgmm``, which reads each row once. XLA's CUDA compiler makes masked products of all
+three: GPUs have the kernels of ``models.grouped_kernel_cuda``.
 
 Shapes: N tokens, D hidden, E experts, F an expert's hidden size, k experts per token, X shards of
-the axis ``expert``.
+the axis ``expert``, C rows of a pass.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_agent_rl.models import grouped_kernel_cuda
+from jax_agent_rl.models import grouped_kernel, grouped_kernel_cuda
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.layers import rms_norm, split_weight
 from jax_agent_rl.models.parameters import PARAMETERS
@@ -257,7 +261,9 @@ def sharded_mixture_of_experts(
         weights = jax.lax.all_gather(weights, "expert", tiled=True)
         chosen = jax.lax.all_gather(chosen, "expert", tiled=True)
         chosen = _shard_indices(chosen, experts_per_shard)
-        mixed = weighted_outputs(layer, tokens, weights, chosen, activation)
+        mixed = outputs_in_passes(
+            layer, tokens, weights, chosen, activation, shards=mesh.shape["expert"]
+        )
         mixed = jax.lax.psum_scatter(mixed, "expert", tiled=True)
         return jax.lax.psum(mixed, "tensor").reshape(x.shape)
 
@@ -341,6 +347,98 @@ def transpose_matrices(weight: Any) -> Any:
     return jax.tree.map(lambda x: x.swapaxes(-1, -2), weight)
 
 
+class _ByExpert(NamedTuple):
+    """Choices of experts, sorted by expert; the ones of other shards are last.
+
+    Attributes:
+        order: int32 [N k], indices of the choices.
+        token: int32 [N k], their tokens; N for choices of other shards.
+        expert: int32 [N k], their experts.
+        ends: int32 [E], where each expert's choices end.
+    """
+
+    order: jax.Array
+    token: jax.Array
+    expert: jax.Array
+    ends: jax.Array
+
+    def rows(self, start: jax.Array, count: int) -> _Rows:
+        """Return some choices in their order."""
+        expert = jax.lax.dynamic_slice_in_dim(self.expert, start, count)
+        token = jax.lax.dynamic_slice_in_dim(self.token, start, count)
+        ends = jnp.clip(self.ends - start, 0, count)
+        return _Rows(token=token, expert=expert, sizes=jnp.diff(ends, prepend=0))
+
+
+class _Rows(NamedTuple):
+    """Rows of grouped products.
+
+    Rows past the last group of a grouped product are undefined, forward and backward: they have no
+    token.
+
+    Attributes:
+        token: int32 [C].
+        expert: int32 [C].
+        sizes: int32 [E], rows of each expert.
+    """
+
+    token: jax.Array
+    expert: jax.Array
+    sizes: jax.Array
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Return the rows [C, D] of tokens [N, D]; any where there is no token."""
+        return _gather(len(x), x, self.token)
+
+    def add(self, x: jax.Array, rows: jax.Array) -> jax.Array:
+        """Add rows [C, D] to those of their tokens [N, D]."""
+        return x.at[self.token].add(rows, mode="drop")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(count: int, x: jax.Array, token: jax.Array) -> jax.Array:
+    """Return rows [C, D] of x [N, D]; any for a token of N.
+
+    Zeros would be written in another pass over all rows. Their gradients are dropped, where JAX
+    would add them to the last token's.
+
+    Args:
+        count: N.
+    """
+    del count
+    return x.at[token].get(mode="clip")
+
+
+def _gather_forward(count: int, x: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _gather(count, x, token), token
+
+
+def _gather_backward(count: int, token: jax.Array, d_rows: jax.Array) -> tuple[jax.Array, None]:
+    zeros = jnp.zeros((count, *d_rows.shape[1:]), d_rows.dtype)
+    return zeros.at[token].add(d_rows, mode="drop"), None
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _sort_by_expert(chosen: jax.Array, count: int, padding: int = 0) -> _ByExpert:
+    """Sort choices [N, k] of ``count`` experts; an index past the last one is another shard's.
+
+    Args:
+        padding: choices without a token that are added at the end.
+    """
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    expert = chosen.reshape(-1)[order]
+    token = jnp.where(expert < count, order // chosen.shape[1], len(chosen))
+    sizes = jnp.bincount(chosen.reshape(-1), length=count)
+    return _ByExpert(
+        order=order,
+        token=jnp.pad(token, (0, padding), constant_values=len(chosen)),
+        expert=jnp.pad(expert, (0, padding), constant_values=count),
+        ends=jnp.cumsum(sizes, dtype=jnp.int32),
+    )
+
+
 def weighted_outputs(
     layer: Params,
     x: jax.Array,
@@ -354,32 +452,152 @@ def weighted_outputs(
 
     An index past the last expert adds nothing.
     """
-    order = jnp.argsort(chosen.reshape(-1), stable=True)  # [N k] choices, by expert
-    count = layer["expert_gate"].shape[0]
-    sizes = jnp.bincount(chosen.reshape(-1), length=count)
-    expert = chosen.reshape(-1)[order]
+    choices = _sort_by_expert(chosen, layer["expert_gate"].shape[0])
+    rows = choices.rows(jnp.int32(0), chosen.size)
+    weights = weights.reshape(-1)[choices.order]
+    outputs = _row_outputs(layer, rows.gather(x), weights, rows, activation, transposed=transposed)
+    return rows.add(jnp.zeros_like(x), outputs)
 
-    # Rows past the last group of a grouped product are undefined, forward and backward: they have
-    # no token, weight and bias, and so no gradient.
-    has_expert = expert < count
-    token = jnp.where(has_expert, order // chosen.shape[1], len(x))
-    weights = jnp.where(has_expert, weights.reshape(-1)[order], 0)[:, None].astype(x.dtype)
 
-    def product(rows: jax.Array, name: str, bias_weights: jax.Array | int = 1) -> jax.Array:
-        out = grouped_product(rows, layer[name], sizes, expert, transposed=transposed)
-        bias = layer.get(f"{name}_bias")
-        if bias is None:
-            return out
-        return out + bias.at[expert].get(mode="fill", fill_value=0) * bias_weights
+def _row_outputs(
+    layer: Params,
+    x: jax.Array,
+    weights: jax.Array,
+    rows: _Rows,
+    activation: Activation,
+    *,
+    transposed: bool = False,
+) -> jax.Array:
+    """Return the weighted outputs [C, D] of each row's expert.
 
-    grouped = x.at[token].get(mode="fill", fill_value=0)
-    gate = product(grouped, "expert_gate")
-    up = product(grouped, "expert_up")
+    Args:
+        x: [C, D].
+        weights: float32 [C].
+    """
+    has_expert = rows.expert < len(rows.sizes)  # no other weight or bias has a gradient
+    weights = jnp.where(has_expert, weights, 0)[:, None].astype(x.dtype)
+
+    def products(x: jax.Array, *names: str, bias_weights: jax.Array | int = 1) -> list[jax.Array]:
+        matrices = [layer[name] for name in names]
+        outputs = grouped_products(x, matrices, rows.sizes, rows.expert, transposed=transposed)
+        for index, name in enumerate(names):
+            bias = layer.get(f"{name}_bias")
+            if bias is not None:
+                row_bias = bias.at[rows.expert].get(mode="fill", fill_value=0)
+                outputs[index] += row_bias * bias_weights
+        return outputs
+
+    gate, up = products(x, "expert_gate", "expert_up")
     hidden = activation(gate, up)
-    zeros = jnp.zeros_like(x)
     # Weighted before the last product, where rows are shortest.
-    outputs = product(hidden * weights, "expert_down", weights)
-    return zeros.at[token].add(outputs, mode="drop")
+    (outputs,) = products(hidden * weights, "expert_down", bias_weights=weights)
+    return outputs
+
+
+PASS_SHARE = 1.25
+"""Rows of a pass, in multiples of a shard's average."""
+
+
+def outputs_in_passes(
+    layer: Params,
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+    activation: Activation,
+    *,
+    shards: int,
+) -> jax.Array:
+    """Return the :func:`weighted_outputs` of the experts of one of so many shards."""
+    if shards == 1:
+        return weighted_outputs(layer, x, weights, chosen, activation)
+    count = math.ceil(chosen.size / shards * PASS_SHARE)
+    count = min(count + -count % TILE_ROWS, chosen.size)
+    matrices = {name: weight for name, weight in layer.items() if name.startswith("expert_")}
+    return _outputs_in_passes(activation, count, matrices, x, weights, chosen)
+
+
+# Its length depends on the choices: a loop that JAX cannot differentiate.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _outputs_in_passes(
+    activation: Activation,
+    count: int,
+    layer: Params,
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+) -> jax.Array:
+    """Return :func:`weighted_outputs`.
+
+    Args:
+        count: C.
+    """
+    choices, sorted_weights, passes = _plan_passes(layer, weights, chosen, count)
+
+    def add_pass(number: jax.Array, outputs: jax.Array) -> jax.Array:
+        start = number * count
+        rows = choices.rows(start, count)
+        row_weights = jax.lax.dynamic_slice_in_dim(sorted_weights, start, count)
+        return rows.add(outputs, _row_outputs(layer, rows.gather(x), row_weights, rows, activation))
+
+    return jax.lax.fori_loop(0, passes, add_pass, jnp.zeros_like(x))
+
+
+def _plan_passes(
+    layer: Params, weights: jax.Array, chosen: jax.Array, count: int
+) -> tuple[_ByExpert, jax.Array, jax.Array]:
+    """Return the sorted choices and their weights, padded to whole passes, and how many to take."""
+    padding = -chosen.size % count
+    choices = _sort_by_expert(chosen, layer["expert_gate"].shape[0], padding)
+    sorted_weights = jnp.pad(weights.reshape(-1)[choices.order], (0, padding))
+    passes = (choices.ends[-1] + count - 1) // count
+    return choices, sorted_weights, passes
+
+
+def _passes_forward(
+    activation: Activation,
+    count: int,
+    layer: Params,
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+) -> tuple[Any, Any]:
+    outputs = _outputs_in_passes(activation, count, layer, x, weights, chosen)
+    return outputs, (layer, x, weights, chosen)
+
+
+def _passes_backward(
+    activation: Activation, count: int, saved: Any, d_outputs: jax.Array
+) -> tuple[Params, jax.Array, jax.Array, None]:
+    layer, x, weights, chosen = saved
+    choices, sorted_weights, passes = _plan_passes(layer, weights, chosen, count)
+
+    def add_pass(number: jax.Array, gradients: Any) -> Any:
+        start = number * count
+        rows = choices.rows(start, count)
+        row_weights = jax.lax.dynamic_slice_in_dim(sorted_weights, start, count)
+
+        def outputs(layer: Params, x: jax.Array, weights: jax.Array) -> jax.Array:
+            return _row_outputs(layer, x, weights, rows, activation)
+
+        _, pull = jax.vjp(outputs, layer, rows.gather(x), row_weights)
+        pass_d_layer, d_rows, d_row_weights = pull(rows.gather(d_outputs))
+
+        d_layer, d_x, d_weights = gradients
+        d_layer = jax.tree.map(jnp.add, d_layer, pass_d_layer)
+        d_x = rows.add(d_x, d_rows)
+        d_weights = jax.lax.dynamic_update_slice_in_dim(d_weights, d_row_weights, start, axis=0)
+        return d_layer, d_x, d_weights
+
+    zeros = jax.tree.map(jnp.zeros_like, (layer, x, sorted_weights))
+    d_layer, d_x, d_sorted_weights = jax.lax.fori_loop(0, passes, add_pass, zeros)
+    d_weights = jnp.zeros(weights.size, weights.dtype)
+    d_weights = d_weights.at[choices.order].set(
+        d_sorted_weights[: weights.size], unique_indices=True
+    )
+    return d_layer, d_x, d_weights.reshape(weights.shape), None
+
+
+_outputs_in_passes.defvjp(_passes_forward, _passes_backward)
 
 
 TILE_ROWS = 512
@@ -393,64 +611,161 @@ def grouped_product(
 ) -> jax.Array:
     """Multiply each row of x [N, in] with the matrix of its group -> [N, out].
 
+    Arguments as for :func:`grouped_products`.
+    """
+    (out,) = grouped_products(x, [weight], sizes, group, transposed=transposed)
+    return out
+
+
+def grouped_products(
+    x: jax.Array,
+    weights: Sequence[Any],
+    sizes: jax.Array,
+    group: jax.Array,
+    *,
+    transposed: bool = False,
+) -> list[jax.Array]:
+    """Multiply each row of x [N, in] with several matrices of its group -> [N, out] of each.
+
     Args:
         x: rows ordered by group.
-        weight: matrices [E, out, in], quantized (``models.layers``) or not.
+        weights: matrices [E, out, in], quantized (``models.layers``) or not.
         sizes: int32 [E], rows of each group.
         group: int32 [N], group of each row; rows past the last group are undefined, forward and
             backward.
         transposed: matrices are [E, in, out], which libtpu's kernel reads as they are: an engine
             keeps them so.
     """
-    if isinstance(weight, jax.Array) and not transposed:
-        return ragged_product(x, weight, sizes)
+    is_quantized = not isinstance(weights[0], jax.Array)
+    if not transposed and not is_quantized:
+        return list(ragged_products(x, tuple(weights), sizes))
 
-    if not transposed:
-        weight = transpose_matrices(weight)
-    if isinstance(weight, jax.Array):
-        return _product(x, weight, sizes, transposed=True)
-    out = _product(x, weight.numbers.astype(x.dtype), sizes, transposed=True)
-    return out * weight.scale[:, 0].at[group].get(mode="clip").astype(x.dtype)
+    products = []
+    for weight in weights:
+        if not transposed:
+            weight = transpose_matrices(weight)
+        if is_quantized:
+            out = _product(x, weight.numbers.astype(x.dtype), sizes)
+            out *= weight.scale[:, 0].at[group].get(mode="clip").astype(x.dtype)
+        else:
+            out = _product(x, weight, sizes)
+        products.append(out)
+    return products
 
 
 @jax.custom_vjp
-def ragged_product(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiply as :func:`grouped_product` does, with matrices that are trained."""
-    return _product(x, weight, sizes, transposed=False)
+def ragged_products(
+    x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Multiply as :func:`grouped_products` does, with matrices that are trained."""
+    products = []
+    for weight in weights:
+        products.append(_sum_of_products((x,), (weight,), sizes, transposed=False))
+    return tuple(products)
 
 
-def _forward(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
-    return ragged_product(x, weight, sizes), (x, weight, sizes)
+def _forward(
+    x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array
+) -> tuple[tuple[jax.Array, ...], Any]:
+    return ragged_products(x, weights, sizes), (x, weights, sizes)
 
 
-def _backward(saved: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, weight, sizes = saved
-    d_weight = by_platform(
-        d_out,
-        x,
+def _backward(
+    saved: Any, d_products: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[jax.Array, ...], None]:
+    x, weights, sizes = saved
+    d_weights = []
+    for weight, d_product in zip(weights, d_products, strict=True):
+        cuda_outer = None
+        if grouped_kernel_cuda.supports_outer(d_product, x):
+            cuda_outer = grouped_kernel_cuda.outer
+        d_weight = by_platform(
+            d_product, x, sizes, tpu=_outer_kernel, cuda=cuda_outer, default=ragged_outer
+        )
+        d_weights.append(d_weight.astype(weight.dtype))
+    d_x = _sum_of_products(d_products, weights, sizes, transposed=True)
+    return d_x, tuple(d_weights), None
+
+
+ragged_products.defvjp(_forward, _backward)
+
+
+def _sum_of_products(
+    xs: tuple[jax.Array, ...],
+    weights: tuple[jax.Array, ...],
+    sizes: jax.Array,
+    *,
+    transposed: bool,
+) -> jax.Array:
+    """Multiply rows [N, in] of each x with the matrices of their groups, and add -> [N, out].
+
+    Args:
+        weights: matrices [E, out, in] for each x, or, if ``transposed``, [E, in, out].
+    """
+    kernel = None
+    if all(map(grouped_kernel_cuda.supports, xs, weights)):
+        kernel = functools.partial(_cuda_products, transposed=transposed)
+    return by_platform(
+        xs,
+        weights,
         sizes,
-        tpu=_outer_kernel,
-        cuda=grouped_kernel_cuda.outer if grouped_kernel_cuda.supports_outer(d_out, x) else None,
-        default=ragged_outer,
+        tpu=functools.partial(_tpu_products, transposed=transposed),
+        cuda=kernel,
+        default=functools.partial(_ragged_dots, transposed=transposed),
     )
-    d_x = _product(d_out, weight, sizes, transposed=True)
-    return d_x, d_weight.astype(weight.dtype), None
 
 
-ragged_product.defvjp(_forward, _backward)
+def _ragged_dots(
+    xs: tuple[jax.Array, ...],
+    weights: tuple[jax.Array, ...],
+    sizes: jax.Array,
+    *,
+    transposed: bool,
+) -> jax.Array:
+    products = []
+    for x, weight in zip(xs, weights, strict=True):
+        products.append(ragged_dot(x, weight, sizes, transposed=transposed))
+    return functools.reduce(jnp.add, products)
 
 
-def _product(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """Multiply as :func:`grouped_product` does."""
+def _cuda_products(
+    xs: tuple[jax.Array, ...],
+    weights: tuple[jax.Array, ...],
+    sizes: jax.Array,
+    *,
+    transposed: bool,
+    interpret: bool = False,
+) -> jax.Array:
+    products = []
+    for x, weight in zip(xs, weights, strict=True):
+        product = grouped_kernel_cuda.product(
+            x, weight, sizes, transposed=transposed, interpret=interpret
+        )
+        products.append(product)
+    return functools.reduce(jnp.add, products)
+
+
+def _tpu_products(
+    xs: tuple[jax.Array, ...],
+    weights: tuple[jax.Array, ...],
+    sizes: jax.Array,
+    *,
+    transposed: bool,
+) -> jax.Array:
+    padded = tuple(_pad_to_tiles(x) for x in xs)
+    products = grouped_kernel.sum_of_products(
+        padded, weights, sizes, tile_rows=TILE_ROWS, transposed=transposed
+    )
+    return products[: len(xs[0])]
+
+
+def _product(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Multiply rows [N, in] with the matrices [E, in, out] of their groups: not trained ones."""
     kernel = None
     if grouped_kernel_cuda.supports(x, weight):
-        kernel = functools.partial(grouped_kernel_cuda.product, transposed=transposed)
+        kernel = functools.partial(grouped_kernel_cuda.product, transposed=True)
     return by_platform(
-        x,
-        weight,
-        sizes,
-        cuda=kernel,
-        default=functools.partial(ragged_dot, transposed=transposed),
+        x, weight, sizes, cuda=kernel, default=functools.partial(ragged_dot, transposed=True)
     )
 
 

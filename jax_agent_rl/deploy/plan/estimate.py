@@ -27,6 +27,9 @@ EXPERT_NUMBER_BYTES = 2
 """Bytes of an expert's number in the learner's micro-batches."""
 PASSES = {"none": 3, "dots": 3, "full": 4}
 """Forward passes whose operations a gradient has, by what the backward pass recomputes."""
+EXPERT_EXCHANGES = 5
+"""Times that a gradient sends hidden states over ``expert``: to a mixture and back, for its
+recomputation, and their gradients."""
 FLOAT32 = 2
 """Numbers of a compute dtype of two bytes that are as large as one in float32."""
 
@@ -253,12 +256,15 @@ def _train_seconds(config: Config, model: DecoderConfig, chip: Chip) -> float:
     exchanged = 0.0  # of a token, in a forward pass
     for kind in model.layer_kinds:
         exchanged += _mixer_numbers(model, kind.mixer, mesh.context).exchanged
+    expert_tokens = EXPERT_EXCHANGES * len(model.expert_layers) * tokens * model.hidden_size
+    expert_tokens *= mesh.expert - 1
     copies = mesh.data * mesh.context  # of each gradient
     weights = parameters / (mesh.tensor * mesh.expert) * (2 * width + MASTER) * (1 - 1 / mesh.fsdp)
     activations = 4 * layers * tokens * model.hidden_size * width * 2 * (1 - 1 / mesh.tensor)
     mixing = 3 * tokens * exchanged * width
     gradients = 2 * MASTER * parameters / (mesh.tensor * mesh.expert * mesh.fsdp) * (1 - 1 / copies)
-    link_seconds = (weights + activations + mixing + gradients) / (RING * chip.link_bandwidth)
+    exchanges = weights + activations + mixing + expert_tokens * width + gradients
+    link_seconds = exchanges / (RING * chip.link_bandwidth)
     return calls * max(product_seconds, link_seconds)
 
 

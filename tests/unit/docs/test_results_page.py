@@ -64,6 +64,7 @@ def test_every_benchmark_exists_and_is_run_or_takes_too_long_or_needs_choices(ru
         "gallery",
         "precision",  # its table is in docs/agreement.md
         "tpu_delta_rule",
+        "tpu_experts",
         "tpu_plans",
         "tpu_programs",
     }

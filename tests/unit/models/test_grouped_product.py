@@ -7,24 +7,26 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_agent_rl.models import moe
-from jax_agent_rl.models.moe import grouped_product
+from jax_agent_rl.models.moe import grouped_products
 
 SIZES = [5, 0, 700, 3, 0, 92]  # groups without rows, one that fills a tile, several in one
 
 
 def expected(
-    x: np.ndarray, weight: np.ndarray, d_out: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the output and the gradients with respect to x and weight."""
-    out = np.zeros_like(d_out)
+    x: np.ndarray, weights: list[np.ndarray], d_outs: list[np.ndarray]
+) -> tuple[list[np.ndarray], np.ndarray, list[np.ndarray]]:
+    """Return the outputs and the gradients with respect to x and weights."""
+    outs = [np.zeros_like(d_out) for d_out in d_outs]
     d_x = np.zeros_like(x)
-    d_weight = np.zeros_like(weight)
+    d_weights = [np.zeros_like(weight) for weight in weights]
     ends = np.cumsum(SIZES)
     for i, (begin, end) in enumerate(zip(ends - SIZES, ends, strict=True)):
-        out[begin:end] = x[begin:end] @ weight[i].T
-        d_x[begin:end] = d_out[begin:end] @ weight[i]
-        d_weight[i] = d_out[begin:end].T @ x[begin:end]
-    return out, d_x, d_weight
+        for number, weight in enumerate(weights):
+            d_out = d_outs[number][begin:end]
+            outs[number][begin:end] = x[begin:end] @ weight[i].T
+            d_x[begin:end] += d_out @ weight[i]
+            d_weights[number][i] = d_out.T @ x[begin:end]
+    return outs, d_x, d_weights
 
 
 def run_tpu_kernels(*args, default, tpu=None, cuda=None):
@@ -38,13 +40,14 @@ def run_cuda_kernels(*args, default, tpu=None, cuda=None):
     return cuda(*args, interpret=True)
 
 
+@pytest.mark.parametrize("matrices", [1, 2])
 @pytest.mark.parametrize(
     ("platform", "columns"),
     [("cpu", None), ("tpu", 1024), ("tpu", 32), ("cuda", None)],
     ids=["xla", "kernel, one tile", "kernel, tiles and a part", "kernels of GPUs"],
 )
-def test_output_and_gradients_are_those_of_a_loop_over_groups(
-    monkeypatch: pytest.MonkeyPatch, platform: str, columns: int | None
+def test_outputs_and_gradients_are_those_of_a_loop_over_groups(
+    monkeypatch: pytest.MonkeyPatch, platform: str, columns: int | None, matrices: int
 ):
     if platform == "tpu":
         monkeypatch.setattr(moe, "by_platform", run_tpu_kernels)
@@ -55,19 +58,25 @@ def test_output_and_gradients_are_those_of_a_loop_over_groups(
     count = sum(SIZES) + 100  # the last are in no group
     draw = np.random.default_rng(0).standard_normal
     x = draw((count, 48))
-    weight = draw((len(SIZES), 80, 48))
-    d_out = draw((count, 80))
+    weights = [draw((len(SIZES), 80, 48)) for _ in range(matrices)]
+    d_outs = [draw((count, 80)) for _ in range(matrices)]
     sizes = jnp.asarray(SIZES, jnp.int32)
     group = jnp.repeat(jnp.arange(len(SIZES)), jnp.asarray(SIZES))
 
     @jax.jit
-    def run(x, weight, d_out):
-        out, back = jax.vjp(lambda x, weight: grouped_product(x, weight, sizes, group), x, weight)
-        return out, *back(d_out)
+    def run(x, weights, d_outs):
+        def products(x, weights):
+            return grouped_products(x, weights, sizes, group)
 
+        outs, back = jax.vjp(products, x, weights)
+        return outs, *back(d_outs)
+
+    given = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), (x, weights, d_outs))
     with pltpu.force_tpu_interpret_mode(True):
-        actual = run(*(jnp.asarray(value, jnp.float32) for value in (x, weight, d_out)))
-    for mine, wanted in zip(actual, expected(x, weight, d_out), strict=True):
+        actual = run(*given)
+    for mine, wanted in zip(
+        jax.tree.leaves(actual), jax.tree.leaves(expected(x, weights, d_outs)), strict=True
+    ):
         np.testing.assert_allclose(
             mine[:rows] if len(mine) == count else mine, wanted[:rows], rtol=1e-4, atol=1e-4
         )
@@ -100,7 +109,10 @@ unwritten.defvjp(lambda *args: (unwritten(*args), args), _backward)
 def test_what_a_product_leaves_in_rows_of_other_shards_reaches_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(moe, "ragged_product", unwritten)
+    def unwritten_products(x, weights, sizes):
+        return tuple(unwritten(x, weight, sizes) for weight in weights)
+
+    monkeypatch.setattr(moe, "ragged_products", unwritten_products)
     count = 4
     tokens = 12
     draw = np.random.default_rng(0).standard_normal
@@ -145,4 +157,47 @@ def test_what_a_product_leaves_in_rows_of_other_shards_reaches_nothing(
     wanted = jax.value_and_grad(one_by_one, argnums=(0, 1, 2))(layer, x, weights)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), actual, wanted
+    )
+
+
+@pytest.mark.parametrize("on_this_shard", [0.0, 0.2, 1.0], ids=["none", "a pass", "several"])
+def test_passes_add_up_to_one_pass_over_all_choices(
+    monkeypatch: pytest.MonkeyPatch, on_this_shard: float
+):
+    monkeypatch.setattr(moe, "TILE_ROWS", 8)
+    count = 4
+    tokens = 40
+    draw = np.random.default_rng(0)
+    shapes = {
+        "expert_gate": (count, 6, 8),
+        "expert_up": (count, 6, 8),
+        "expert_down": (count, 8, 6),
+        "expert_down_bias": (count, 8),
+    }
+    layer = {}
+    for name, shape in shapes.items():
+        layer[name] = jnp.asarray(draw.standard_normal(shape), jnp.float32)
+    x = jnp.asarray(draw.standard_normal((tokens, 8)), jnp.float32)
+    weights = jnp.asarray(draw.standard_normal((tokens, 2)), jnp.float32)
+    is_here = draw.random((tokens, 2)) < on_this_shard
+    chosen = jnp.asarray(np.where(is_here, draw.integers(0, count, (tokens, 2)), count))
+
+    def activation(gate, up):
+        return jax.nn.silu(gate) * up
+
+    def in_passes(layer, x, weights):
+        outputs = moe.outputs_in_passes(layer, x, weights, chosen, activation, shards=4)
+        return jnp.sum(outputs**2), outputs
+
+    def at_once(layer, x, weights):
+        outputs = moe.weighted_outputs(layer, x, weights, chosen, activation)
+        return jnp.sum(outputs**2), outputs
+
+    results = []
+    for compute in (in_passes, at_once):
+        gradient = jax.jit(jax.value_and_grad(compute, argnums=(0, 1, 2), has_aux=True))
+        results.append(gradient(layer, x, weights))
+    jax.tree.map(
+        lambda mine, wanted: np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-5),
+        *results,
     )
