@@ -383,6 +383,24 @@ def engine_shapes(config: Config) -> EngineShapes:
     )
 
 
+def check_one_process(config: Config, processes: int) -> None:
+    """Refuse ``rollout.deterministic`` in several processes.
+
+    Each would need all weights and contexts.
+
+    Args:
+        processes: of the learner.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if config.rollout.deterministic and processes > 1:
+        raise ConfigError(
+            f"rollout.deterministic computes in one process, but there are {processes};"
+            " start one, or set rollout.deterministic=false"
+        )
+
+
 def check_turns(config: Config, learner: Mesh, engines: Mesh) -> None:
     """Refuse a concurrent engine and learner on several common devices, which would deadlock.
 

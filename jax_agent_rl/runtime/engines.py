@@ -38,6 +38,7 @@ from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.protocol import BackendSpec, RolloutBackend, WeightUpdate
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.runtime.engine_devices import (
+    check_one_process,
     engine_mesh,
     engine_precision,
     engine_shapes,
@@ -259,15 +260,11 @@ def one_program(
 
     Raises:
         ConfigError: the model is not supported, or not by the engine's mesh; or there are several
-            processes, each of which would need all weights and contexts.
+            processes, see :func:`check_one_process`.
     """
     if not config.rollout.deterministic:
         return None
-    if jax.process_count() > 1:
-        raise ConfigError(
-            f"rollout.deterministic computes in one process, but there are {jax.process_count()};"
-            " start one, or set rollout.deterministic=false"
-        )
+    check_one_process(config, jax.process_count())
 
     from jax_agent_rl.jetstream.deterministic_scorer import DeterministicScorer
     from jax_agent_rl.jetstream.programs import ProgramTable

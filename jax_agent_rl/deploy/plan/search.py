@@ -48,6 +48,7 @@ class Candidate:
 
     Attributes:
         changes: overrides of the configuration that was searched from.
+        hosts: number of hosts whose engines share the run's trajectories.
         plan: the plan, once it is compiled.
         problem: why the compiler failed; None if it did not, or was not asked.
     """
@@ -55,6 +56,7 @@ class Candidate:
     changes: tuple[str, ...]
     config: Config
     estimate: PlanEstimate
+    hosts: int = 1
     plan: PlanResult | None = None
     problem: str | None = None
 
@@ -69,13 +71,16 @@ class Candidate:
             return False
         learner = self.config.learner
         other_learner = other.config.learner
-        slots = engine_shapes(self.config).max_concurrent_decodes
-        other_slots = engine_shapes(other.config).max_concurrent_decodes
         return (
             learner.micro_batch_size >= other_learner.micro_batch_size
             and REMAT.index(learner.remat) <= REMAT.index(other_learner.remat)
-            and slots >= other_slots
+            and self._slots >= other._slots
         )
+
+    @property
+    def _slots(self) -> int:
+        """Contexts that one engine decodes at a time."""
+        return engine_shapes(of_one_host(self.config, self.hosts)).max_concurrent_decodes
 
     def as_json(self) -> dict[str, Any]:
         """Return the result of compiling, for JSON."""
@@ -106,25 +111,26 @@ def candidates(
     """
     layouts: list[Candidate] = []
     config = configured(())
+    hosts = sampling_hosts(config, slice)
     capacity = slice.chip.hbm_bytes
     refused = _Refusals(capacity)
     for learner_mesh in learner_meshes(config, model, slice):
         for engine_mesh in engine_meshes(config, model, slice):
             meshes = {**learner_mesh, **engine_mesh}
-            meshes_only = configured(as_overrides(meshes))
-            # Engines of a large model fill a host's chips whatever the learner does: this needs
-            # no devices, and is decided first.
-            bound = estimate(meshes_only, model, slice.chip, engines=1)
-            if max(bound.learner_bytes, bound.weight_bytes) > capacity:
-                refused.add(meshes_only, bound)
-                continue
             try:
+                meshes_only = configured(as_overrides(meshes))
+                # Engines of a large model fill a host's chips whatever the learner does: this needs
+                # no devices, and is decided first.
+                bound = estimate(meshes_only, model, slice.chip, engines=1, hosts=hosts)
+                if max(bound.learner_bytes, bound.weight_bytes) > capacity:
+                    refused.add(meshes_only, bound)
+                    continue
                 placement = check_layout(meshes_only, model, slice)
             except ConfigError as error:
                 refused.add_error(error)
                 continue
 
-            for sizes in batch_sizes(of_one_host(config, sampling_hosts(config, slice))):
+            for sizes in batch_sizes(of_one_host(config, hosts)):
                 choice = {**meshes, **sizes}
                 changed = choose_engine_mesh(configured(as_overrides(choice)), model, slice)
                 estimated = estimate(
@@ -132,13 +138,15 @@ def candidates(
                     model,
                     slice.chip,
                     engines=max(1, placement.engine_count),
-                    hosts=sampling_hosts(changed, slice),
+                    hosts=hosts,
                 )
                 if estimated.least_bytes > capacity:
                     refused.add(changed, estimated)
                     continue
                 changes = as_overrides(choice, changing=config)
-                layouts.append(Candidate(changes=changes, config=changed, estimate=estimated))
+                layouts.append(
+                    Candidate(changes=changes, config=changed, estimate=estimated, hosts=hosts)
+                )
 
     if not layouts:
         raise ConfigError(f"no mesh for {slice.name}: {'; '.join(refused.reasons())}")

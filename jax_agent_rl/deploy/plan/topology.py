@@ -22,6 +22,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.launch.tpu.gcloud import SHAPES
 from jax_agent_rl.deploy.plan.gpu import GPUS_PER_HOST, GpuTarget, describe_gpus
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.jetstream.deterministic import check_model
 from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.sharding import (
@@ -32,6 +33,7 @@ from jax_agent_rl.models.sharding import (
     parameter_shardings,
 )
 from jax_agent_rl.runtime.engine_devices import (
+    check_one_process,
     check_turns,
     engine_shapes,
     of_one_host,
@@ -436,7 +438,8 @@ def place_devices(config: Config, devices: Sequence[Device]) -> DevicePlacement:
     Axes that are left open are chosen first, see :func:`choose_engine_mesh`.
 
     Raises:
-        ConfigError: a mesh does not fit the devices, or two do not go together.
+        ConfigError: a mesh does not fit the devices, two do not go together, or several hosts
+            cannot do this run.
     """
     rollout = config.rollout
     engine = rollout.jetstream
@@ -450,6 +453,7 @@ def place_devices(config: Config, devices: Sequence[Device]) -> DevicePlacement:
     hosts: dict[int, list[Device]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
+    check_one_process(config, len(hosts))
     if rollout.placement == "colocated":
         sampling_hosts = list(hosts.values())
     else:
@@ -520,7 +524,10 @@ def check_layout(config: Config, model: DecoderConfig, slice: Slice) -> DevicePl
     placement = place_devices(choose_engine_mesh(config, model, slice), slice.devices)
     parameter_shardings(placement.learner, model.parameter_shapes())
     if placement.engines:
-        engine_config(model, placement.engines[0])  # the other meshes are like it
+        mesh = placement.engines[0]  # the other meshes are like it
+        engine_config(model, mesh)
+        if config.rollout.deterministic:
+            check_model(model, mesh)
     return placement
 
 

@@ -122,7 +122,10 @@ def test_what_should_not_fit_is_tried_last(search_layouts):
 def test_every_host_samples(search_layouts):
     one_host = seconds_by_changes(search_layouts("v5e:2x4", hosts=1))
     two_hosts = seconds_by_changes(search_layouts("v5e:2x4", hosts=2))
-    assert all(two_hosts[layout] < one_host[layout] for layout in two_hosts)
+    # Each of two hosts has half of the trajectories, so that other numbers of slots are searched.
+    common = one_host.keys() & two_hosts.keys()
+    assert common
+    assert all(two_hosts[layout] < one_host[layout] for layout in common)
 
 
 def seconds_by_changes(layouts: Sequence[Candidate]) -> dict[tuple[str, ...], float]:
@@ -142,9 +145,9 @@ def test_what_cannot_fit_is_not_compiled_and_if_nothing_fits_it_is_said(search_l
 @pytest.fixture
 def large_model(tmp_path):
     """Searches layouts of a well-known model."""
+    tree = read_tree(recipe(tmp_path / "large"))
 
     def run(name, topology, *overrides, hosts):
-        tree = read_tree(recipe(tmp_path / "large"))
         slice = described(topology, hosts=hosts)
         with architecture_folder(name) as folder:
             settings = [f"model.path={folder}", "rollout.jetstream.dtype=bfloat16", *overrides]
@@ -193,9 +196,51 @@ def test_a_learner_stays_while_engines_sample_although_they_sleep_while_it_learn
     assert sleeping.rollout_bytes == pytest.approx(state + sleeping.engine_bytes)
     assert without_sleep.rollout_bytes == sleeping.rollout_bytes
 
+    # Weights are taken layer by layer, without a copy of them all; each host's engine keeps half of
+    # the contexts.
     on_two_hosts = estimate(config, model, chip, engines=1, hosts=2)
-    copied = on_two_hosts.rollout_bytes - sleeping.rollout_bytes
-    assert copied == pytest.approx(sleeping.weight_bytes)
+    assert on_two_hosts.rollout_bytes == pytest.approx(state + on_two_hosts.engine_bytes)
+    assert on_two_hosts.weight_bytes == sleeping.weight_bytes
+    assert sleeping.weight_bytes < on_two_hosts.engine_bytes < sleeping.engine_bytes
+
+
+def test_meshes_that_the_configuration_refuses_are_left_out(search_layouts):
+    layouts = search_layouts("v5e:2x2", "rollout.deterministic=true")
+    meshes = {layout.config.learner.mesh for layout in layouts}
+    assert {(mesh.context, mesh.expert) for mesh in meshes} == {(1, 1)}
+    # An engine of four chips would share two key/value heads.
+    assert {layout.config.rollout.jetstream.mesh.tensor for layout in layouts} == {1, 2}
+
+
+def test_one_program_for_engine_and_learner_needs_one_host(search_layouts):
+    with raises(
+        ConfigError, key="rollout.deterministic", value="2", fix="rollout.deterministic=false"
+    ):
+        search_layouts("v5e:2x4", "rollout.deterministic=true", hosts=2)
+
+
+def test_an_engine_that_no_host_holds_is_refused_with_its_hosts_contexts(large_model):
+    """Of one context or 16, each of 16 hosts has one."""
+    messages = set()
+    for in_flight in (1, 16):
+        with pytest.raises(ConfigError) as refusal:
+            overrides = f"rollout.max_in_flight={in_flight}"
+            large_model("llama-3.3-70b", "v5p:2x2x4", overrides, hosts=16)
+        messages.add(str(refusal.value))
+    assert len(messages) == 1
+
+
+def test_layouts_are_compared_by_the_slots_that_a_host_has(tmp_path):
+    """Where each of two hosts has four contexts, no engine has more than four slots."""
+    tree = read_tree(recipe(tmp_path / "compared"))
+
+    def layout(slots: int, hosts: int) -> Candidate:
+        config = build(tree, [f"rollout.jetstream.max_concurrent_decodes={slots}"])
+        nothing = PlanEstimate(resident_bytes=0, gradient_bytes=0, seconds=0)
+        return Candidate(changes=(), config=config, estimate=nothing, hosts=hosts)
+
+    assert not layout(4, hosts=1).is_at_least(layout(8, hosts=1))
+    assert layout(4, hosts=2).is_at_least(layout(8, hosts=2))
 
 
 def test_engines_of_a_mixture_take_up_to_all_chips_of_a_host(tmp_path):

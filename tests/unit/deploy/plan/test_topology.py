@@ -131,3 +131,16 @@ def test_an_engine_of_a_process_of_its_own_has_the_chips_of_one_host(tmp_path):
     assert placed(*meshes, hosts=2) == 1
     with raises(ConfigError, key="rollout.jetstream.mesh", value="2 hosts"):
         placed(*meshes, hosts=4)
+
+
+def test_a_run_that_several_hosts_would_refuse_is_refused_before_it_is_compiled(tmp_path):
+    config = load(
+        recipe(tmp_path),
+        ["learner.mesh.fsdp=8", "learner.mesh.tensor=1", "rollout.deterministic=true"],
+    )
+    one_host = described("v5e:2x4", hosts=1)
+    assert place_devices(config, one_host.devices).engine_count == 1
+    with raises(
+        ConfigError, key="one process", value="there are 2", fix="rollout.deterministic=false"
+    ):
+        place_devices(config, described("v5e:2x4", hosts=2).devices)
