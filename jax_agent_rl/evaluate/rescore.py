@@ -170,7 +170,9 @@ def recorded_prompts(data: RunData) -> Iterator[RecordedPrompt]:
             number=number,
             split=split,
             step=step,
-            trajectories=[restore_trajectory(record) for record in members],
+            trajectories=[
+                restore_trajectory(record, attachments=data.attachments) for record in members
+            ],
         )
 
 

@@ -5,19 +5,23 @@
     run/trajectories.jsonl     {"image": ["5f1c…"], "video": [["90ab…", "77d2…"]]}
     run/attachments/5f1c….png  the image; trajectories that show it share the file
 
-An image is stored as PNG, which loses nothing, a video as its frames.
+An image is stored as PNG, which loses nothing, a video as its frames. A name is the fingerprint of
+the pixels, so that an image that is there already is not encoded again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.files import make_folder, read_regular_file, replacing
-from jax_agent_rl.utils.fingerprints import PREFIX, digest
-from jax_agent_rl.utils.media import as_frames, png_bytes, read_images
+from jax_agent_rl.utils.fingerprints import PREFIX, fingerprint
+from jax_agent_rl.utils.media import as_frames, as_image, png_bytes, read_images
 
 MAX_BYTES = 64_000_000
 """Limit of a file: more than an image of ``utils.media.MAX_PIXELS`` takes."""
@@ -27,7 +31,7 @@ References = dict[str, list[Any]]
 
 
 class Attachments:
-    """The images and videos of a run's trajectories.
+    """The images and videos of a run's trajectories; threads may share it.
 
     Args:
         folder: where they are; it is made when there is something to put into it.
@@ -35,6 +39,7 @@ class Attachments:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._lock = threading.Lock()  # of the files that are written
 
     def add(self, media: Mapping[str, Sequence[Any]]) -> References:
         """Store images and videos that are not there yet, and return what names them.
@@ -74,22 +79,23 @@ class Attachments:
         return media
 
     def _add_image(self, item: Any) -> str:
-        content = png_bytes(item)
-        name = digest(content).removeprefix(PREFIX)
+        image = as_image(item)
+        name = _name(image)
         file = self._file(name)
-        if not file.exists():
-            make_folder(self._folder)
-            with replacing(file) as stream:
-                stream.write(content)
+        with self._lock:
+            if not file.exists():
+                make_folder(self._folder)
+                with replacing(file) as stream:
+                    stream.write(png_bytes(image))
         return name
 
     def _read_image(self, name: str) -> Any:
         file = self._file(name)
         try:
-            content = read_regular_file(file, MAX_BYTES)
-            if digest(content) != PREFIX + name:
-                raise ValueError("its content is not what it is named by")
-            return read_images([content])[0]
+            (image,) = read_images([read_regular_file(file, MAX_BYTES)])
+            if _name(image) != name:
+                raise ValueError("its pixels are not what it is named by")
+            return image
         except (OSError, ValueError) as error:
             raise DataError(f"{file} cannot be read: {error}") from error
 
@@ -102,3 +108,8 @@ class Attachments:
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{name}.png"
+
+
+def _name(image: Any) -> str:
+    """Return what names an upright RGB image: the fingerprint of its pixels."""
+    return fingerprint(np.asarray(image)).removeprefix(PREFIX)

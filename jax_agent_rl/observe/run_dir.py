@@ -113,13 +113,7 @@ class RunDir:
             trajectories: all trajectories of that step and split.
             token_values: ``UpdateResult.tokens``.
         """
-        chosen = sample(
-            trajectories,
-            self.keep_trajectories,
-            reward=lambda trajectory: trajectory.reward,
-            group=lambda trajectory: trajectory.group_id,
-            seed=step,
-        )
+        chosen = self._chosen(step, trajectories)
 
         def records() -> Iterator[Record]:  # one in memory at a time
             for trajectory in chosen:
@@ -133,6 +127,25 @@ class RunDir:
                 )
 
         self.append(self.trajectories, records())
+
+    def store_media(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Store the images and videos of what :meth:`add_trajectories` will write.
+
+        It may run in another thread: encoding many images takes seconds.
+        """
+        for trajectory in self._chosen(step, trajectories):
+            for media in _shown_media(trajectory):
+                self.attachments.add(media)
+
+    def _chosen(self, step: int, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """Return the trajectories of a step that are written."""
+        return sample(
+            trajectories,
+            self.keep_trajectories,
+            reward=lambda trajectory: trajectory.reward,
+            group=lambda trajectory: trajectory.group_id,
+            seed=step,
+        )
 
     def resume_after(self, step: int) -> None:
         """Continue after a step: new records take the place of those after it.
@@ -370,6 +383,18 @@ def _media_record(
     if attachments is not None:
         return attachments.add(media)
     return {kind: len(items) for kind, items in media.items()}
+
+
+def shows_media(trajectory: Trajectory) -> bool:
+    """Return whether a trajectory shows images or videos."""
+    return any(any(media.values()) for media in _shown_media(trajectory))
+
+
+def _shown_media(trajectory: Trajectory) -> Iterator[Mapping[str, Sequence[Any]]]:
+    for sequence in (*trajectory.segments, trajectory):
+        yield sequence.multi_modal
+    for call in trajectory.tool_calls:
+        yield call.media
 
 
 def has_media(record: Mapping[str, Any], *, counted: bool = False) -> bool:

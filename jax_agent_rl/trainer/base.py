@@ -195,6 +195,8 @@ class Trainer:
         )
         try:
             yield step
+            if step.result is not None and step.batch is not None:
+                await self.reporter.store_media(step.number, step.batch.groups)
         except BaseException:
             await self.stop_rollouts()
             raise

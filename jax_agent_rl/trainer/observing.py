@@ -14,6 +14,7 @@ the end of ``train``.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
@@ -31,7 +32,7 @@ from jax_agent_rl.learner.losses.aggregation import depends_on_lengths, describe
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.packing import trained_lengths
 from jax_agent_rl.observe.progress import Progress, duration, role_rewards
-from jax_agent_rl.observe.run_dir import RunDir
+from jax_agent_rl.observe.run_dir import RunDir, shows_media
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, open_sinks, serve_trainer
 from jax_agent_rl.observe.warnings import rules
 from jax_agent_rl.observe.watch import RunWarning, Watch
@@ -247,6 +248,12 @@ class RunReporter:
     clock: Callable[[], float]
     observers: Sequence[Observer] = ()
     _aggregation_described: bool = False
+
+    async def store_media(self, step: int, groups: Sequence[Group]) -> None:
+        """Store the images and videos of a step, which its record will name."""
+        trajectories = recorded(groups)
+        if any(map(shows_media, trajectories)):
+            await asyncio.to_thread(self.folder.store_media, step, trajectories)
 
     def write_step(
         self,

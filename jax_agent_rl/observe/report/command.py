@@ -21,6 +21,7 @@ from typing import Any
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.checks import is_number
 from jax_agent_rl.errors import ConfigError, DataError, ModelError
+from jax_agent_rl.observe.attachments import Attachments
 from jax_agent_rl.observe.report.charts import charts, newest_traces, timeline, zero_metrics
 from jax_agent_rl.observe.report.trajectories import (
     COLUMNS,
@@ -58,6 +59,7 @@ class RunData:
             :mod:`jax_agent_rl.observe.sinks.traces`.
         summary: ``summary.json`` of a finished run.
         notes: messages about missing or unreadable parts, other than trajectories.
+        attachments: images and videos of the trajectories; None: there are none.
         make_decoder: makes the decoder of the trajectories' ids from the configuration, and adds
             notes; None: the one of the model at ``model.path``.
     """
@@ -69,6 +71,7 @@ class RunData:
     traces: list[Mapping[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    attachments: Attachments | None = None
     make_decoder: Callable[[Mapping[str, Any], list[str]], Decode] | None = None
 
     def open_decoder(self, notes: list[str]) -> Decode:
@@ -100,6 +103,7 @@ def read_run(run: Path) -> RunData:
         traces=newest_traces(traces),
         summary=_read_object(run_dir.summary, notes) if run_dir.summary.exists() else {},
         notes=notes,
+        attachments=run_dir.attachments,
     )
     # Lines were counted while they were read, above.
     notes += metrics.notes

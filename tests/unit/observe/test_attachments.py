@@ -13,11 +13,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from jax_agent_rl.errors import DataError
+from jax_agent_rl.evaluate.rescore import recorded_prompts
 from jax_agent_rl.observe.attachments import Attachments
-from jax_agent_rl.observe.run_dir import RunDir, read_trajectories, restore_trajectory
+from jax_agent_rl.observe.report.command import read_run
+from jax_agent_rl.observe.run_dir import (
+    RunDir,
+    read_trajectories,
+    restore_trajectory,
+    shows_media,
+)
 from jax_agent_rl.observe.schema import is_trajectory_record
 from jax_agent_rl.types import Turn
-from tests.trajectories import trajectory
+from tests.trajectories import call, trajectory
 
 
 def pixels(seed: int, *, frames: int = 0) -> np.ndarray:
@@ -80,6 +87,33 @@ def test_a_run_folder_holds_what_prompts_turns_and_tools_show(tmp_path: Path):
     assert np.array_equal(restored.prompt_media["video"][0], pixels(2, frames=3))
     assert np.array_equal(restored.turns[0].appended_media["image"][0], pixels(1))
     assert not restore_trajectory(record).prompt_media, "who shows text needs no files"
+
+
+def test_what_was_stored_ahead_is_all_that_a_record_names(tmp_path: Path):
+    told = trajectory([1], [5, 2, 6], mask=[1, 1, 0], calls=[[call()]])
+    (turn,) = told.turns
+    (answer,) = turn.tool_calls
+    answered = replace(answer, media={"image": (pixels(1),)})
+    shown = replace(turn, tool_calls=(answered,), appended_media=answered.media)
+    recorded = replace(told, turns=(shown,), prompt_media={"image": (pixels(2),)})
+    assert shows_media(recorded) and not shows_media(told)
+    folder = RunDir(tmp_path)
+    folder.store_media(1, [recorded])
+    files = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "attachments").iterdir()}
+    assert len(files) == 2
+
+    folder.add_trajectories(1, "train", [recorded])
+    again = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "attachments").iterdir()}
+    assert again == files
+
+
+def test_rewards_are_computed_again_with_the_images(tmp_path: Path):
+    told = trajectory([1], [5, 2, 6], mask=[1, 1, 0])
+    folder = RunDir(tmp_path)
+    folder.add_trajectories(1, "train", [replace(told, prompt_media={"image": (pixels(3),)})])
+    (prompt,) = recorded_prompts(read_run(tmp_path))
+    (restored,) = prompt.trajectories
+    assert np.array_equal(restored.prompt_media["image"][0], pixels(3))
 
 
 @pytest.mark.parametrize(
