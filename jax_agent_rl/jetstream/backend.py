@@ -350,7 +350,8 @@ class JetStreamBackend:
         """Stop serving, and return the weights, in whose memory those of ``version`` are made.
 
         For a caller in another thread, which has paused the engine and brings the new weights by
-        :meth:`update_weights`. A resume without them fails all requests.
+        :meth:`update_weights`. A resume without them fails all requests. Without a pause, requests
+        are aborted.
 
         Returns:
             None if there are no weights on devices.

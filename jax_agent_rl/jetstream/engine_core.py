@@ -27,6 +27,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum, auto
 from typing import Any, TypeVar
 
 import jax
@@ -42,9 +44,15 @@ from jax_agent_rl.errors import (
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Progress, Scheduler
-from jax_agent_rl.jetstream.weights import ServedWeights
+from jax_agent_rl.jetstream.weights import ServedWeights, free_arrays
 from jax_agent_rl.models.vision_context import MultimodalContext
-from jax_agent_rl.rollout.protocol import GenerateRequest, Health, TokenChunk, WeightUpdate
+from jax_agent_rl.rollout.protocol import (
+    TAKING_WEIGHTS,
+    GenerateRequest,
+    Health,
+    TokenChunk,
+    WeightUpdate,
+)
 from jax_agent_rl.types import PauseMode, TokenScores
 
 logger = logging.getLogger(__name__)
@@ -223,6 +231,16 @@ def _settle(future: asyncio.Future, result: Any, error: Exception | None) -> Non
         future.set_result(result)
 
 
+class _WeightState(Enum):
+    """Whether an engine has weights."""
+
+    SERVED = auto()
+    EXPECTED = auto()
+    """They were given up for new ones, for which requests wait."""
+    LOST = auto()
+    """Requests are refused until an update succeeds."""
+
+
 class EngineCore:
     """The state machine of the module docstring. Everything here runs in the thread.
 
@@ -248,15 +266,19 @@ class EngineCore:
         self._drains: list[asyncio.Future[None]] = []  # callers of pause(wait)
         self._paused = False
         self._asleep = False
-        self._weights_lost: str | None = None  # why there are no weights to serve
-        self._expects_weights = False  # they were given up for new ones, for which requests wait
+        self._weight_state = _WeightState.SERVED
+        self._why_no_weights = ""  # while they are not served
 
     def set_up(self) -> None:
         self.scheduler = self._make_scheduler()
 
+    @property
+    def _has_weights(self) -> bool:
+        return self._weight_state is _WeightState.SERVED
+
     def has_work(self) -> bool:
         """Whether a step would do something without a command."""
-        if self._asleep or self._weights_lost:
+        if self._asleep or not self._has_weights:
             return False
         if self._drains:
             return bool(self.scheduler.started)
@@ -279,8 +301,8 @@ class EngineCore:
         sink: ChunkSink,
     ) -> None:
         try:
-            if self._weights_lost and not self._expects_weights:
-                raise EngineDiedError(self._weights_lost)
+            if self._weight_state is _WeightState.LOST:
+                raise EngineDiedError(self._why_no_weights)
             run = self.scheduler.submit(request, multimodal, grammar)
             self._sinks[run] = sink
         except TrajectoryError as error:  # the request is at fault
@@ -296,10 +318,10 @@ class EngineCore:
         """Return what ``run`` scores with the served weights.
 
         Raises:
-            EngineDiedError: the weights are lost.
+            EngineDiedError: there are no weights.
         """
-        if self._weights_lost:
-            raise EngineDiedError(self._weights_lost)
+        if not self._has_weights:
+            raise EngineDiedError(self._why_no_weights)
         return run(self.scheduler)
 
     def abort(self, request_id: str) -> bool:
@@ -349,8 +371,8 @@ class EngineCore:
 
     def resume(self) -> None:
         self._paused = False
-        if self._weights_lost and self._expects_weights:  # the pause was for new ones
-            self._lose_weights(self._weights_lost)
+        if self._weight_state is _WeightState.EXPECTED:  # the pause was for new ones
+            self._lose_weights(self._why_no_weights)
         self._fail_drains("resume() came before the requests this pause(wait) waited for had ended")
 
     def _end_drains(self) -> None:
@@ -368,8 +390,8 @@ class EngineCore:
     # --- memory and weights -----------------------------------------------------------------------
 
     def sleep(self) -> None:
-        if self._weights_lost:
-            raise EngineDiedError(self._weights_lost)
+        if not self._has_weights:
+            raise EngineDiedError(self._why_no_weights)
         self._abort_started()
         if not self._asleep:
             self.scheduler.sleep()
@@ -383,18 +405,25 @@ class EngineCore:
     def give_up_weights(self, version: int) -> EngineParams | None:
         """Stop serving, and return the weights, in whose memory those of ``version`` are made.
 
-        Requests wait for the update with the new weights. If the pause ends without it, they fail.
+        In a pause, requests wait for the update with the new weights; if the pause ends without it,
+        they fail. Without a pause, nobody has promised an update: requests are aborted, so that the
+        client resumes them elsewhere, and later ones are refused.
 
         Returns:
             None if there are no weights on devices.
         """
-        if self._asleep or self._weights_lost:
+        if self._asleep or not self._has_weights:
             return None
-        self._expects_weights = True
-        self._weights_lost = (
+        self._why_no_weights = (
             f"the weights of version {self.version} have made room for those of version {version},"
             " which did not come; send a whole update"
         )
+        if self._paused:
+            self._weight_state = _WeightState.EXPECTED
+        else:
+            self._weight_state = _WeightState.LOST
+            for run in list(self._sinks):
+                self.abort(run.request.request_id)
         return self.scheduler.params
 
     def update_weights(self, update: WeightUpdate) -> None:
@@ -407,7 +436,7 @@ class EngineCore:
         begin = time.perf_counter()
         scheduler = self.scheduler
         try:
-            old_params = None if self._weights_lost else scheduler.params
+            old_params = scheduler.params if self._has_weights else None
             if update.partial and old_params is not None:  # of adapters alone
                 params = old_params
             else:
@@ -420,7 +449,7 @@ class EngineCore:
                 f"weights of version {update.version} could not be loaded ({type(error).__name__}:"
                 f" {error})"
             )
-            if not self._weights_lost and not _any_deleted(scheduler.params):
+            if self._has_weights and not _any_deleted(scheduler.params):
                 raise WeightUpdateError(
                     f"{problem}; version {self.version} is still served"
                 ) from error
@@ -433,18 +462,15 @@ class EngineCore:
 
         scheduler.set_weights(params, update.version)
         self.version = update.version
-        self._weights_lost = None
-        self._expects_weights = False
+        self._weight_state = _WeightState.SERVED
         scheduler.counters.weight_update_seconds += time.perf_counter() - begin
 
     def _lose_weights(self, why: str) -> None:
         """Stop serving until an update succeeds, free what is left, and fail all requests."""
         logger.error("the engine stops serving: %s", why)
-        self._weights_lost = why
-        self._expects_weights = False
-        for x in jax.tree.leaves(self.scheduler.params):
-            if isinstance(x, jax.Array):
-                x.delete()
+        self._weight_state = _WeightState.LOST
+        self._why_no_weights = why
+        free_arrays(self.scheduler.params)
         error = EngineDiedError(why)
         for run, sink in self._sinks.items():
             self.scheduler.abort(run.request.request_id)
@@ -452,9 +478,12 @@ class EngineCore:
         self._sinks.clear()
 
     def health(self) -> Health:
-        if self._weights_lost:
-            return Health(ok=False, detail=self._weights_lost, policy_version=self.version)
-        return self.scheduler.health()
+        if self._weight_state is _WeightState.LOST:
+            return Health(ok=False, detail=self._why_no_weights, policy_version=self.version)
+        health = self.scheduler.health()
+        if self._weight_state is _WeightState.EXPECTED:
+            return replace(health, detail=TAKING_WEIGHTS)
+        return health
 
 
 def _any_deleted(params: Any) -> bool:

@@ -392,8 +392,7 @@ class WeightLoader:
         )
         # A failure on the learner's devices leaves these old weights intact.
         jax.block_until_ready(staged)
-        for x in jax.tree.leaves(old):
-            x.delete()
+        free_arrays(old)
         return jax.tree.map(transfer, staged, self._shardings(shapes, self._mesh))
 
     def _allocate(self, params: Params) -> EngineParams:
@@ -506,6 +505,13 @@ def _contains(bounds: Bounds, target: Bounds) -> bool:
     return True
 
 
+def free_arrays(params: Any) -> None:
+    """Free the memory that weights have on devices, whoever else refers to them."""
+    for x in jax.tree.leaves(params):
+        if isinstance(x, jax.Array):
+            x.delete()
+
+
 def to_host(params: EngineParams) -> EngineParams:
     """Copy weights to NumPy arrays."""
     return jax.tree.map(np.array, params)
@@ -542,8 +548,7 @@ class GatherParams:
         Args:
             old: the engine's weights, which are freed first.
         """
-        for x in jax.tree.leaves(old):
-            x.delete()
+        free_arrays(old)
         return jax.tree_util.tree_map_with_path(self._copy, params)
 
     def layer(self, source: LayerSource) -> LayerSource:

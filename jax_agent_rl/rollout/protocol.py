@@ -276,13 +276,17 @@ class WeightUpdate:
             )
 
 
+TAKING_WEIGHTS = "taking weights"
+"""What an engine is doing (``Health.detail``) while requests wait for its new weights."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
     """State of a backend.
 
     Attributes:
         ok: it can serve requests.
-        detail: if not, why, and what to do.
+        detail: if not, why, and what to do; else what it is doing, if that is not serving.
         policy_version: version of the weights it serves.
         running: requests that sample.
         waiting: requests that wait for a slot.

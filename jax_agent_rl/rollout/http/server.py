@@ -33,7 +33,14 @@ from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.http import requests, wire
 from jax_agent_rl.rollout.http.weight_files import SharedDir, Uploads
 from jax_agent_rl.rollout.http.wire import decode_request
-from jax_agent_rl.rollout.protocol import MESH, PULL, Health, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import (
+    MESH,
+    PULL,
+    TAKING_WEIGHTS,
+    Health,
+    RolloutBackend,
+    WeightUpdate,
+)
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.utils.http_server import HttpServer, Refused, counted, read_body, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text
@@ -203,7 +210,7 @@ class RolloutServer:
         """
         if self._updating:
             return Health(
-                ok=True, detail="taking weights", policy_version=self._backend.policy_version
+                ok=True, detail=TAKING_WEIGHTS, policy_version=self._backend.policy_version
             )
         return await self._backend.health()
 

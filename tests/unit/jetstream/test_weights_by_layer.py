@@ -128,6 +128,15 @@ def test_weights_made_by_all_processes_are_those_of_one(quantize):
     assert not any(x.is_deleted() for x in jax.tree.leaves(params)), "the learner needs its own"
 
 
+def test_an_external_engine_may_have_weights_on_the_host():
+    gather = GatherParams(DEEP, make_engine_mesh(EngineMeshConfig()), dtype="float32")
+    params = learners(DEEP, 0)
+    on_device = jnp.zeros(3)
+    copy = gather(params, {"on the host": np.zeros(3), "on the device": on_device})
+    assert on_device.is_deleted()
+    jax.tree.map(np.testing.assert_array_equal, copy, params)
+
+
 def test_parameters_of_another_model_are_refused_before_any_memory_is_taken():
     mesh = make_engine_mesh(EngineMeshConfig())
     load = JointLoader(DEEP, mesh, gathered_dtype="float32", dtype="bfloat16", quantize=None)
