@@ -157,6 +157,17 @@ class Fleet:
         update = WeightUpdate(version=version, kind="arrays", payload=None, lasting=lasting)
         await self.client.pool.update_weights(update, **options)
 
+    async def publish_in_place(
+        self, version: int, make: Callable[[], Awaitable[None]], *, lasting: bool = False
+    ) -> None:
+        """Publish as :meth:`publish`, but call ``make`` first, while the servers are paused."""
+
+        async def make_update() -> WeightUpdate:
+            await make()
+            return WeightUpdate(version=version, kind="arrays", payload=None, lasting=lasting)
+
+        await self.client.pool.update_weights_in_place(make_update)
+
 
 def in_virtual_time(main: Callable[..., Awaitable[Any]], **fleet: Any) -> Any:
     """Run ``main(fleet)`` in virtual time, close the client, and require that no task is left."""

@@ -23,10 +23,9 @@ rotation.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
 from jax_agent_rl.errors import (
     BackendClosedError,
@@ -397,33 +396,43 @@ class ServerPool:
 
     # --- weights ----------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def paused(self, mode: PauseMode | None = None) -> AsyncIterator[None]:
-        """Pause all servers; in the end resume those that are left.
+    async def update_weights_in_place(
+        self, make: Callable[[], Awaitable[WeightUpdate]], *, mode: PauseMode | None = None
+    ) -> None:
+        """Pause all servers, make new weights in the memory of the old ones, and update.
 
-        A server that dies of it is lost.
+        No server enters the rotation meanwhile, as its weights would be taken under its requests.
+        All that were paused are resumed, also those that are no longer in rotation. A server that
+        cannot pause or resume is lost.
 
         Args:
+            make: makes the weights while the servers are paused.
             mode: what happens to running requests, see :meth:`AsyncServer.update_weights`.
+
+        Raises:
+            WeightUpdateError, BackendError: see :meth:`update_weights`.
         """
-        servers = self.servers
-        try:
-            await self._on_all(servers, lambda server: server.pause(mode))
-            yield
-        finally:
-            await self._on_all(servers, AsyncServer.resume)
+        async with self._lock:
+            servers = self.servers
+            self._updating = True
+            try:
+                await self._on_all(servers, lambda server: server.pause(mode))
+                update = await make()
+                await self._update_weights(update, mode)
+            finally:
+                self._updating = False
+                await self._on_all(servers, AsyncServer.resume)
 
     async def _on_all(
-        self, servers: Iterable[AsyncServer], call: Callable[[AsyncServer], Awaitable[None]]
+        self,
+        servers: Sequence[AsyncServer],
+        call: Callable[[AsyncServer], Awaitable[None]],
     ) -> None:
-        """Call those servers that are still in rotation, all at once."""
-        members = [server for server in servers if self.queue.has(server)]
-        errors = await asyncio.gather(*map(call, members), return_exceptions=True)
-        for server, error in zip(members, errors, strict=True):
-            if isinstance(error, EngineDiedError | BackendClosedError):
-                self.mark_lost(server, str(error))
-            elif error is not None:
-                raise error
+        """Call servers, all at once; those that fail are lost."""
+        errors = await asyncio.gather(*map(call, servers), return_exceptions=True)
+        for server, error in zip(servers, errors, strict=True):
+            if error is not None:
+                self.mark_lost(server, f"{type(error).__name__}: {error}")
 
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
         """Update all servers at once; servers that waited for weights enter the rotation.
@@ -435,54 +444,61 @@ class ServerPool:
             mode: what happens to running requests, see :meth:`AsyncServer.update_weights`.
 
         Raises:
-            WeightUpdateError: all refused; the old weights are still served.
+            WeightUpdateError: all refused; says what the first one serves now.
             BackendError: no server is left.
         """
         async with self._lock:
-            joining: tuple[AsyncServer, ...] = ()
-            if not update.partial:  # a part makes current only those that had the other parameters
-                joining = tuple(self._admissions)
-            servers = (*self.servers, *joining)
-            self._updating = True
-            try:
-                updates = (server.update_weights(update, mode=mode) for server in servers)
-                errors = await asyncio.gather(*updates, return_exceptions=True)
-            finally:
-                self._updating = False
+            await self._update_weights(update, mode)
 
-            refused: dict[AsyncServer, BaseException] = {}
-            current: list[AsyncServer] = []
-            for server, error in zip(servers, errors, strict=True):
-                if error is None:
-                    if self.queue.has(server) or server in self._admissions:
-                        current.append(server)
-                elif server in joining:
-                    admission = self._pop_admission(server)
-                    if admission is not None:
-                        admission.set_exception(error)
-                elif isinstance(error, EngineDiedError | BackendClosedError):
-                    self.mark_lost(server, str(error))
-                elif self.queue.has(server):
-                    refused[server] = error
-            if refused and not any(self.queue.has(server) for server in current):
-                raise next(iter(refused.values()))
+    async def _update_weights(self, update: WeightUpdate, mode: PauseMode | None) -> None:
+        """See :meth:`update_weights`; the caller holds the lock."""
+        joining: tuple[AsyncServer, ...] = ()
+        if not update.partial:  # a part makes current only those that had the other parameters
+            joining = tuple(self._admissions)
+        servers = (*self.servers, *joining)
+        self._updating = True
+        try:
+            updates = (server.update_weights(update, mode=mode) for server in servers)
+            errors = await asyncio.gather(*updates, return_exceptions=True)
+        finally:
+            self._updating = False
 
-            self._latest = None
-            if update.lasting and not update.partial:
-                self._latest = update
-            if not current and (self._latest is None or not self.queue.is_open):
-                raise BackendError(f"no server is left to take weights of version {update.version}")
-
-            self._version = update.version
-            self._weights = update.fingerprint
-            self.queue.balancer.forget_prefixes()
-            for server, error in refused.items():
-                self.mark_lost(server, f"it refused weights that others took: {error}")
-            for server in joining:
+        refused: dict[AsyncServer, BaseException] = {}
+        current: list[AsyncServer] = []
+        for server, error in zip(servers, errors, strict=True):
+            if error is None:
+                if self.queue.has(server) or server in self._admissions:
+                    current.append(server)
+            elif server in joining:
                 admission = self._pop_admission(server)
                 if admission is not None:
-                    self.add_server(server)
-                    admission.set_result(None)
+                    admission.set_exception(error)
+            elif isinstance(error, EngineDiedError | BackendClosedError):
+                self.mark_lost(server, str(error))
+            elif self.queue.has(server):
+                refused[server] = error
+        if refused and not any(self.queue.has(server) for server in current):
+            raise next(iter(refused.values()))
+
+        self._latest = None
+        if update.lasting and not update.partial:
+            self._latest = update
+        if not current and (self._latest is None or not self.queue.is_open):
+            raise BackendError(
+                f"no server is left to take weights of version {update.version}"
+                f" ({self.queue.why_closed})"
+            )
+
+        self._version = update.version
+        self._weights = update.fingerprint
+        self.queue.balancer.forget_prefixes()
+        for server, error in refused.items():
+            self.mark_lost(server, f"it refused weights that others took: {error}")
+        for server in joining:
+            admission = self._pop_admission(server)
+            if admission is not None:
+                self.add_server(server)
+                admission.set_result(None)
 
     def _pop_admission(self, server: AsyncServer) -> asyncio.Future[None] | None:
         """Return the future of a server's admission; None if the server left meanwhile."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 
 from jax_agent_rl.collect.accounting import LostBatchGuard
@@ -27,6 +27,7 @@ from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
+from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.transport import WeightSource
 from jax_agent_rl.trainer.agreement import AgreementWatch
 from jax_agent_rl.trainer.components import Checkpoints, RunComponents
@@ -335,12 +336,15 @@ class Trainer:
     ) -> None:
         transport = self.runtime.transport
         pool = self.runtime.client.pool
+
+        async def offer() -> WeightUpdate:
+            return await asyncio.to_thread(transport.offer, source, version)
+
         with self.phases.measure("publish"):
-            async with AsyncExitStack() as stack:
-                if transport.takes_engines_memory:
-                    await stack.enter_async_context(pool.paused(mode))
-                update = await asyncio.to_thread(transport.offer, source, version)
-                await pool.update_weights(update, mode=mode)
+            if transport.takes_engines_memory:
+                await pool.update_weights_in_place(offer, mode=mode)
+            else:
+                await pool.update_weights(await offer(), mode=mode)
 
     def _version(self, step: int) -> int:
         """Return the policy version of a step's weights.

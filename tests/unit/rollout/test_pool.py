@@ -27,27 +27,100 @@ def test_a_server_that_joins_gets_the_served_weights_before_any_request():
     in_virtual_time(main)
 
 
-def test_servers_are_paused_until_an_update_or_the_end():
+def test_servers_are_paused_while_weights_are_made_in_their_memory():
     async def main(fleet):
         await fleet.start("a", "b")
-        async with fleet.client.pool.paused():
+
+        async def make():
             waiting = fleet.ask(3)
             await asyncio.sleep(10)
             assert not waiting.done()
-            await fleet.publish(1)
-        assert (await waiting).policy_versions == (1, 1, 1)
+            waits.append(waiting)
 
-        with pytest.raises(OSError, match="the offer failed"):
-            async with fleet.client.pool.paused():
-                raise OSError("the offer failed")
-        assert (await fleet.ask(3)).policy_versions == (1, 1, 1)
+        waits = []
+        await fleet.publish_in_place(1, make)
+        assert (await waits[0]).policy_versions == (1, 1, 1)
+
+        async def fail():
+            assert fleet.up == ["a"]
+            raise OSError("the offer failed")
 
         fleet["b"].die()
-        async with fleet.client.pool.paused():
-            assert fleet.up == ["a"]
+        with pytest.raises(OSError, match="the offer failed"):
+            await fleet.publish_in_place(2, fail)
         assert (await fleet.ask(3)).policy_versions == (1, 1, 1)
 
+    in_virtual_time(main, recovery_seconds=0.0)
+
+
+def test_a_server_that_leaves_while_weights_are_made_is_resumed():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        tasks = [fleet.ask(10), fleet.ask(10)]
+        await asyncio.sleep(4.5)
+        leaving = []
+
+        async def make():
+            leaving.append(asyncio.create_task(fleet.client.pool.leave("a", drain=True)))
+            await asyncio.sleep(5)
+
+        await fleet.publish_in_place(1, make)
+        await asyncio.wait_for(leaving[0], 20)
+        assert fleet["a"].closed
+        assert fleet.up == ["b"]
+        outputs = await asyncio.gather(*tasks)
+        assert [len(output.token_ids) for output in outputs] == [10, 10]
+
     in_virtual_time(main)
+
+
+def test_a_server_that_recovers_while_weights_are_made_enters_after_them():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        fleet["b"].die()
+
+        async def make():
+            await asyncio.sleep(20)
+            assert fleet.up == ["a"]
+            assert fleet["b"].started, "another one waits for the weights"
+
+        await fleet.publish_in_place(1, make, lasting=True)
+        await asyncio.sleep(5)
+        assert fleet.up == ["a", "b"]
+        assert fleet["b"].updates == [1]
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("call", ["pause", "resume"])
+def test_servers_that_cannot_pause_or_resume_are_lost_and_the_others_go_on(call):
+    async def main(fleet):
+        await fleet.start("a", "b", "c")
+
+        async def fail(*_):
+            raise BackendError("HTTP 500")
+
+        setattr(fleet["a"], call, fail)
+
+        async def make():
+            await asyncio.sleep(1)
+
+        await fleet.publish_in_place(1, make)
+        assert fleet.client.pool.servers_lost == 1
+        assert fleet.up == ["b", "c"]
+        assert (await fleet.ask(3)).policy_versions == (1, 1, 1)
+
+        for name in ("b", "c"):
+            setattr(fleet[name], call, fail)
+
+        async def fail_to_make():
+            raise OSError("the offer failed")
+
+        with pytest.raises(OSError, match="the offer failed"):
+            await fleet.publish_in_place(2, fail_to_make)
+        assert fleet.client.pool.servers_lost == 3
+
+    in_virtual_time(main, recovery_seconds=0.0)
 
 
 def test_where_nothing_lasts_of_an_update_a_server_enters_with_the_next():
