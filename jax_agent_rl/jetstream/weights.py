@@ -12,7 +12,8 @@ one layer beside it: with enough learner devices each shard of the engine is mad
 transferred by itself; with fewer, a shard is cut there. Layers of a kind share a program.
 
 The old weights are always given up on the way, not only where memory is short: a failure in the
-middle leaves an engine without weights, and the learner, which has them, publishes all again.
+middle leaves an engine without weights until the next version. Other engines serve meanwhile; if
+there is none, the run ends, and publishes all weights again when it is resumed.
 """
 
 from __future__ import annotations

@@ -444,7 +444,7 @@ class ServerPool:
             mode: what happens to running requests, see :meth:`AsyncServer.update_weights`.
 
         Raises:
-            WeightUpdateError: all refused; says what the first one serves now.
+            WeightUpdateError: all refused; says which weights the first one serves now, if any.
             BackendError: no server is left.
         """
         async with self._lock:

@@ -198,7 +198,7 @@ class AsyncServer:
                 them), else wait for them.
 
         Raises:
-            WeightUpdateError: refused; the old weights still serve.
+            WeightUpdateError: refused; says which weights are served now, if any.
             EngineDiedError: the backend died, or the server was abandoned.
         """
         if not self.takes(update):
