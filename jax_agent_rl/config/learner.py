@@ -63,6 +63,11 @@ class MultihostConfig(Section):
         default=300, description="Seconds processes wait for each other at the start."
     )
 
+    @property
+    def is_one_process(self) -> bool:
+        """Whether these settings ask for no second process."""
+        return self.coordinator is None and self.num_processes in (None, 1)
+
     @model_validator(mode="after")
     def _process_id_in_range(self) -> MultihostConfig:
         number = self.process_id

@@ -27,6 +27,15 @@ BLOCK_BYTES = 3 << 20
 """Most bytes of matrices, or of rows, in a block; two blocks of each are on the chip."""
 
 
+def supports(
+    xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], *, transposed: bool
+) -> bool:
+    """Return whether blocks of these arguments of :func:`sum_of_products` fit the chip."""
+    depth_bytes = _depth_bytes(xs)
+    columns = _block_columns(_width(weights, transposed=transposed), depth_bytes)
+    return columns * depth_bytes <= BLOCK_BYTES
+
+
 def sum_of_products(
     xs: tuple[jax.Array, ...],
     weights: tuple[jax.Array, ...],
@@ -37,6 +46,8 @@ def sum_of_products(
 ) -> jax.Array:
     """Multiply rows [N, in] of each x with the matrices of their groups, and add -> [N, out].
 
+    Check :func:`supports` first.
+
     Args:
         xs: rows ordered by group, a multiple of ``tile_rows``.
         weights: matrices [E, out, in] for each x.
@@ -46,8 +57,8 @@ def sum_of_products(
     """
     num_rows = len(xs[0])
     num_groups = len(sizes)
-    width = weights[0].shape[2 if transposed else 1]
-    depth_bytes = sum(x.shape[1] for x in xs) * xs[0].dtype.itemsize
+    width = _width(weights, transposed=transposed)
+    depth_bytes = _depth_bytes(xs)
     columns = _block_columns(width, depth_bytes)
     while tile_rows * depth_bytes > BLOCK_BYTES:
         tile_rows //= 2
@@ -133,8 +144,20 @@ def _multiply(
     out[...] = jnp.where(is_of_group, result, other_rows).astype(out.dtype)
 
 
+def _width(weights: tuple[jax.Array, ...], *, transposed: bool) -> int:
+    """Return the columns of the result."""
+    return weights[0].shape[2 if transposed else 1]
+
+
+def _depth_bytes(xs: tuple[jax.Array, ...]) -> int:
+    """Return the bytes of a row of all xs, which are as many as the matrices have for a column."""
+    return sum(x.shape[1] for x in xs) * xs[0].dtype.itemsize
+
+
 def _block_columns(width: int, column_bytes: int) -> int:
     """Return how many of a result's columns a block has: a divisor of all, in whole lanes.
+
+    Where lanes do not divide them, a block has all of them. The least block may be too large.
 
     Args:
         column_bytes: bytes of the matrices for one column.

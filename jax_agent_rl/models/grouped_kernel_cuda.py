@@ -58,12 +58,19 @@ class RowTiles(NamedTuple):
 
 
 def supports(x: jax.Array, weight: jax.Array) -> bool:
-    """Return whether tiles fill matrices of these sizes: the last two of ``weight``'s."""
+    """Return whether tiles fill matrices of these sizes, and products are of one precision.
+
+    The sizes are the last two of ``weight``'s.
+    """
+    if x.dtype != weight.dtype:
+        return False
     return not any(size % _LEAST_TILE for size in (x.shape[1], *weight.shape[1:]))
 
 
 def supports_outer(left: jax.Array, right: jax.Array) -> bool:
-    """Return whether tiles fill the sums of outer products of such rows."""
+    """Return whether tiles fill the sums of outer products of such rows, of one precision."""
+    if left.dtype != right.dtype:
+        return False
     return not (left.shape[1] % _LEAST_TILE or right.shape[1] % _LEAST_TILE)
 
 

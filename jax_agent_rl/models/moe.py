@@ -17,8 +17,9 @@ An engine's grouped product is ``jax.lax.ragged_dot``, for which libtpu has a ke
 reads matrices [E, in, out] alone, so that a learner's, which are read both ways, would be
 transposed once per pass; and its gradient with respect to the weights becomes a masked product of
 all rows for every group. On TPUs the learner has the kernel of ``models.grouped_kernel`` and
-Megablox' ``tgmm``, which reads each row once. XLA's CUDA compiler makes masked products of all
-three: GPUs have the kernels of ``models.grouped_kernel_cuda``.
+Megablox' ``tgmm``, which reads each row once; matrices that would need too large blocks, such as
+gpt-oss' of 2,880 x 2,880, are left to ``ragged_dot``. XLA's CUDA compiler makes masked products of
+all three: GPUs have the kernels of ``models.grouped_kernel_cuda``.
 
 Shapes: N tokens, D hidden, E experts, F an expert's hidden size, k experts per token, X shards of
 the axis ``expert``, C rows of a pass.
@@ -702,15 +703,18 @@ def _sum_of_products(
     Args:
         weights: matrices [E, out, in] for each x, or, if ``transposed``, [E, in, out].
     """
-    kernel = None
+    tpu_products = None
+    if grouped_kernel.supports(xs, weights, transposed=transposed):
+        tpu_products = functools.partial(_tpu_products, transposed=transposed)
+    cuda_products = None
     if all(map(grouped_kernel_cuda.supports, xs, weights)):
-        kernel = functools.partial(_cuda_products, transposed=transposed)
+        cuda_products = functools.partial(_cuda_products, transposed=transposed)
     return by_platform(
         xs,
         weights,
         sizes,
-        tpu=functools.partial(_tpu_products, transposed=transposed),
-        cuda=kernel,
+        tpu=tpu_products,
+        cuda=cuda_products,
         default=functools.partial(_ragged_dots, transposed=transposed),
     )
 

@@ -71,8 +71,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jax_agent_rl.config import Config
+from jax_agent_rl.config import Config, build
 from jax_agent_rl.config.default_agent import uses_tools
+from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.watch import (
     NoReward,
     Record,
@@ -456,10 +457,26 @@ def _staleness_advice(config: Config) -> str:
 def _precision_advice(config: Config) -> str:
     """Return what helps against different log-probs of engine and learner."""
     learner_dtype = config.learner.compute_dtype
-    precision = "use the learner's precision in the engine, "
+    precision = "use the learner's precision in the engine"
     if config.rollout.backend == "jetstream" and config.rollout.jetstream.dtype != learner_dtype:
-        precision = f"set rollout.jetstream.dtype={learner_dtype} (learner.compute_dtype), "
-    correction = ""
+        precision = f"set rollout.jetstream.dtype={learner_dtype} (learner.compute_dtype)"
+    remedies = [precision]
     if config.algorithm.rollout_correction.rollout_is == "none":
-        correction = "algorithm.rollout_correction.rollout_is=token, "
-    return f"{precision}{correction}or, with jetstream, rollout.deterministic=true"
+        remedies.append("algorithm.rollout_correction.rollout_is=token")
+    if _could_be_deterministic(config):
+        remedies.append(
+            "or, with jetstream and a model without experts, rollout.deterministic=true"
+        )
+    return ", ".join(remedies)
+
+
+def _could_be_deterministic(config: Config) -> bool:
+    """Return whether engine and learner may share one program, as far as the settings tell."""
+    if config.rollout.deterministic or not config.learner.multihost.is_one_process:
+        return False
+    settings = config.model_dump(mode="json", exclude_unset=True)
+    try:
+        build(settings, ["rollout.backend=jetstream", "rollout.deterministic=true"])
+    except ConfigError:
+        return False
+    return True

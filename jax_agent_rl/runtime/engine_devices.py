@@ -524,8 +524,7 @@ def expect_idle(config: Config, count: int) -> list[str]:
             end = engine.device_offset + data * mesh.engine_devices
         sampling = range(engine.device_offset, end)
 
-    multihost = config.learner.multihost
-    is_one_process = multihost.num_processes in (None, 1) and multihost.coordinator is None
+    is_one_process = config.learner.multihost.is_one_process
     learning = range(config.learner.mesh.devices if is_one_process else count)
     return report_idle(config, count=count, sampling=sampling, learning=learning)
 

@@ -67,8 +67,7 @@ async def reserve_actors(
     on_gpus = rollout.gpus_per_engine and os.environ.get("JAX_PLATFORMS") != "cpu"
     # A learner of several processes, or one that gpu.sh started, gets its devices from the
     # launcher.
-    multihost = config.learner.multihost
-    is_one_process = multihost.coordinator is None and multihost.num_processes in (None, 1)
+    is_one_process = config.learner.multihost.is_one_process
     if on_gpus and is_one_process and (learner or rollout.placement == "hybrid"):
         learner_gpus = config.learner.mesh.devices
 

@@ -87,3 +87,10 @@ def test_matrices_that_tiles_do_not_fill_have_no_kernel():
     assert not grouped_kernel_cuda.supports(x, jnp.zeros((2, 40, 32)))
     assert grouped_kernel_cuda.supports_outer(x, jnp.zeros((4, 48)))
     assert not grouped_kernel_cuda.supports_outer(x, jnp.zeros((4, 40)))
+
+
+def test_products_of_two_precisions_are_not_the_kernels():
+    x = jnp.zeros((4, 32), jnp.bfloat16)
+    assert not grouped_kernel_cuda.supports(x, jnp.zeros((2, 48, 32)))
+    assert grouped_kernel_cuda.supports(x, jnp.zeros((2, 48, 32), jnp.bfloat16))
+    assert not grouped_kernel_cuda.supports_outer(x, jnp.zeros((4, 48)))

@@ -82,6 +82,31 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_groups(
         )
 
 
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "is_read"),
+    [(2048, 768, True), (48, 80, True), (2880, 2880, False)],
+    ids=["whole lanes", "small", "gpt-oss"],
+)
+def test_matrices_whose_blocks_would_not_fit_a_tpu_are_left_to_xla(
+    monkeypatch: pytest.MonkeyPatch, inputs: int, outputs: int, is_read: bool
+):
+    offered = []
+
+    def note_kernels(*args, default, tpu=None, cuda=None):
+        offered.append(tpu is not None)
+        return default(*args)
+
+    monkeypatch.setattr(moe, "by_platform", note_kernels)
+    x = jax.ShapeDtypeStruct((512, inputs), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((4, outputs, inputs), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    jax.eval_shape(
+        lambda x, weight, sizes: moe.ragged_products(x, (weight,), sizes), x, weight, sizes
+    )
+    assert offered == [is_read]
+
+
 @jax.custom_vjp
 def unwritten(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     """A product that leaves NaN in the rows of no group, as memory that a kernel does not write may

@@ -173,6 +173,24 @@ def test_what_goes_wrong_is_said_with_what_to_do(name: str, change: dict, advice
     ("sections", "is_named"),
     [
         ({}, True),
+        ({"rollout": {"backend": "vllm"}}, True),
+        ({"rollout": {"deterministic": True}}, False),
+        ({"learner": {"mesh": {"expert": 2}}}, False),
+        ({"learner": {"multihost": {"coordinator": "auto"}}}, False),
+        ({"rollout": {"top_p": 0.9}}, False),
+    ],
+)
+def test_one_program_is_named_where_it_would_not_be_refused(sections: dict, is_named: bool):
+    said, _ = watched(conf(**{**TOOLS, **sections}), *[{"logprob_gap_mean": 0.06}] * 3)
+    (line,) = said
+    assert ("rollout.deterministic=true" in line) == is_named
+    assert "precision" in line or "rollout.jetstream.dtype" in line
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_named"),
+    [
+        ({}, True),
         ({"agent": {"constrain_tool_calls": True, "default_agent": "tool_agent"}}, False),
         ({"rollout": {"deterministic": True}}, False),
         ({"rollout": {"jetstream": {"engine_factory": "maxtext:make"}}}, False),

@@ -159,10 +159,10 @@ def test_simulated_devices_get_one_engine():
     assert (mesh.data, mesh.tensor) == (1, 1)
 
 
-def test_one_program_for_engine_and_learner_runs_on_one_device():
+def test_one_program_for_engine_and_learner_runs_on_every_chip():
     assert resolved(
         "qwen2.5-0.5b", settings(deterministic=True, jetstream={"dtype": "float32"})
-    ) == (1, 1)
+    ) == (4, 1)
 
 
 def test_more_devices_than_there_are_is_refused():
