@@ -53,8 +53,8 @@ async def lead(config: Config) -> None:
             for version in range(2):
                 if version:
                     learner.update(random_groups(version, vocabulary=400))
-                update = await asyncio.to_thread(transport.offer, learner, version)
-                await client.pool.update_weights(update)
+                offer = functools.partial(asyncio.to_thread, transport.offer, learner, version)
+                await client.pool.update_weights_in_place(offer)
                 await show(client, learner, version)
         finally:
             await client.pool.close()

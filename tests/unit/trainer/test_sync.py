@@ -37,6 +37,25 @@ async def test_a_run_without_an_engine_stops_and_says_why(tmp_path: Path):
     assert training.runtime.evaluator.accounting.dropped == {DropReason.BACKEND_ERROR: 1}
 
 
+async def test_engines_are_paused_before_weights_are_made_in_their_memory(tmp_path: Path):
+    training = make_trainer(tmp_path, steps=2)
+    (server,) = training.runtime.client.pool.servers
+    transport = training.runtime.transport
+    transport.takes_engines_memory = True
+    offer = transport.offer
+    paused = []
+
+    def offer_and_note(learner, version):
+        paused.append(server.updating)
+        return offer(learner, version)
+
+    transport.offer = offer_and_note
+    await training.run()
+    assert paused == [True, True]
+    assert not server.updating
+    assert server.backend.policy_version == 2
+
+
 class Averaging(IdleLearner):
     """Its parameters say what they are."""
 
