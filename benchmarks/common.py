@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ from jax_agent_rl.types import (
     Turn,
 )
 from jax_agent_rl.utils.startup import ignore_absent_tpus
+
+Backend = TypeVar("Backend", bound=RolloutBackend)
 
 ROOT = Path(__file__).parents[1]
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
@@ -119,7 +121,7 @@ def random_ids(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 @contextlib.asynccontextmanager
-async def running(backend: RolloutBackend) -> AsyncIterator[RolloutBackend]:
+async def running(backend: Backend) -> AsyncIterator[Backend]:
     """Start a backend, and close it in the end."""
     await backend.start()
     try:

@@ -16,8 +16,8 @@ from jax_agent_rl.config import Config, load
 from jax_agent_rl.jetstream.weights import JointLoader
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.rollout.transport import WeightSource
+from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.rollout.transport import WeightSource, WeightTransport
 from jax_agent_rl.runtime import multihost_engines
 from jax_agent_rl.runtime.build import follow_run, make_learner
 from jax_agent_rl.runtime.multihost import initialize, leading
@@ -53,11 +53,19 @@ async def lead(config: Config) -> None:
             for version in range(2):
                 if version:
                     learner.update(random_groups(version, vocabulary=400))
-                offer = functools.partial(asyncio.to_thread, transport.offer, learner, version)
-                await client.pool.update_weights_in_place(offer)
+                await publish(client, transport, learner, version)
                 await show(client, learner, version)
         finally:
             await client.pool.close()
+
+
+async def publish(
+    client: LLMServerClient, transport: WeightTransport, learner: WeightSource, version: int
+) -> None:
+    async def offer() -> WeightUpdate:
+        return await asyncio.to_thread(transport.offer, learner, version)
+
+    await client.pool.update_weights_in_place(offer)
 
 
 async def show(client: LLMServerClient, learner: WeightSource, version: int) -> None:
