@@ -236,27 +236,9 @@ def arrange_layer(
     return engine_layer(config, kind, arrays, dtype=dtype, quantize=quantize)
 
 
-def replace_layer(
-    config: DecoderConfig,
-    kind: LayerKind,
-    dtype: jnp.dtype,
-    quantize: jnp.dtype | None,
-    old: Params,
-    stacked: Params,
-    indices: dict[str, jax.Array],
-) -> Params:
-    """Return a layer as :func:`arrange_layer` does; ``old`` is there to be donated."""
-    return arrange_layer(config, kind, dtype, quantize, stacked, indices)
-
-
 def arrange_others(dtype: jnp.dtype, others: Params) -> EngineParams:
     """Return all but the layers in the engine's layout."""
     return engine_params_without_layers(others, dtype=dtype)
-
-
-def replace_others(dtype: jnp.dtype, old: EngineParams, others: Params) -> EngineParams:
-    """Return all but the layers as :func:`arrange_others` does; ``old`` is there to be donated."""
-    return arrange_others(dtype, others)
 
 
 class WeightLoader:
@@ -348,18 +330,17 @@ class WeightLoader:
 
     def _layer_program(self, number: int, layer: LayerSource) -> _Arrangement:
         kind = self._config.layer_kind(number)
-        static = (self._config, kind, self._dtype, self._quantize)
         return _Arrangement(
             key=("layer", kind, *_layouts(layer.stacked)),
-            arrange=functools.partial(arrange_layer, *static),
-            replace=functools.partial(replace_layer, *static),
+            arrange=functools.partial(
+                arrange_layer, self._config, kind, self._dtype, self._quantize
+            ),
         )
 
     def _others_program(self, others: Params) -> _Arrangement:
         return _Arrangement(
             key=("others", *_layouts(others)),
             arrange=functools.partial(arrange_others, self._dtype),
-            replace=functools.partial(replace_others, self._dtype),
         )
 
     def _shapes_of(self, program: _Arrangement, arguments: tuple) -> Any:
@@ -375,7 +356,8 @@ class WeightLoader:
             ("weights", *program.key),
             program.replace,
             (0,),
-            *(old, *arguments),
+            old,
+            *arguments,
             default_sharding=replicated(self._mesh),
             out=self._shardings(shapes, self._mesh),
         )
@@ -431,17 +413,19 @@ class WeightLoader:
 
 
 class _Arrangement(NamedTuple):
-    """Programs that arrange a part of the parameters.
+    """What arranges a part of the parameters.
 
     Attributes:
         key: the part, and types and shardings of the parameters.
         arrange: maps parameters to the engine's.
-        replace: the same, with the old ones as first argument.
     """
 
     key: tuple
     arrange: Callable[..., Any]
-    replace: Callable[..., Any]
+
+    def replace(self, old: Any, *arguments: Any) -> Any:
+        """Map parameters as ``arrange`` does; ``old`` is there to be donated."""
+        return self.arrange(*arguments)
 
 
 def _layouts(params: Params) -> list[tuple]:
@@ -560,7 +544,8 @@ class GatherParams:
             ("layer", *_layouts(stacked)),
             functools.partial(_only_layer, self._dtype),
             (),
-            *(stacked, source.indices),
+            stacked,
+            source.indices,
             default_sharding=replicated(mesh),
             out={name: x.sharding for name, x in stacked.items()},
         )

@@ -32,12 +32,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_agent_rl.learner import logprob_kernel_cuda
-from jax_agent_rl.learner.logprob_kernel_cuda import Scoring, TokenGradients
+from jax_agent_rl.learner.logprob_kernel_cuda import NEGATIVE, Scoring, TokenGradients
 from jax_agent_rl.models.layers import softcapped
 from jax_agent_rl.models.sharding import by_platform
-
-NEGATIVE = -1e30
-"""The score of an id that only pads the vocabulary, or that a draw excluded."""
 
 BLOCK = 2048
 """Ids of a block and shard: their logits for a chunk stay in a CPU core's cache, and fill an

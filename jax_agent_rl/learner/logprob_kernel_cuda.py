@@ -29,7 +29,7 @@ from jax_agent_rl.models.layers import softcapped
 from jax_agent_rl.models.sharding import ROWS
 
 NEGATIVE = -1e30
-"""The score of an id that only pads a tile."""
+"""The score of an id that only pads a tile or the vocabulary, or that a draw excluded."""
 SPAN = 2048
 """Vocabulary ids that a program of the forward pass visits."""
 BLOCK_NUMBERS = 1 << 25

@@ -397,25 +397,27 @@ class _Rows(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(count: int, x: jax.Array, token: jax.Array) -> jax.Array:
+def _gather(num_tokens: int, x: jax.Array, token: jax.Array) -> jax.Array:
     """Return rows [C, D] of x [N, D]; any for a token of N.
 
     Zeros would be written in another pass over all rows. Their gradients are dropped, where JAX
     would add them to the last token's.
 
     Args:
-        count: N.
+        num_tokens: N, of which the gradient needs to know.
     """
-    del count
+    del num_tokens
     return x.at[token].get(mode="clip")
 
 
-def _gather_forward(count: int, x: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _gather(count, x, token), token
+def _gather_forward(num_tokens: int, x: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _gather(num_tokens, x, token), token
 
 
-def _gather_backward(count: int, token: jax.Array, d_rows: jax.Array) -> tuple[jax.Array, None]:
-    zeros = jnp.zeros((count, *d_rows.shape[1:]), d_rows.dtype)
+def _gather_backward(
+    num_tokens: int, token: jax.Array, d_rows: jax.Array
+) -> tuple[jax.Array, None]:
+    zeros = jnp.zeros((num_tokens, *d_rows.shape[1:]), d_rows.dtype)
     return zeros.at[token].add(d_rows, mode="drop"), None
 
 
@@ -708,44 +710,34 @@ def _sum_of_products(
         tpu_products = functools.partial(_tpu_products, transposed=transposed)
     cuda_products = None
     if all(map(grouped_kernel_cuda.supports, xs, weights)):
-        cuda_products = functools.partial(_cuda_products, transposed=transposed)
+        cuda_products = functools.partial(
+            _add_products, grouped_kernel_cuda.product, transposed=transposed
+        )
     return by_platform(
         xs,
         weights,
         sizes,
         tpu=tpu_products,
         cuda=cuda_products,
-        default=functools.partial(_ragged_dots, transposed=transposed),
+        default=functools.partial(_add_products, ragged_dot, transposed=transposed),
     )
 
 
-def _ragged_dots(
+def _add_products(
+    product: Callable[..., jax.Array],
     xs: tuple[jax.Array, ...],
     weights: tuple[jax.Array, ...],
     sizes: jax.Array,
-    *,
-    transposed: bool,
+    **options: bool,
 ) -> jax.Array:
+    """Return the sum of the products of each x and its matrices.
+
+    Args:
+        product: computes one of them, with these options.
+    """
     products = []
     for x, weight in zip(xs, weights, strict=True):
-        products.append(ragged_dot(x, weight, sizes, transposed=transposed))
-    return functools.reduce(jnp.add, products)
-
-
-def _cuda_products(
-    xs: tuple[jax.Array, ...],
-    weights: tuple[jax.Array, ...],
-    sizes: jax.Array,
-    *,
-    transposed: bool,
-    interpret: bool = False,
-) -> jax.Array:
-    products = []
-    for x, weight in zip(xs, weights, strict=True):
-        product = grouped_kernel_cuda.product(
-            x, weight, sizes, transposed=transposed, interpret=interpret
-        )
-        products.append(product)
+        products.append(product(x, weight, sizes, **options))
     return functools.reduce(jnp.add, products)
 
 

@@ -392,7 +392,9 @@ class Trainer:
                     phase=f"held-out evaluation after step {step}",
                 )
         runtime.evaluator.accounting.train(t.trajectory_id for t in all_trajectories(groups))
-        return self.reporter.report_evaluation(groups, seconds=self.clock() - began)
+        seconds = self.clock() - began
+        await self.reporter.store_media(step, groups)
+        return self.reporter.report_evaluation(groups, seconds=seconds)
 
     def save(self) -> None:
         """Save a checkpoint of the last finished step, if there is none yet."""

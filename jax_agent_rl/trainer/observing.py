@@ -250,7 +250,7 @@ class RunReporter:
     _aggregation_described: bool = False
 
     async def store_media(self, step: int, groups: Sequence[Group]) -> None:
-        """Store the images and videos of a step, which its record will name."""
+        """Store the images and videos of a step or an evaluation, which its records will name."""
         trajectories = recorded(groups)
         if any(map(shows_media, trajectories)):
             await asyncio.to_thread(self.folder.store_media, step, trajectories)

@@ -312,15 +312,12 @@ def _part_of(model: DecoderConfig, weights: EngineParams, part: Sequence[Any]) -
 
 def _source_bytes(part: Sequence[Any]) -> float:
     """Return the bytes of the learner's parameters that a part is made of, on all devices."""
-    match part:
-        case ("layer", _, *layouts):
-            is_stacked = True
-        case (_, *layouts):
-            is_stacked = False
+    is_layer = part[0] == "layer"
+    layouts = part[2:] if is_layer else part[1:]
     size = 0
     for _, shape, dtype, _ in layouts:
-        if is_stacked:
-            shape = shape[1:]
+        if is_layer:
+            shape = shape[1:]  # of stacks of several layers
         size += math.prod(shape) * jnp.dtype(dtype).itemsize
     return float(size)
 
