@@ -100,7 +100,11 @@ class _Trajectory(_Record):
     history_window: _Count | None
     role: str | None
     adapter: str | None
+    # Records of earlier versions lack the following fields.
     prompt_media: _Shown = {}
+    raw_score: FiniteFloat | None = None
+    feedback: str = ""
+    teacher_prompt_ids: _Ids = []
     advantages: _Values | None = None
     old_logprobs: _Values | None = None
 
