@@ -29,6 +29,7 @@ from typing import Any
 
 from common import ROOT, argument_parser, cpu
 
+import jax_agent_rl
 from jax_agent_rl.utils.startup import KEEP_MEMORY
 
 RESULTS = ROOT / "benchmarks" / "results.json"
@@ -36,7 +37,7 @@ MACHINES = ROOT / "benchmarks" / "machines.json"
 """The machines of the first table: their keys in ``results.json``, or figures without records."""
 
 PAGE = ROOT / "docs" / "results.md"
-VERSIONS = ("jax_agent_rl", "jax", "torch", "transformers")
+VERSIONS = ("jax", "torch", "transformers")
 
 BENCHMARKS = {  # by script: its arguments
     "decode": "--vllm-python {vllm_python}",
@@ -112,9 +113,17 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
         "command": " ".join(["python", f"benchmarks/{name}.py", *recorded_words]),
         "date": datetime.date.today().isoformat(),
         "minutes": round((time.monotonic() - start) / 60, 1),
-        "versions": {package: importlib.metadata.version(package) for package in VERSIONS},
+        "versions": versions(),
         "result": results if len(results) > 1 else results[0],
     }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what was measured."""
+    found = {"jax_agent_rl": jax_agent_rl.__version__}  # of this folder, whatever is installed
+    for package in VERSIONS:
+        found[package] = importlib.metadata.version(package)
+    return found
 
 
 # --- the page -------------------------------------------------------------------------------------
