@@ -146,7 +146,7 @@ class _NoFolder(RunDir):
     def add_metrics(self, record) -> None:
         self.lines.append(dict(record))
 
-    def add_trajectories(self, step, split, trajectories, *, token_values=None) -> None:
+    def add_trajectories(self, step, split, trajectories, *, token_values=None, groups=()) -> None:
         """Ignore them."""
 
     def finish_step(self, step) -> None:

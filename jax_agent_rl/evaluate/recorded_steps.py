@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from jax_agent_rl.errors import DataError
 from jax_agent_rl.observe.attachments import Attachments
 from jax_agent_rl.observe.run_dir import (
     ATTACHMENTS,
+    LEARNER_INPUTS,
     Record,
     Records,
     has_media,
@@ -20,7 +21,7 @@ from jax_agent_rl.observe.run_dir import (
     restore_trajectory,
 )
 from jax_agent_rl.runtime.resume import CHANGES
-from jax_agent_rl.types import Group
+from jax_agent_rl.types import Group, Trajectory
 from jax_agent_rl.utils.text import counted
 
 
@@ -47,7 +48,6 @@ def read_steps(run: Path, config: Config, first: int, last: int) -> list[Recorde
     Raises:
         DataError: a step is not on record, or not everything that was learned from.
     """
-    _require_recordable(config)
     lines: dict[int, Record] = {}
     for line in read_metrics(run / "metrics.jsonl"):
         if line["kind"] == "step":
@@ -75,11 +75,7 @@ def read_steps(run: Path, config: Config, first: int, last: int) -> list[Recorde
             number=number,
             metrics=lines[number],
             records=records,
-            groups=_groups(
-                records,
-                frozen=config.agent.role_models,
-                attachments=Attachments(run / ATTACHMENTS),
-            ),
+            groups=_groups(records, config, Attachments(run / ATTACHMENTS)),
         )
         steps.append(step)
     return steps
@@ -98,22 +94,6 @@ def later_changes(run: Path, step: int) -> list[str]:
                 f" step {change['step']}: the step is repeated with {change.get('new')}"
             )
     return notes
-
-
-def _require_recordable(config: Config) -> None:
-    """Refuse a run that learned from more than its trajectories."""
-    if config.algorithm.adv_estimator == "remax":
-        raise DataError(
-            "algorithm.adv_estimator=remax compares with greedy rollouts, which a run folder does"
-            " not hold: its steps cannot be repeated"
-        )
-    teachers = [] if config.distill is None else config.distill.teachers
-    for teacher in teachers:
-        if teacher.url is not None:
-            raise DataError(
-                f"the teacher at {teacher.url} gave log-probs, which a run folder does not hold:"
-                " the run's steps cannot be repeated"
-            )
 
 
 def _require_complete(
@@ -144,34 +124,22 @@ def _require_complete(
         )
     for record in records:
         for sequence in (*record["segments"], record):
-            missing = _missing(sequence)
-            if missing:
+            if has_media(sequence, counted=True):
                 raise DataError(
-                    f"{record['trajectory_id']} of step {number} was learned from with {missing},"
-                    " which a run folder does not hold"
+                    f"{record['trajectory_id']} of step {number} was learned from with images or"
+                    " videos, which an earlier version did not store"
                 )
 
 
-def _missing(record: Record) -> str:
-    """Return what a sequence was learned from beside its record; empty if nothing."""
-    if has_media(record, counted=True):
-        return "images or videos, which an earlier version did not store"
-    if any(turn.get("routed_positions") for turn in record["turns"]):
-        return "the engine's choices of experts"
-    return ""
-
-
-def _groups(
-    records: Sequence[Record], *, frozen: Collection[str], attachments: Attachments
-) -> list[Group]:
-    """Return the groups of a step.
+def _groups(records: Sequence[Record], config: Config, attachments: Attachments) -> list[Group]:
+    """Return the groups of a step, as the learner got them.
 
     Args:
-        frozen: names of roles that other models play.
-        attachments: the images and videos of the run.
+        config: of the run.
+        attachments: of the run.
 
     Raises:
-        DataError: an image or a video cannot be read.
+        DataError: a file is missing or damaged, or an earlier version did not store it.
     """
     group_records: dict[str, list[Record]] = {}
     for record in records:
@@ -180,14 +148,66 @@ def _groups(
     groups = []
     for group_id, of_group in group_records.items():
         members = []
+        member_records = []
         frozen_members = []
         for record in of_group:
             trajectory = restore_trajectory(record, attachments=attachments)
-            if trajectory.role in frozen:
+            if trajectory.role in config.agent.role_models:
                 frozen_members.append(trajectory)
-            else:
-                members.append(trajectory)
+                continue
+            members.append(_with_learner_inputs(trajectory, record, attachments))
+            member_records.append(record)
+
+        greedy_reward = None
+        if config.algorithm.adv_estimator == "remax":
+            greedy_reward = _greedy_reward(group_id, member_records)
         groups.append(
-            Group(group_id=group_id, trajectories=tuple(members), frozen=tuple(frozen_members))
+            Group(
+                group_id=group_id,
+                trajectories=tuple(members),
+                frozen=tuple(frozen_members),
+                greedy_reward=greedy_reward,
+            )
         )
     return groups
+
+
+def _with_learner_inputs(
+    trajectory: Trajectory, record: Record, attachments: Attachments
+) -> Trajectory:
+    """Return a restored trajectory with what the learner read beside its record."""
+    name = record.get(LEARNER_INPUTS)
+    if name is not None:
+        trajectory = attachments.read_learner_inputs(name, trajectory)
+
+    recorded_sequences = (*record["segments"], record)
+    sequences = (*trajectory.segments, trajectory)
+    for recorded, sequence in zip(recorded_sequences, sequences, strict=True):
+        for turn_record, turn in zip(recorded["turns"], sequence.turns, strict=True):
+            expected = turn_record.get("routed_positions", 0)
+            routed = turn.output.routed_experts
+            positions = routed.shape[0] if routed else 0
+            if positions != expected:
+                raise DataError(
+                    f"{trajectory.trajectory_id} was learned from with the experts that the engine"
+                    f" chose at {counted(expected, 'position')} of a turn, and {positions} are on"
+                    " record; earlier versions stored none"
+                )
+    return trajectory
+
+
+def _greedy_reward(group_id: str, records: Sequence[Record]) -> float | None:
+    """Return the reward of a prompt's greedy rollout (ReMax); None if that was lost."""
+    rewards = set()
+    for record in records:
+        if "greedy_reward" not in record:
+            raise DataError(
+                f"algorithm.adv_estimator=remax compares group {group_id} with a greedy rollout,"
+                " whose reward an earlier version did not store"
+            )
+        rewards.add(record["greedy_reward"])
+    if len(rewards) > 1:
+        raise DataError(
+            f"the trajectories of group {group_id} have several greedy_reward on record: {rewards}"
+        )
+    return next(iter(rewards), None)

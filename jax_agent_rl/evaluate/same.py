@@ -19,6 +19,7 @@ from jax_agent_rl.evaluate.step_comparison import depends_on_time, is_equal
 from jax_agent_rl.learner.checkpoint import read_notes
 from jax_agent_rl.learner.checkpoint_steps import complete_steps
 from jax_agent_rl.observe.run_dir import (
+    LEARNER_INPUTS,
     Record,
     Records,
     has_step,
@@ -31,8 +32,19 @@ from jax_agent_rl.runtime.provenance import PROVENANCE
 NOT_COMPARED = ("run_dir",)
 """Keys of the configuration that differ between any two runs."""
 
-_OUTCOMES = ("prompt_ids", "response_ids", "rollout_logprobs", "reward", "old_logprobs")
-"""Fields of a sequence that are compared, in the order in which they come about."""
+_OUTCOMES = (
+    "prompt_ids",
+    "response_ids",
+    "rollout_logprobs",
+    "reward",
+    "greedy_reward",
+    LEARNER_INPUTS,
+    "old_logprobs",
+)
+"""Fields of a sequence that are compared, in the order in which they come about.
+
+Files of the learner's inputs are named by their content: equal names are equal arrays.
+"""
 
 _MISSING = "not there"
 
@@ -277,6 +289,8 @@ def _compare_sequences(first: Record, second: Record, where: str) -> RunDifferen
     for name in _OUTCOMES:
         old = first.get(name)
         new = second.get(name)
+        if name == LEARNER_INPUTS and None in (old, new):
+            continue  # one of them was recorded in part, or by an earlier version
         if isinstance(old, list) and isinstance(new, list):
             for position, values in enumerate(itertools.zip_longest(old, new, fillvalue=_MISSING)):
                 if not is_equal(*values):

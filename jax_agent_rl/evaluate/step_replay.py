@@ -7,13 +7,14 @@
 
     another configuration ─► scored, shaped ─► select ─► update ─► what it would have changed
 
-Nothing is sampled and no tool is called: token ids, log-probs and tools' answers are the recorded
-ones. Steps between the checkpoint and the step are repeated as well. The same machine and mesh
-compute the same bits each time; others differ by rounding.
+Nothing is sampled, and no tool or teacher is asked: token ids, log-probs, experts, greedy baselines
+and tools' answers are the recorded ones. Steps between the checkpoint and the step are repeated as
+well. The same machine and mesh compute the same bits each time; others differ by rounding.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -27,9 +28,10 @@ from rich.console import Console
 
 from jax_agent_rl.agents import load_agents
 from jax_agent_rl.config import Config
+from jax_agent_rl.config.kl import first_teacher
 from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.config.resume import Difference, value_differences
-from jax_agent_rl.errors import ConfigError, TrajectoryError
+from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError
 from jax_agent_rl.evaluate.recorded_steps import RecordedStep, later_changes, read_steps
 from jax_agent_rl.evaluate.step_comparison import (
     StepComparison,
@@ -46,6 +48,7 @@ from jax_agent_rl.learner.checkpoint_steps import complete_steps
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
+from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.runtime.build import make_learner
@@ -56,9 +59,13 @@ from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_se
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.step import role_baselines_after, select_step, shaped
 from jax_agent_rl.types import Group, Trajectory
+from jax_agent_rl.utils.text import counted
 
 CHANGEABLE_SECTIONS = ("algorithm", "critic", "learner", "reward")
 """Sections whose keys act on a step that has been sampled."""
+
+_REWARD_KEYS = ("reward.", "algorithm.shaping.", "algorithm.turn_reward")
+"""Beginnings of keys that decide what a rollout is worth."""
 
 AnyLearner = Learner | MultiAdapterLearner
 
@@ -158,9 +165,8 @@ class StepReplay:
 # --- the learner ----------------------------------------------------------------------------------
 
 
-def _open_learner(config: Config) -> AnyLearner:
+def _open_learner(config: Config, model: DecoderConfig) -> AnyLearner:
     """Return the untrained learner of a configuration."""
-    model = load_config(config.model.path, weights=True)
     shared_program = one_program(config, model)
     score_by = None if shared_program is None else shared_program[1]
     learner = make_learner(config, model, score_by=score_by)
@@ -202,7 +208,8 @@ class _Repeater:
 
     def __init__(self, config: Config, start: _Position | None = None) -> None:
         self.config = config
-        self.learner = _open_learner(config)
+        self.model = load_config(config.model.path, weights=True)
+        self.learner = _open_learner(config, self.model)
         self.role_baselines: dict[str, float] = {}
         if start is not None:
             _require_same_arrays(self.learner.state, start.state)
@@ -226,7 +233,64 @@ class _Repeater:
         self.role_baselines = role_baselines_after(self.role_baselines, groups, algorithm)
         if not selection.groups:
             return UpdateResult(metrics={}, skipped=False)
+        for group in selection.groups:
+            for trajectory in group.trajectories:
+                _require_experts(trajectory, self.model)
+                _require_taught(trajectory, self.config, self.model)
         return self.learner.update(selection.groups, masked=selection.masked)
+
+
+def _require_experts(trajectory: Trajectory, model: DecoderConfig) -> None:
+    """Refuse recorded experts that the policy does not have."""
+    experts = model.experts
+    expected = None
+    if experts is not None:
+        expected = (len(model.expert_layers), experts.per_token)
+    for sequence in (*trajectory.segments, trajectory):
+        for turn in sequence.turns:
+            routed = turn.output.routed_experts
+            if routed is None:
+                continue
+            if routed.shape[1:] != expected:
+                raise DataError(
+                    f"{trajectory.trajectory_id} has experts of {routed.shape[1]} layers,"
+                    f" {routed.shape[2]} for a token, on record; the policy's are {expected}"
+                )
+            largest = int(np.max(np.asarray(routed.numbers), initial=0))
+            if experts is not None and largest >= experts.count:
+                raise DataError(
+                    f"{trajectory.trajectory_id} has expert {largest} on record, and the policy has"
+                    f" {experts.count}"
+                )
+
+
+def _require_taught(trajectory: Trajectory, config: Config, model: DecoderConfig) -> None:
+    """Refuse a trajectory without the scores of its teacher, if that is served elsewhere."""
+    teachers = [] if config.distill is None else config.distill.teachers
+    number = first_teacher((teacher.data_sources for teacher in teachers), trajectory.row)
+    if number is None or teachers[number].url is None:
+        return
+    url = teachers[number].url
+    scores = trajectory.teacher_scores
+    if scores is None:
+        raise DataError(
+            f"{trajectory.trajectory_id} has no log-probs of the teacher at {url} on record: an"
+            " earlier version recorded none, and what a step leaves out is not sent to teachers"
+        )
+
+    top_k = len(scores.top_ids[0]) if scores.top_ids else 0
+    if scores.log_probs and top_k != config.algorithm.kl.top_k:
+        raise DataError(
+            f"{trajectory.trajectory_id} has the {counted(top_k, 'likeliest id')} of the teacher at"
+            f" {url} on record, and algorithm.kl.top_k={config.algorithm.kl.top_k}; set it to"
+            f" {top_k}"
+        )
+    largest = max(itertools.chain.from_iterable(scores.top_ids), default=0)
+    if largest >= model.vocab_size:
+        raise DataError(
+            f"{trajectory.trajectory_id} has token id {largest} of the teacher at {url} on record,"
+            f" and the policy has {model.vocab_size}"
+        )
 
 
 def _require_same_arrays(new: Any, old: Any) -> None:
@@ -298,7 +362,24 @@ def _changes(recorded: Config, config: Config, overrides: Sequence[str]) -> list
         changes.append(
             Difference(key="reward.path", old=recorded.reward.path, new=config.reward.path)
         )
+    if config.algorithm.adv_estimator == "remax":
+        _require_same_baselines(recorded, changes)
     return changes
+
+
+def _require_same_baselines(recorded: Config, changes: Sequence[Difference]) -> None:
+    """Refuse changes that greedy baselines (ReMax) would have to follow."""
+    if recorded.algorithm.adv_estimator != "remax":
+        raise ConfigError(
+            "algorithm.adv_estimator=remax compares with greedy rollouts, and the run sampled none;"
+            " choose another estimator"
+        )
+    for change in changes:
+        if change.key.startswith(_REWARD_KEYS):
+            raise ConfigError(
+                f"{change}: of greedy rollouts (algorithm.adv_estimator=remax) only the rewards are"
+                " on record, which cannot be computed again; change algorithm.adv_estimator as well"
+            )
 
 
 def _as_recorded(config: Config, changes: Sequence[Difference]) -> Config:

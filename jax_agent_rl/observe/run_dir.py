@@ -29,12 +29,14 @@ import numpy as np
 from jax_agent_rl.data.reader import MAX_LINE_BYTES
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.observe.attachments import Attachments
+from jax_agent_rl.observe.learner_inputs import has_learner_inputs
 from jax_agent_rl.observe.schema import is_trace_record, is_trajectory_record
 from jax_agent_rl.observe.selection import sample
 from jax_agent_rl.types import (
     DropReason,
     FinishReason,
     Fork,
+    Group,
     StopReason,
     TokenOutput,
     ToolCallRecord,
@@ -49,7 +51,9 @@ TokenValues = Mapping[str, Mapping[str, Numbers]]
 """Named numbers of each trajectory, by its id: one for each token with loss."""
 DISAGREEMENT = "disagreement.json"
 ATTACHMENTS = "attachments"
-"""The folder of images and videos in a run folder."""
+"""The folder of images, videos and what the learner read beside records, in a run folder."""
+LEARNER_INPUTS = "learner_inputs"
+"""The field of a record that names what the learner read beside it, in the attachments."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 Record = dict[str, Any]
@@ -61,8 +65,8 @@ class RunDir:
     """Names and writes the files of one run.
 
     ``config.json, metrics.jsonl, trajectories.jsonl, traces.jsonl, summary.json, reward.png,
-    checkpoints/``, ``attachments/`` if trajectories show images or videos, and
-    ``disagreement.json`` if engine and learner disagreed.
+    checkpoints/``, ``attachments/`` if trajectories show images or videos, or were learned from
+    with more than a record holds, and ``disagreement.json`` if engine and learner disagreed.
 
     Args:
         path: the folder; it is created if it does not exist.
@@ -104,6 +108,7 @@ class RunDir:
         trajectories: Sequence[Trajectory],
         *,
         token_values: TokenValues = _NOTHING,
+        groups: Sequence[Group] = (),
     ) -> None:
         """Append trajectories, or a sample of them.
 
@@ -112,30 +117,51 @@ class RunDir:
             split: ``train`` or ``heldout``.
             trajectories: all trajectories of that step and split.
             token_values: ``UpdateResult.tokens``.
+            groups: of a training step. The records of their members then hold all that the learner
+                reads, unless only a sample of the step is written: it cannot be repeated.
         """
         chosen = self._chosen(step, trajectories)
+        group_of_member: dict[str, Group] = {}
+        if len(chosen) == len(trajectories):
+            group_of_member = _groups_of_members(groups)
 
         def records() -> Iterator[Record]:  # one in memory at a time
             for trajectory in chosen:
                 values = token_values.get(trajectory.trajectory_id, {})
-                yield trajectory_record(
+                record = trajectory_record(
                     trajectory,
                     step=step,
                     split=split,
                     token_values=values,
                     attachments=self.attachments,
                 )
+                group = group_of_member.get(trajectory.trajectory_id)
+                if group is not None:
+                    record["greedy_reward"] = group.greedy_reward
+                    record[LEARNER_INPUTS] = self.attachments.add_learner_inputs(trajectory)
+                yield record
 
         self.append(self.trajectories, records())
+        self.attachments.forget()
 
-    def store_media(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Store the images and videos of what :meth:`add_trajectories` will write.
+    def store_attachments(
+        self, step: int, trajectories: Sequence[Trajectory], groups: Sequence[Group] = ()
+    ) -> None:
+        """Store the attachments of what :meth:`add_trajectories` will write.
 
         It may run in another thread: encoding many images takes seconds.
+
+        Args:
+            step, trajectories, groups: as they will be given then.
         """
-        for trajectory in self._chosen(step, trajectories):
+        chosen = self._chosen(step, trajectories)
+        for trajectory in chosen:
             for media in _shown_media(trajectory):
                 self.attachments.add(media)
+        if len(chosen) == len(trajectories):
+            for group in groups:
+                for trajectory in group.trajectories:
+                    self.attachments.add_learner_inputs(trajectory)
 
     def _chosen(self, step: int, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         """Return the trajectories of a step that are written."""
@@ -273,6 +299,15 @@ def _step_of(disagreement: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def _groups_of_members(groups: Sequence[Group]) -> dict[str, Group]:
+    """Return the group of each member that is trained, by its trajectory's id."""
+    group_of_member = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            group_of_member[trajectory.trajectory_id] = group
+    return group_of_member
+
+
 def end_last_line(file: Path) -> None:
     """End a file's last line if it was cut off, so that what is appended begins a new line."""
     with writing(file), file.open("rb+") as stream:
@@ -306,6 +341,7 @@ def trajectory_record(
     record: dict[str, Any] = {"step": step, "split": split}
     for attribute in fields(trajectory):  # not asdict(), which copies every id
         record[attribute.name] = getattr(trajectory, attribute.name)
+    del record["teacher_scores"]  # see learner_inputs
     record["fork"] = asdict(trajectory.fork) if trajectory.fork else None
     record["prompt_media"] = _media_record(trajectory.prompt_media, attachments)
 
@@ -395,6 +431,11 @@ def _shown_media(trajectory: Trajectory) -> Iterator[Mapping[str, Sequence[Any]]
         yield sequence.multi_modal
     for call in trajectory.tool_calls:
         yield call.media
+
+
+def has_attachments(trajectory: Trajectory) -> bool:
+    """Return whether a trajectory has something to store beside its record."""
+    return shows_media(trajectory) or has_learner_inputs(trajectory)
 
 
 def has_media(record: Mapping[str, Any], *, counted: bool = False) -> bool:

@@ -59,6 +59,7 @@ class _Turn(_Record):
     learn_appended: bool = False
     constrained: Annotated[list[Literal[0, 1]], Field(fail_fast=True)] = []
     supports: list[Any] = []
+    routed_positions: _Count = 0
     appended_media: _Shown = {}
 
     @model_validator(mode="after")
@@ -107,6 +108,8 @@ class _Trajectory(_Record):
     teacher_prompt_ids: _Ids = []
     advantages: _Values | None = None
     old_logprobs: _Values | None = None
+    greedy_reward: FiniteFloat | None = None
+    learner_inputs: _Name | None = None
 
     @model_validator(mode="after")
     def _of_one_length(self) -> _Trajectory:

@@ -197,7 +197,7 @@ class Trainer:
         try:
             yield step
             if step.result is not None and step.batch is not None:
-                await self.reporter.store_media(step.number, step.batch.groups)
+                await self.reporter.store_attachments(step.number, step.batch.groups, learned=True)
         except BaseException:
             await self.stop_rollouts()
             raise
@@ -293,6 +293,8 @@ class Trainer:
             self.progress.phase(f"step {step.number}: teachers")
             with self.phases.measure("teach"):
                 groups = await self.runtime.teach(groups)
+            if step.batch is not None:
+                step.batch = step.batch.with_members(groups)  # their records hold the scores
 
         tick = self.reporter.show_learning(selection, self.rollout_status)
         async with self.runtime.room_for_learning():
@@ -393,7 +395,7 @@ class Trainer:
                 )
         runtime.evaluator.accounting.train(t.trajectory_id for t in all_trajectories(groups))
         seconds = self.clock() - began
-        await self.reporter.store_media(step, groups)
+        await self.reporter.store_attachments(step, groups, learned=False)
         return self.reporter.report_evaluation(groups, seconds=seconds)
 
     def save(self) -> None:

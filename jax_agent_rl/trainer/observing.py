@@ -32,7 +32,7 @@ from jax_agent_rl.learner.losses.aggregation import depends_on_lengths, describe
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.packing import trained_lengths
 from jax_agent_rl.observe.progress import Progress, duration, role_rewards
-from jax_agent_rl.observe.run_dir import RunDir, shows_media
+from jax_agent_rl.observe.run_dir import RunDir, has_attachments
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, open_sinks, serve_trainer
 from jax_agent_rl.observe.warnings import rules
 from jax_agent_rl.observe.watch import RunWarning, Watch
@@ -249,11 +249,18 @@ class RunReporter:
     observers: Sequence[Observer] = ()
     _aggregation_described: bool = False
 
-    async def store_media(self, step: int, groups: Sequence[Group]) -> None:
-        """Store the images and videos of a step or an evaluation, which its records will name."""
+    async def store_attachments(self, step: int, groups: Sequence[Group], *, learned: bool) -> None:
+        """Store what the records of a step or an evaluation will name.
+
+        Args:
+            learned: it is a training step, whose records hold all that the learner reads.
+        """
         trajectories = recorded(groups)
-        if any(map(shows_media, trajectories)):
-            await asyncio.to_thread(self.folder.store_media, step, trajectories)
+        if any(map(has_attachments, trajectories)):
+            learned_groups = groups if learned else ()
+            await asyncio.to_thread(
+                self.folder.store_attachments, step, trajectories, learned_groups
+            )
 
     def write_step(
         self,
@@ -264,7 +271,9 @@ class RunReporter:
         """Write a step to the folder: its line, see :func:`step_record`, and its trajectories."""
         step = line["step"]
         trajectories = recorded(groups)
-        self.folder.add_trajectories(step, "train", trajectories, token_values=result.tokens)
+        self.folder.add_trajectories(
+            step, "train", trajectories, token_values=result.tokens, groups=groups
+        )
         self._write(line)
         self.folder.finish_step(step)
 

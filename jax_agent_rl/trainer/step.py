@@ -36,6 +36,15 @@ class RolloutBatch:
     seconds: float
     metrics: Mapping[str, object] = field(default_factory=dict)
 
+    def with_members(self, groups: Sequence[Group]) -> RolloutBatch:
+        """Return the batch with other versions of some trajectories, told by their ids."""
+        members = {t.trajectory_id: t for t in all_trajectories(groups)}
+        changed_groups = []
+        for group in self.groups:
+            trajectories = [members.get(t.trajectory_id, t) for t in group.trajectories]
+            changed_groups.append(replace(group, trajectories=tuple(trajectories)))
+        return replace(self, groups=changed_groups)
+
 
 @dataclass(kw_only=True)
 class Step:

@@ -52,6 +52,15 @@ def test_a_served_teacher_teaches_what_a_colocated_one_does(
         assert summary["started"] == summary["trained"] + sum(summary["dropped"].values())
         assert summary["recompilations_after_warmup"] == 0
 
+        # The server has ended: what the teacher said is on record.
+        repeated = run("replay", tmp_path / f"there{top_k}", "--step", "2", "--json")
+        replayed = json.loads(repeated.stdout)
+        assert (replayed["verdict"], replayed["from_step"]) == ("equal", 1), repeated.stdout
+
+    refused = run("replay", tmp_path / "there8", "--step", "2", "algorithm.kl.top_k=4")
+    assert refused.returncode == 2
+    assert "algorithm.kl.top_k=4; set it to 8" in " ".join(refused.stderr.split())
+
 
 def test_what_is_missing_is_one_message(recipe: Path, teacher: Path):
     refused = run("distill", recipe)

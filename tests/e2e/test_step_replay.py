@@ -4,16 +4,23 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save
 from typer.testing import CliRunner, Result
 
 from jax_agent_rl.agents.loop import AGENTS
 from jax_agent_rl.cli import app
+from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.observe.run_dir import read_records
+from jax_agent_rl.utils.fingerprints import PREFIX, digest
 from tests.messages import assert_message
+from tests.tiny import EXPERTS, tiny_params
+from tests.tiny_chat import CONFIG, tokenizer
 from tests.tiny_run import PAIR_AGENT, tiny_recipe
 from tests.warm import python
 
@@ -64,6 +71,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "role_adapters": {"solver": "one", "checker": "two"},
         },
         "learner": {"pack_length": 64, "learning_rate": 1e-2, "lora": {"rank": 2}},
+    },
+    "greedy baselines": {
+        "algorithm": {"adv_estimator": "remax", "filter_zero_variance": False},
     },
     "running baselines of two roles": {
         "agent": {**LIMITS, "default_agent": "pair_of_noise"},
@@ -240,6 +250,55 @@ def sum_of_zero_advantages(run: Path, *, step: int) -> int:
         if record["split"] == "train" and record["step"] == step:
             count += not any(record["advantages"])
     return count
+
+
+def test_what_greedy_rollouts_would_earn_is_not_known(run: Path):
+    error = invoke("replay", run, "--step", 4, "algorithm.adv_estimator=remax").exception
+    assert_message(error, key="algorithm.adv_estimator", value="greedy")
+
+
+def test_the_experts_that_the_engine_chose_are_repeated(tmp_path: Path):
+    model = replace(EXPERTS, vocab_size=CONFIG.vocab_size, family="qwen3_moe")
+    save_hf(tmp_path / "experts", model, tiny_params(5, model))
+    tokenizer().save_pretrained(tmp_path / "experts")
+    run = train(tmp_path, model={"path": str(tmp_path / "experts")})
+    for step in (2, 3):
+        status, result = replay(run, step)
+        assert (status, result["verdict"]) == (0, "equal"), result
+
+    # Others, in a file as a run writes it: the learner reads what is on record.
+    record = next(
+        r
+        for r in read_records(run / "trajectories.jsonl")
+        if r["split"] == "train" and r["step"] == 2
+    )
+    name = record["learner_inputs"]
+    arrays = load_file(run / "attachments" / f"{name}.safetensors")
+    others = {**arrays, "experts.0": np.roll(arrays["experts.0"], 1, axis=-1) ^ 1}
+    edit(run, 2, learner_inputs=write_arrays(run, others))
+    status, result = replay(run, 2)
+    assert (status, result["verdict"]) == (1, "different")
+
+    # The model has eight.
+    edit(run, 2, learner_inputs=write_arrays(run, {**arrays, "experts.0": arrays["experts.0"] + 8}))
+    error = str(invoke("replay", run, "--step", 2).exception)
+    assert record["trajectory_id"] in error and "8" in error
+
+    (run / "attachments" / f"{name}.safetensors").write_bytes(b"")
+    edit(run, 2, learner_inputs=name)
+    assert name in str(invoke("replay", run, "--step", 2).exception)
+
+    edit(run, 2, learner_inputs=None)  # as an earlier version recorded it
+    error = str(invoke("replay", run, "--step", 2).exception)
+    assert record["trajectory_id"] in error and "earlier versions" in error
+
+
+def write_arrays(run: Path, arrays: dict[str, np.ndarray]) -> str:
+    """Writes a file of arrays as a run does; returns what names it."""
+    data = save(arrays)
+    name = digest(data).removeprefix(PREFIX)
+    (run / "attachments" / f"{name}.safetensors").write_bytes(data)
+    return name
 
 
 def test_how_trajectories_were_sampled_cannot_be_changed(run: Path):

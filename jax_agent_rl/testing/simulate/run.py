@@ -47,7 +47,7 @@ from jax_agent_rl.testing.simulate.workload import (
 )
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
-from jax_agent_rl.types import Trajectory
+from jax_agent_rl.types import Group, Trajectory
 from jax_agent_rl.utils.text import counted
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -198,6 +198,7 @@ class _StepTotals(RunDir):
         trajectories: Sequence[Trajectory],
         *,
         token_values: TokenValues | None = None,
+        groups: Sequence[Group] = (),
     ) -> None:
         """Ignore them: their content is simulated."""
 

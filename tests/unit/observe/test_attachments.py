@@ -98,7 +98,7 @@ def test_what_was_stored_ahead_is_all_that_a_record_names(tmp_path: Path):
     recorded = replace(told, turns=(shown,), prompt_media={"image": (pixels(2),)})
     assert shows_media(recorded) and not shows_media(told)
     folder = RunDir(tmp_path)
-    folder.store_media(1, [recorded])
+    folder.store_attachments(1, [recorded])
     files = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "attachments").iterdir()}
     assert len(files) == 2
 
