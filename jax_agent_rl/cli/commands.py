@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import sys
 from typing import Annotated
@@ -58,11 +59,17 @@ models.register(app)
 def main() -> None:
     """Run the command line; print errors a user can fix as one message, not a traceback."""
     from jax_agent_rl.errors import ConfigError, JaxAgentRLError
-    from jax_agent_rl.utils.startup import ignore_absent_tpus, keep_freed_memory, quiet_logging
+    from jax_agent_rl.utils.startup import (
+        ignore_absent_tpus,
+        keep_freed_memory,
+        quiet_logging,
+        touch_memory_ahead,
+    )
     from jax_agent_rl.utils.text import printable
 
     if sys.argv[1:2] == ["quickstart"]:
         keep_freed_memory()
+        touch_memory_ahead()
     quiet_logging()
     ignore_absent_tpus()
     try:
@@ -73,3 +80,7 @@ def main() -> None:
             message = error.problems[0]
         print(f"error: {printable(message)}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        # The process ends: Python would look for garbage among half a million objects, for more
+        # than a second.
+        gc.freeze()

@@ -138,3 +138,53 @@ def test_a_process_begins_anew_once_to_keep_freed_memory(setting):
     *begins, last = printed.splitlines()
     assert len(begins) == (1 if setting else 2)
     assert last == f"{setting or KEEP_MEMORY} ['an argument', '--flag'] 1"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+@pytest.mark.parametrize("setting", [KEEP_MEMORY, "glibc.malloc.arena_max=2"])
+def test_memory_that_is_touched_ahead_stays_with_a_process_that_keeps_it(setting):
+    program = (
+        "from pathlib import Path\n"
+        "from jax_agent_rl.utils.startup import touch_memory_ahead\n"
+        "def resident():\n"
+        "    lines = Path('/proc/self/status').read_text().splitlines()\n"
+        "    (line,) = [line for line in lines if line.startswith('VmRSS:')]\n"
+        "    return 1024 * int(line.split()[1])\n"
+        "before = resident()\n"
+        "thread = touch_memory_ahead(128 * 2**20)\n"
+        "if thread is not None:\n"
+        "    thread.join()\n"
+        "print(thread is not None, resident() - before)\n"
+    )
+    environment = own_environment() | {"GLIBC_TUNABLES": setting}
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    is_touched, grown_bytes = printed.split()
+    keeps_memory = setting == KEEP_MEMORY
+    assert is_touched == str(keeps_memory)
+    assert (int(grown_bytes) > 100 * 2**20) == keeps_memory
+
+
+def test_no_garbage_is_collected_once_a_command_has_ended():
+    program = (
+        "import atexit, gc, sys\n"
+        "from jax_agent_rl.cli import main\n"
+        "atexit.register(lambda: print(gc.get_freeze_count()))\n"
+        "sys.argv = ['jax-agent-rl', '--version']\n"
+        "main()\n"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        env=own_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    assert int(printed.splitlines()[-1]) > 1000
