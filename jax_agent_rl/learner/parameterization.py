@@ -15,6 +15,7 @@ bfloat16 step (1/256 of a weight).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -179,7 +180,9 @@ class Parameterization:
 
         placed = jax.tree.map(place, params, shardings)
         base = _computed(lambda x: frozen_base(lora, model, x, config.compute_dtype), placed)
-        decoder = with_adapters(lora, model, base, new_adapters(lora, model))
+        make_adapters = functools.partial(new_adapters, lora, model)
+        adapters = jax.eval_shape(make_adapters) if _are_shapes(params) else make_adapters()
+        decoder = with_adapters(lora, model, base, adapters)
         graphdef, trained, frozen = _split(decoder, nnx.LoRAParam)
         return cls(
             params=trained,
@@ -260,8 +263,12 @@ def _computed(function: Callable[[Params], Params], params: Params) -> Params:
     result.
     """
     program = jax.jit(function)
-    are_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
-    if not are_shapes:
+    if not _are_shapes(params):
         return program(params)
     lowered = program.lower(params)
     return jax.tree.map(place, lowered.out_info, lowered.compile().output_shardings)
+
+
+def _are_shapes(params: Params) -> bool:
+    """Return whether parameters are only shapes, as those of a plan are."""
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))

@@ -190,6 +190,7 @@ def missing(requirements: Sequence[str], *, extra: str | None) -> Iterator[str]:
             for inner in sorted(requirement.extras):
                 yield from missing(requirements, extra=inner)
             continue
+
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
@@ -197,6 +198,10 @@ def missing(requirements: Sequence[str], *, extra: str | None) -> Iterator[str]:
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             yield f"{requirement.name} {version} is installed, {requirement.specifier} is needed"
+            continue
+
+        for inner in sorted(requirement.extras):  # jax[cuda13] is more than jax
+            yield from missing(metadata.requires(requirement.name) or [], extra=inner)
 
 
 def _is_required(requirement: Requirement, extra: str | None) -> bool:

@@ -36,6 +36,10 @@ from jax_agent_rl.utils.startup import own_environment, own_python, quiet_loggin
 from jax_agent_rl.utils.text import counted
 
 PLANNER = own_python("-m", "jax_agent_rl.deploy.plan.command")
+
+ESTIMATES_SHOWN = 10
+"""Layouts of a search whose estimates are printed before it compiles."""
+
 # Settings of libtpu that avoid a fault, by a function on its stack. Seen on v5p with libtpu
 # 0.0.42.1: gradients of a 1.5B model with fsdp=4.
 _REMEDIES = {
@@ -113,6 +117,7 @@ def _search(
         TRIES,
         Candidate,
         candidates,
+        estimate_table,
         layout_table,
         search,
         verdict,
@@ -135,9 +140,11 @@ def _search(
     limit = min(TRIES * budget, len(layouts))
     console.print(
         f"{counted(len(layouts), 'layout')} could do; compiling until {min(budget, limit)} fit,"
-        f" {limit} at most",
+        f" {limit} at most. Estimates for a chip, in the order in which layouts are tried:",
         highlight=False,
+        soft_wrap=True,
     )
+    console.print(estimate_table(layouts[:ESTIMATES_SHOWN]), "")
     tried = search(layouts, compile_layout, capacity=slice.chip.hbm_bytes, budget=budget)
     console.print(layout_table(tried), "")
     console.print(verdict(tried), "", highlight=False, soft_wrap=True, sep="\n")

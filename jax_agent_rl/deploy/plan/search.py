@@ -290,6 +290,21 @@ def _rank(layout: Candidate) -> tuple[int, float]:
     return 1, layout.plan.memory
 
 
+def estimate_table(layouts: Sequence[Candidate]) -> Table:
+    """Return a table of what layouts are estimated to need, before anything is compiled."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in ("learning", "sampling", "change"):
+        table.add_column(heading, no_wrap=heading != "change")
+    for layout in layouts:
+        estimate = layout.estimate
+        table.add_row(
+            format_bytes(estimate.resident_bytes + estimate.gradient_bytes),
+            format_bytes(estimate.rollout_bytes),
+            " ".join(layout.changes) or "as it is configured",
+        )
+    return table
+
+
 def layout_table(tried: Sequence[Candidate]) -> Table:
     """Return a table of the layouts that were tried, best first."""
     table = Table(box=None, padding=(0, 1, 0, 0))

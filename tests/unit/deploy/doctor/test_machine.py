@@ -45,6 +45,13 @@ def test_an_extra_is_its_own_requirements_and_those_of_extras_it_is_made_of():
     assert list(machine.missing(requirements, extra="dev")) == ["no-such-tool is not installed"]
 
 
+def test_a_package_with_an_extra_needs_what_the_extra_requires(monkeypatch):
+    requirements = {"pytest": ["no-such-plugin; extra == 'parallel'", "no-such-other"]}
+    monkeypatch.setattr(machine.metadata, "requires", requirements.get)
+    needed = ["pytest[parallel]>=1; extra == 'dev'"]
+    assert list(machine.missing(needed, extra="dev")) == ["no-such-plugin is not installed"]
+
+
 def disk(folder: Path, *, need: int) -> Finding:
     report = Reporter("disk")
     machine.check_disk(report, folder, need=need, key="run_dir")

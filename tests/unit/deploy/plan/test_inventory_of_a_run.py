@@ -114,6 +114,18 @@ def test_a_teacher_is_planned_as_the_reference_in_the_learners_compute_dtype(tmp
     assert scoring.holds == {name}
 
 
+def test_adapters_and_their_reference_are_planned_as_shapes(tmp_path):
+    """A chip that is only described holds no arrays, so that a plan must not make any."""
+    changes = ["learner.lora.rank=4", "algorithm.kl.where=loss", "algorithm.kl.coef=0.1"]
+    config = load(recipe(tmp_path, **ONE_DEVICE), changes)
+    device = jax.devices()[0]
+    with jax.transfer_guard("disallow_explicit"):
+        planned = inventory(config, TINY, place_devices(config, [device]))
+    sizes = {resident.name: resident.bytes[device] for resident in planned.residents}
+    assert sizes["reference"] == sizes["policy parameters"]
+    assert sizes["policy parameters"] < sizes["policy frozen"]
+
+
 def test_an_engine_is_planned_with_the_programs_it_compiles(tmp_path):
     config = load(recipe(tmp_path, **ONE_DEVICE))
     (mesh,) = place_devices(config, jax.devices()[:1]).engines

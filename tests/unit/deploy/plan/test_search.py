@@ -10,11 +10,13 @@ import pytest
 from jax_agent_rl.config import build
 from jax_agent_rl.config.loading import read_tree
 from jax_agent_rl.deploy.plan.architectures import architecture_folder
+from jax_agent_rl.deploy.plan.compiled import format_bytes
 from jax_agent_rl.deploy.plan.estimate import PlanEstimate, estimate
 from jax_agent_rl.deploy.plan.result import PlanResult
 from jax_agent_rl.deploy.plan.search import (
     Candidate,
     candidates,
+    estimate_table,
     layout_table,
     search,
     verdict,
@@ -40,6 +42,15 @@ def search_layouts(tmp_path_factory):
         return candidates(configured, model, described(topology, hosts=hosts))
 
     return run
+
+
+def test_estimates_are_shown_before_anything_is_compiled(search_layouts):
+    layouts = search_layouts()[:2]
+    table = estimate_table(layouts)
+    assert [column.header for column in table.columns] == ["learning", "sampling", "change"]
+    assert list(table.columns[2].cells)[1] == " ".join(layouts[1].changes)
+    sampling = list(table.columns[1].cells)[0]
+    assert sampling == format_bytes(layouts[0].estimate.rollout_bytes)
 
 
 def test_every_layout_takes_all_chips_and_divides_the_model(search_layouts):
