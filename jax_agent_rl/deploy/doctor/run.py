@@ -51,6 +51,8 @@ MAX_PROMPTS = 1000
 """Rows whose prompts are counted; evenly spread ones of larger files."""
 _ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
 """Usual forms of an answer; the first one is the bare answer."""
+_NO_ANSWER = "I do not know."
+"""What no reward function should pay as much for as for the ground truth."""
 _SHARED_MEMORY = Path("/dev/shm")
 REMOTE_SECONDS = 3.0
 """How long a rollout server may take to answer."""
@@ -397,6 +399,14 @@ class RunChecks:
                 f"{name}: its first row's ground truth {answer[:60]!r} earns nothing, neither"
                 f" bare nor as {other_forms}. Unless it wants another form, check data_source,"
                 " which names the function, and reward_model.ground_truth, with which it compares"
+            )
+            return
+
+        if await self._reward(row, _NO_ANSWER, services) >= reward:
+            report.warn(
+                f"{name}: {_NO_ANSWER!r} earns as much as its first row's ground truth,"
+                f" {reward:g}; a function that pays every answer alike teaches nothing: check what"
+                " it compares"
             )
             return
 

@@ -246,6 +246,15 @@ async def test_a_ground_truth_that_earns_nothing_is_told_with_what_to_check(reci
     assert "reward_model.ground_truth" in text
 
 
+async def test_a_reward_that_pays_every_answer_alike_is_told(recipe, tmp_path):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def compute_score(solution_str):\n    return 1.0\n")
+    overrides = (one_row(tmp_path, "warehouse", "408"), "data.eval=null", f"reward.path={rewards}")
+    status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")
+    assert status == "warn"
+    assert "'I do not know.' earns as much" in text
+
+
 async def test_rows_that_would_call_no_tool_are_told(recipe):
     told = await findings(recipe, "tools.function_tool_path=jax_agent_rl.tools.calculator")
     assert any(
