@@ -188,6 +188,7 @@ def import_config(
         "Unknown here": leftovers.get("unknown", []),
         "Has no effect with the other settings": leftovers.get("no effect", []),
         "Has no meaning here": leftovers.get("no meaning", []),
+        "Is the same as the default here": leftovers.get("same", []),
         "Defaults of verl's that differ from ours, and were written": translation.defaults,
     }
     for heading, lines in sections.items():

@@ -89,6 +89,14 @@ NO_MEANING: Mapping[str, str] = {
         "messages are kept, and trajectories with too long a prompt dropped and counted"
     ),
     r"data\.val_batch_size": "data.eval_limit rows are evaluated together",
+    rf"{ROLLOUT}val_kwargs\.(top_p|top_k)": (
+        "evaluations in a run sample from the whole distribution; `jax-agent-rl eval` has --top-p"
+        " and --top-k"
+    ),
+    rf"{ROLLOUT}agent\.num_workers": "all agent loops of a process run in one event loop",
+    rf"{TURNS}tokenization_sanity_check_mode": (
+        "sampled ids are kept, and text is never tokenized again"
+    ),
     rf"{MODEL}(use_remove_padding|trust_remote_code|use_fused_kernels|use_shm)": (
         "rows are always packed, and code of a checkpoint never runs"
     ),
@@ -138,6 +146,17 @@ CHOICES: Mapping[str, str] = {
     ),
     "|".join(map(re.escape, VLLM)): (
         "a setting of vLLM's engine: set rollout.backend=vllm and its key in rollout.vllm"
+    ),
+    rf"{ROLLOUT}agent\.agent_loop_config_path": (
+        "register the loop with @register_agent in a file, and set agent.module"
+        " (docs/write/agent.md)"
+    ),
+    r"data\.custom_cls\.(path|name)": (
+        "write the rows that the class makes as JSON Lines or Parquet, and name them in data.train"
+        " (docs/write/data.md)"
+    ),
+    rf"{ROLLOUT}val_kwargs\.n": (
+        "a run evaluates one trajectory per row; `jax-agent-rl eval mine.yaml -n N` samples several"
     ),
     rf"{ACTOR}clip_ratio": "set algorithm.clip_ratio_low and algorithm.clip_ratio_high",
     rf"{ACTOR}optim\.lr_warmup_steps_ratio": "set learner.lr_warmup_steps in training steps",

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_agent_rl.config import build, load
 from jax_agent_rl.config.from_verl import as_yaml, import_verl
 from jax_agent_rl.config.loading import valid_keys
-from jax_agent_rl.config.overrides_script import read_overrides
+from jax_agent_rl.config.overrides_script import Override, read_overrides
 from jax_agent_rl.config.run import Config
 from jax_agent_rl.config.verl_keys import AGENTFLY, DEFAULTS, SAME, VLLM
 from jax_agent_rl.errors import ConfigError
@@ -131,13 +131,17 @@ def test_rows_for_tools_need_an_agent(tmp_path: Path):
     (leftover,) = import_verl(overrides(tmp_path, text)).leftovers["choice"]
     assert "agent.default_agent=tool_agent" in leftover
     named = text + "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent\n"
-    assert not import_verl(overrides(tmp_path, named)).leftovers
+    (leftover,) = import_verl(overrides(tmp_path, named)).leftovers["no effect"]
+    assert "multi_turn.enable=True: agent.default_agent" in leftover
+    off = text.replace("True", "False")
+    (leftover,) = import_verl(overrides(tmp_path, off)).leftovers["same"]
+    assert "multi_turn.enable=False: rows without an agent_name" in leftover
 
 
 def test_the_column_of_prompts_has_to_be_renamed(tmp_path: Path):
-    assert not import_verl(
+    assert import_verl(
         overrides(tmp_path, MODEL_AND_ROWS + "data.prompt_key=prompt\n")
-    ).leftovers
+    ).leftovers == {"same": ["run.sh:2: data.prompt_key=prompt: the rows' column prompt"]}
     (leftover,) = import_verl(
         overrides(tmp_path, MODEL_AND_ROWS + "data.prompt_key=question\n")
     ).leftovers["choice"]
@@ -180,10 +184,10 @@ def test_a_metric_of_verls_filter_that_is_unknown_is_left_to_a_person(tmp_path: 
         MODEL_AND_ROWS
         + "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=length\n"
     )
-    (leftover,) = import_verl(overrides(tmp_path, text)).leftovers["choice"]
-    assert "length" in leftover
-    assert "algorithm.filter_metric" in leftover
-    assert "algorithm.max_resample_rounds" in leftover
+    limit, metric = import_verl(overrides(tmp_path, text)).leftovers["choice"]
+    assert "algorithm.max_resample_rounds" in limit
+    assert "metric=length" in metric
+    assert "algorithm.filter_metric" in metric
 
 
 def test_verl_tool_keys_and_what_only_a_shell_knows(tmp_path: Path):
@@ -294,6 +298,141 @@ def test_nothing_is_run(tmp_path: Path):
     assert not (tmp_path / "made").exists()
 
 
+VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
+
+
+def test_evaluations_are_greedy_unless_verls_are_sampled_at_a_temperature(tmp_path: Path):
+    sampled = MODEL_AND_ROWS + f"data.val_files=rows.parquet {VALIDATION}do_sample=True\n"
+    imported = import_verl(overrides(tmp_path, sampled))
+    assert build(yaml.safe_load(as_yaml(imported))).rollout.eval_temperature == 0
+    (leftover,) = imported.leftovers["same"]
+    assert leftover.startswith(f"run.sh:2: {VALIDATION}do_sample=True: ")
+
+    warm = sampled + f"{VALIDATION}temperature=0.6\n"
+    text = as_yaml(import_verl(overrides(tmp_path, warm)))
+    source = f"{VALIDATION}temperature, {VALIDATION}do_sample"
+    assert f"eval_temperature: 0.6  # {source}" in text
+
+    greedy = warm.replace("True", "False")
+    imported = import_verl(overrides(tmp_path, greedy))
+    assert "rollout.eval_temperature" not in imported.values
+    assert f"{VALIDATION}temperature=0.6" in imported.leftovers["no effect"][0]
+
+
+def test_comments_name_the_key_that_holds_the_value(tmp_path: Path):
+    text = (
+        MODEL_AND_ROWS + "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01"
+        " algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False\n"
+    )
+    sources = import_verl(overrides(tmp_path, text)).sources
+    assert sources["algorithm.kl.where"] == "algorithm.use_kl_in_reward"
+    assert sources["algorithm.kl.coef"] == "algorithm.kl_ctrl.kl_coef"
+    assert sources["algorithm.kl.estimator"] == "verl's default of algorithm.kl_penalty"
+    assert "algorithm.norm_adv_by_std_in_grpo" in sources["algorithm.adv_estimator"]
+
+
+def test_epochs_need_a_decision_unless_steps_are_given(tmp_path: Path):
+    text = MODEL_AND_ROWS + "trainer.total_epochs=15 trainer.total_training_steps="
+    assert "no effect" in import_verl(overrides(tmp_path, text + "9\n")).leftovers
+    (leftover,) = import_verl(overrides(tmp_path, text + "null\n")).leftovers["choice"]
+    assert "trainer.total_epochs=15: set trainer.steps" in leftover
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path", "@register_agent"),
+        ("data.custom_cls.path", "data.train"),
+        (f"{VALIDATION}n", "eval mine.yaml -n"),
+        ("actor_rollout_ref.rollout.agent.num_workers", "event loop"),
+        ("actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode", "never tokenized"),
+    ],
+)
+def test_common_keys_without_a_counterpart_have_advice(tmp_path: Path, key: str, advice: str):
+    leftovers = import_verl(overrides(tmp_path, MODEL_AND_ROWS + f"{key}=2\n")).leftovers
+    assert "unknown" not in leftovers
+    ((line,),) = leftovers.values()
+    assert advice in line
+
+
+READ_TOGETHER = {
+    "algorithm.adv_estimator": ["gae", "grpo"],
+    "algorithm.norm_adv_by_std_in_grpo": [True, False],
+    "actor_rollout_ref.actor.use_kl_loss": [True, False],
+    "actor_rollout_ref.actor.kl_loss_coef": [0, 0.001],
+    "actor_rollout_ref.actor.kl_loss_type": ["low_var_kl", "k3+", 5],
+    "algorithm.use_kl_in_reward": [True, False],
+    "algorithm.kl_penalty": ["kl", "abs"],
+    "algorithm.kl_ctrl.type": ["fixed", "adaptive"],
+    "algorithm.kl_ctrl.kl_coef": [0, 0.01],
+    "algorithm.kl_ctrl.target_kl": [0.1],
+    "algorithm.kl_ctrl.horizon": [100],
+    "algorithm.filter_groups.enable": [True, False],
+    "algorithm.filter_groups.metric": ["acc", "score", "length"],
+    "algorithm.filter_groups.max_num_gen_batches": [0, 3],
+    "reward_model.overlong_buffer.enable": [True, False],
+    "reward_model.overlong_buffer.len": [16],
+    "reward_model.overlong_buffer.penalty_factor": [0.5],
+    "reward_model.overlong_buffer.log": [True],
+    "custom_reward_function.path": ["a.py"],
+    "custom_reward_function.name": ["compute_score", "other"],
+    "reward.custom_reward_function.path": ["b.py"],
+    "data.prompt_key": ["prompt", "question"],
+    "data.val_files": ["rows.parquet"],
+    "data.truncation": ["error"],
+    f"{VALIDATION}do_sample": [True, False],
+    f"{VALIDATION}temperature": [0.6],
+    f"{VALIDATION}n": [1, 4],
+    "actor_rollout_ref.rollout.name": ["vllm", "sglang"],
+    "actor_rollout_ref.rollout.max_num_seqs": [8],
+    "actor_rollout_ref.rollout.multi_turn.enable": [True, False],
+    "actor_rollout_ref.rollout.agent.default_agent_loop": ["tool_agent"],
+    "actor_rollout_ref.rollout.n": [4],
+    "agent.num_chains": [2],
+    "actor_rollout_ref.actor.optim.betas": [[0.9, 0.99], [0.9]],
+    "actor_rollout_ref.actor.ppo_mini_batch_size": [256, 100],
+    "actor_rollout_ref.model.lora_rank": [0, 8],
+    "actor_rollout_ref.model.lora_alpha": [16],
+    "actor_rollout_ref.model.target_modules": ["all-linear"],
+    "critic.optim.lr": [1e-5],
+    "trainer.total_epochs": [15],
+    "trainer.total_training_steps": [20],
+    "trainer.logger": ["console", ["console", "wandb"], "mlflow"],
+    "trainer.project_name": ["p"],
+    "trainer.default_local_dir": ["runs/a"],
+    "trainer.experiment_name": ["b"],
+    "trainer.max_actor_ckpt_to_keep": [3],
+    "trainer.remove_previous_ckpt_in_save": [True, False],
+    "foo.bar": [1],
+}
+
+
+def chosen_overrides(draw: st.DrawFn) -> dict[str, Override]:
+    keys = draw(st.lists(st.sampled_from(sorted(READ_TOGETHER)), unique=True))
+    values = {"actor_rollout_ref.model.path": "m", "data.train_files": "rows.parquet"}
+    for key in keys:
+        values[key] = draw(st.sampled_from([*READ_TOGETHER[key], None]))
+    return {
+        key: Override(key=key, value=value, where=f"run.sh:{line}")
+        for line, (key, value) in enumerate(values.items(), 1)
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.composite(chosen_overrides)())
+def test_every_key_is_in_a_comment_or_in_one_line_of_the_report(given_keys: dict[str, Override]):
+    imported = import_verl(given_keys)
+    in_comments = set()
+    for line in as_yaml(imported).splitlines():
+        in_comments.update(line.partition("  # ")[2].split(", "))
+    report = [line for lines in imported.leftovers.values() for line in lines]
+
+    for key, override in given_keys.items():
+        lines = [line for line in report if line.startswith(f"{override.where}: {key}=")]
+        assert len(lines) <= 1
+        assert lines or key in in_comments
+
+
 KEYS = st.from_regex(r"[a-z]{1,4}(\.[a-z_]{1,6}){1,3}", fullmatch=True)
 VALUES = st.one_of(st.integers(), st.booleans(), st.text("abc xyz'\"$#\\&|;(){}`=~", max_size=12))
 
@@ -342,6 +481,22 @@ def test_the_page_lists_every_key_that_carries_over(theirs: str, ours: str, page
     assert ours in valid_keys(Config)
     leaf = theirs.rpartition(".")[2]
     assert any(f"{leaf}`" in row[0] and f"`{ours}`" in row[1] for row in rows(page))
+
+
+def test_the_pages_arguments_for_a_laptop_fit_a_translated_script(tmp_path: Path):
+    command = PAGE.split("jax-agent-rl train mine.yaml ")[1].split("```")[0]
+    arguments = command.replace("\\\n", " ").split()
+    for line in PAGE.splitlines():
+        if line.startswith(("| data.eval |", "| rollout.backend: vllm |", "| trainer.logger |")):
+            arguments += line.split("`")[1].split()
+    file = tmp_path / "mine.yaml"
+    file.write_text(as_yaml(import_verl(overrides(tmp_path, GRPO))))
+
+    config = load(file, arguments)
+
+    assert config.rollout.backend == "jetstream"
+    assert config.rollout.max_model_len == 768
+    assert config.data.eval == config.data.train
 
 
 def test_the_page_lists_the_defaults_that_are_written():
