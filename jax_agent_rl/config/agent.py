@@ -35,7 +35,9 @@ ToolFormatName = Literal[
     "text_tag",
 ]
 
-_TURNS = UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent")
+_TURNS = UsedByAgents(
+    "tool_agent", "environment_agent", "react_agent", "openai_agent", "command", "harbor"
+)
 _TOOL_RESULTS = UsedByAgents(
     "tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent"
 )
@@ -156,15 +158,18 @@ class AgentConfig(ServerToolConfig):
             " all roles."
         ),
     )
-    run_timeout: Annotated[float, UsedByAgents("react_agent", "openai_agent")] = Field(
+    run_timeout: Annotated[
+        float, UsedByAgents("react_agent", "openai_agent", "command", "harbor")
+    ] = Field(
         default=600.0,
         gt=0,
         description=(
             "Seconds a LangGraph or OpenAI-client agent may take; then its trajectory is dropped."
+            " A program (agent command) is ended then, and scored by the files that it left."
         ),
     )
     edited_history: Annotated[
-        Literal["segment", "drop"], UsedByAgents("react_agent", "openai_agent")
+        Literal["segment", "drop"], UsedByAgents("react_agent", "openai_agent", "command", "harbor")
     ] = Field(
         default="segment",
         description=(

@@ -282,6 +282,10 @@ def _headline(record: Mapping[str, Any]) -> Text:
     ]
     if lost_requests:
         facts.append(f"lost requests {lost_requests:g}")
+    if record["metrics"].get("program_timeout"):
+        facts.append("program ran out of time")
+    if record["metrics"].get("program_error"):
+        facts.append("program failed")
     facts.append(f"end {record['finish_reason']}")
     facts.append(f"sampled {sampled_tokens} of {counted(response_tokens, 'response token')}")
     return Text(printable("  ".join(facts)), style="italic")

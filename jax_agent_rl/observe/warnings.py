@@ -21,6 +21,9 @@ zero_variance: >= 0.5 (ends < 0.3), for estimators that compare within groups.
 truncated: >= 0.2 (ends < 0.1).
     The reward 0 of a truncated text says nothing about its content (DAPO, section 3.4: such samples
     disturb training). In groups of 8, one in five is nearly two in every group.
+program_timeouts: >= 0.2 (ends < 0.1).
+    As for ``truncated``: what a program has not finished is scored by the files that it left, which
+    says more about the time than about the policy.
 tool_errors: >= 0.3 (ends < 0.15).
     Our estimate: a model that learns to call tools makes mistakes and unlearns them; at almost one
     call in three, wrong schemas, a missing package or an overloaded server are likelier, and every
@@ -174,6 +177,19 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
                 f"raise that limit, agent.max_response_length={config.agent.max_response_length}"
                 " (and rollout.max_model_len) or those of turns, or mask them:"
                 " algorithm.filters.overlong=mask, or algorithm.shaping.overlong_buffer"
+            ),
+        ),
+        Rule(
+            name="program_timeouts",
+            value=lambda record: record.get("program_timeout_share"),
+            begins=0.2,
+            ends=0.1,
+            message=(
+                "{value:.0%} of the programs ran out of time and are scored by the files they left"
+            ),
+            advice=(
+                f"raise agent.run_timeout={config.agent.run_timeout:g} (a task's own limit may be"
+                " lower), or let programs make fewer turns: agent.max_assistant_turns"
             ),
         ),
         Rule(

@@ -197,6 +197,7 @@ def step_record(
         **_part_means(trajectories),
         **_size_metrics(trajectories),
         **_session_counts(trajectories),
+        **_program_ends(trajectories),
         **_environment_starts(trajectories),
         **_tree_counts(groups),
         **_tool_metrics(trajectories),
@@ -402,6 +403,20 @@ def _session_counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for name in ("unmatched_calls", "spliced_calls", "lost_requests"):
         counts[name] = sum(metrics.get(name, 0.0) for metrics in sessions)
     return counts
+
+
+def _program_ends(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the shares of programs (agent ``command``) that ran out of time, and that failed.
+
+    Trajectories of other agents do not count; without programs there is no metric.
+    """
+    programs = [t.metrics for t in trajectories if "program_timeout" in t.metrics]
+    if not programs:
+        return {}
+    shares = {}
+    for name in ("program_timeout", "program_error"):
+        shares[f"{name}_share"] = sum(metrics[name] for metrics in programs) / len(programs)
+    return shares
 
 
 def _environment_starts(trajectories: Sequence[Trajectory]) -> dict[str, float]:

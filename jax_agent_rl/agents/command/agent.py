@@ -100,6 +100,9 @@ class CommandAgent(OpenAIAgentLoop):
                     f" anything; the end of its stderr: {result.stderr[-1000:]!r}"
                 )
 
+            # What a program did not end is scored by its files as well; a run counts it.
+            recorder.metrics["program_timeout"] = float(ran_out_of_time(result))
+            recorder.metrics["program_error"] = float(failed(result))
             output: dict[str, Any] = {
                 "exit_code": result.exit_code,
                 "stopped": result.stopped,
@@ -186,6 +189,16 @@ class CommandAgent(OpenAIAgentLoop):
                 otherwise="or set agent.command.container",
             )
             return self._runtime
+
+
+def ran_out_of_time(result: JobResult) -> bool:
+    """Return whether a program was ended because its time was over."""
+    return result.exit_code is None and result.stopped is None
+
+
+def failed(result: JobResult) -> bool:
+    """Return whether a program ended with an error, or with its sandbox."""
+    return result.stopped is not None or result.exit_code not in (None, 0)
 
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")

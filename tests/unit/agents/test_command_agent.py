@@ -104,10 +104,10 @@ async def test_a_program_is_one_exact_trajectory_whose_tests_give_its_reward(tmp
 async def test_wrong_failing_and_hanging_programs_are_scored_by_their_files(
     tmp_path: Path,
 ):
-    for end, exit_code, seconds in (
-        ("", 0, 120),
-        ("raise SystemExit(3)", 3, 120),
-        (HANGS, None, 8),
+    for end, exit_code, seconds, failure in (
+        ("", 0, 120, None),
+        ("raise SystemExit(3)", 3, 120, "program_error"),
+        (HANGS, None, 8, "program_timeout"),
     ):
         task = row(files={"number.txt": "7"}, tests=TESTS, verifier="python3 /tests/check.py")
         argv = ["python3", "-c", f"{URLLIB_ASK}ask([{{'role': 'user', 'content': 'x'}}])\n{end}"]
@@ -119,6 +119,8 @@ async def test_wrong_failing_and_hanging_programs_are_scored_by_their_files(
             await loop.close()
         output = trajectory.row["extra_info"]["agent_output"]
         assert output["exit_code"] == exit_code
+        for name in ("program_error", "program_timeout"):
+            assert trajectory.metrics[name] == float(name == failure)
         assert output["reward"] == 0.0
         assert "No such file" in output["verifier"]
 

@@ -100,7 +100,7 @@ def test_a_conditional_key_is_taken_only_where_all_its_conditions_hold(path: str
         ),
         (
             "agent.run_timeout=5",
-            "is used only by react_agent and openai_agent; no row selects one of them",
+            "is used only by react_agent, openai_agent, command and harbor; no row selects",
         ),
     ],
 )

@@ -143,6 +143,7 @@ def test_a_healthy_run_has_no_warnings():
         ("zero_variance", {"zero_variance_share": 0.7}, "algorithm.max_resample_rounds=3"),
         ("repeated_failures", {"repeated_failure_share": 0.6}, "rollout.temperature=1"),
         ("truncated", {"truncated_share": 0.3}, "agent.max_response_length=512"),
+        ("program_timeouts", {"program_timeout_share": 0.5}, "agent.run_timeout=600"),
         ("no_reward", {"reward_max": 0.0}, "jax-agent-rl doctor"),
         ("tool_errors", {"tool_error_share": 0.4}, "agent.tool_timeout"),
         ("clipped", {"clip_fraction": 0.3}, "learner.learning_rate"),

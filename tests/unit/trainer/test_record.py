@@ -74,6 +74,17 @@ def test_a_run_without_sessions_counts_no_segments():
     assert "segments_mean" not in line_of(trajectory([1], [5]))
 
 
+def test_programs_that_did_not_end_well_are_counted_among_programs():
+    ended = {"program_timeout": 0.0, "program_error": 0.0}
+    line = line_of(
+        replace(trajectory([1], [5]), metrics=ended),
+        replace(trajectory([1], [5], index=1), metrics=ended | {"program_timeout": 1.0}),
+        trajectory([1], [5], index=2),
+    )
+    assert (line["program_timeout_share"], line["program_error_share"]) == (0.5, 0.0)
+    assert "program_timeout_share" not in line_of(trajectory([1], [5]))
+
+
 def test_starts_of_environments_are_counted_where_there_are_any():
     ready = {"environment_start_seconds": 0.0, "environment_was_ready": 1.0}
     late = {
