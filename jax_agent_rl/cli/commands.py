@@ -67,7 +67,7 @@ def main() -> None:
     )
     from jax_agent_rl.utils.text import printable
 
-    if sys.argv[1:2] == ["quickstart"]:
+    if sys.argv[1:2] == ["quickstart"] and "--help" not in sys.argv:
         keep_freed_memory()
         touch_memory_ahead()
     quiet_logging()

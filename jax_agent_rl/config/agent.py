@@ -165,7 +165,8 @@ class AgentConfig(ServerToolConfig):
         gt=0,
         description=(
             "Seconds a LangGraph or OpenAI-client agent may take; then its trajectory is dropped."
-            " A program (agent command) is ended then, and scored by the files that it left."
+            " A program (agent command) is ended then, and scored by the files that it left; a"
+            " trial of Harbor is dropped."
         ),
     )
     edited_history: Annotated[

@@ -291,6 +291,8 @@ def _compare_sequences(first: Record, second: Record, where: str) -> RunDifferen
         new = second.get(name)
         if name == LEARNER_INPUTS and None in (old, new):
             continue  # one of them was recorded in part, or by an earlier version
+        if name == "greedy_reward" and not (name in first and name in second):
+            continue  # likewise; null is a greedy rollout that was lost
         if isinstance(old, list) and isinstance(new, list):
             for position, values in enumerate(itertools.zip_longest(old, new, fillvalue=_MISSING)):
                 if not is_equal(*values):

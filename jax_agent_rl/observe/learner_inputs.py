@@ -59,15 +59,14 @@ def with_learner_inputs(trajectory: Trajectory, arrays: Arrays) -> Trajectory:
     Raises:
         ValueError: they are not of this trajectory.
     """
-    known = {_STARTS, _LOGPROBS, _TOP_IDS, _TOP_LOGPROBS}
-    for name in arrays:
-        if name not in known and not name.startswith("experts."):
-            raise ValueError(f"it has an array {name!r:.100}, which this version does not know")
-
     if _STARTS in arrays:
         trajectory = _with_experts(trajectory, arrays)
     if _LOGPROBS in arrays:
         trajectory = replace(trajectory, teacher_scores=_teacher_scores(trajectory, arrays))
+
+    unread = sorted(arrays.keys() - learner_inputs(trajectory).keys())
+    if unread:
+        raise ValueError(f"it has an array {unread[0]!r:.100}, which nothing reads")
     return trajectory
 
 

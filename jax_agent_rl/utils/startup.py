@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from jax_agent_rl.utils.failures import INSTALLED_FOLDERS
+from jax_agent_rl.utils.memory import available_memory
 from jax_agent_rl.utils.packages import is_installed
 from jax_agent_rl.utils.text import printable
 
@@ -58,21 +59,10 @@ def touch_memory_ahead(count: int = AHEAD_BYTES) -> threading.Thread | None:
     """
     if os.environ.get("GLIBC_TUNABLES") != KEEP_MEMORY:
         return None
-    num_pieces = min(count, _available_bytes() // 2) // _PIECE_BYTES
+    num_pieces = min(count, available_memory() // 2) // _PIECE_BYTES
     thread = threading.Thread(target=_touch, args=(num_pieces,), name="touch-memory", daemon=True)
     thread.start()
     return thread
-
-
-def _available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the bytes that Linux can give away without swapping; 0 if it does not say."""
-    if not meminfo.is_file():
-        return 0
-    for line in meminfo.read_text().splitlines():
-        name, _, amount = line.partition(":")
-        if name == "MemAvailable":
-            return 1024 * int(amount.split()[0])
-    return 0
 
 
 def _touch(num_pieces: int) -> None:

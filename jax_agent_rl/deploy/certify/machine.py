@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.data.tasks import prepare_shop
-from jax_agent_rl.deploy.doctor.machine import usable_cores, usable_memory
+from jax_agent_rl.deploy.doctor.machine import usable_cores
 from jax_agent_rl.deploy.plan.compiled import Compiled, compile_program
 from jax_agent_rl.deploy.plan.plan import Load, inventory, loads
 from jax_agent_rl.deploy.plan.topology import CHIPS, Chip, place_devices
@@ -32,6 +32,7 @@ from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.runtime.build import make_learner
 from jax_agent_rl.runtime.engine_devices import engine_shapes, resolve_engine_mesh, with_engine_mesh
 from jax_agent_rl.runtime.engines import engine_precision, read_model
+from jax_agent_rl.utils.memory import usable_memory
 from jax_agent_rl.utils.processor import processor
 
 SHORT = ("trainer.steps=2", "data.eval_limit=8")

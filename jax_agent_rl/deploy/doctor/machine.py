@@ -26,6 +26,7 @@ from packaging.requirements import Requirement
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.utils.files import cache_root
+from jax_agent_rl.utils.memory import CGROUP, read_limit, usable_memory
 from jax_agent_rl.utils.network import listen_on
 from jax_agent_rl.utils.packages import DISTRIBUTION, install_command, is_installed
 from jax_agent_rl.utils.startup import own_python
@@ -112,7 +113,6 @@ MIN_DISK = 2 << 30
 MIN_DESCRIPTORS = 4096
 MIN_PROCESSES = 1024
 DEFAULT_PORTS = {5000: "tool-server", 8000: "serve", 8100: "rollout-server"}
-_CGROUP = Path("/sys/fs/cgroup")
 _GOOGLE = "0x1ae0"  # PCI vendor
 _PROBE = (
     "import json, jax; d = jax.devices(); "
@@ -247,26 +247,10 @@ def usable_cores() -> float:
         cores = float(len(os.sched_getaffinity(0)))
     else:
         cores = float(os.cpu_count() or 1)
-    quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
+    quota, _, period = read_limit(CGROUP / "cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():
         return min(cores, int(quota) / int(period))
     return cores
-
-
-def usable_memory() -> int:
-    """Return the bytes of memory of the machine, or of its container."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read(_CGROUP / "memory.max")
-    if limit.isdigit():
-        return min(memory, int(limit))
-    return memory
-
-
-def _read(file: Path) -> str:
-    """Return a file's text; empty if there is no such file."""
-    if not file.is_file():
-        return ""
-    return file.read_text().strip()
 
 
 async def limits(report: Reporter) -> None:

@@ -45,6 +45,7 @@ from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.tools.registry import ToolRegistry, list_schemas, open_tools
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
 from jax_agent_rl.utils.media import text_message
+from jax_agent_rl.utils.memory import usable_memory
 from jax_agent_rl.utils.text import counted
 
 MAX_PROMPTS = 1000
@@ -52,7 +53,7 @@ MAX_PROMPTS = 1000
 _ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
 """Usual forms of an answer; the first one is the bare answer."""
 _NO_ANSWER = "I do not know."
-"""What no reward function should pay as much for as for the ground truth."""
+"""An answer that should earn less than the ground truth."""
 _SHARED_MEMORY = Path("/dev/shm")
 REMOTE_SECONDS = 3.0
 """How long a rollout server may take to answer."""
@@ -176,7 +177,7 @@ class RunChecks:
         gradients = count * MASTER
         engine_weights = count * (2 if rollout.jetstream.dtype == "bfloat16" else 4)
         need = saved + gradients + engine_weights
-        memory = machine.usable_memory()
+        memory = usable_memory()
 
         size = f"{count / 1e6:.1f} M parameters"
         layers = counted(model.num_layers, "layer")
@@ -402,11 +403,12 @@ class RunChecks:
             )
             return
 
-        if await self._reward(row, _NO_ANSWER, services) >= reward:
+        wrong_reward = await self._reward(row, _NO_ANSWER, services)
+        if wrong_reward >= reward:
             report.warn(
-                f"{name}: {_NO_ANSWER!r} earns as much as its first row's ground truth,"
-                f" {reward:g}; a function that pays every answer alike teaches nothing: check what"
-                " it compares"
+                f"{name}: {_NO_ANSWER!r} earns {wrong_reward:g}, and its first row's ground truth"
+                f" {reward:g}; a function that does not tell answers apart teaches nothing: check"
+                " what it compares"
             )
             return
 

@@ -91,6 +91,17 @@ def test_a_run_that_ends_earlier_is_another_one(runs):
     assert CliRunner().invoke(app, ["same", *map(str, runs)]).exit_code == 1
 
 
+def test_a_greedy_reward_counts_only_where_both_runs_recorded_it(runs):
+    first, second = (run / "trajectories.jsonl" for run in runs)
+    edit(first, lambda record: record.update(greedy_reward=0.5))
+    edit(second, lambda record: record.pop("greedy_reward", None))
+    assert compare_runs(*runs).is_same
+
+    edit(second, lambda record: record.update(greedy_reward=None))  # it was lost
+    outcome = compare_runs(*runs).outcome
+    assert outcome is not None and outcome.where.endswith("greedy_reward")
+
+
 def test_an_id_of_a_segment_that_differs_is_named(runs):
     for run in runs:
         file = run / "trajectories.jsonl"

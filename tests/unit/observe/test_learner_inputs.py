@@ -146,7 +146,7 @@ CHANGES: dict[str, Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]] = {
     "teacher_logprobs is float64": lambda a: {"teacher_logprobs": a["teacher_logprobs"][1:]},
     "teacher_top_ids has negative": lambda a: {"teacher_top_ids": a["teacher_top_ids"] - 1000},
     "lacks teacher_top_logprobs": lambda a: {"teacher_top_logprobs": None},
-    "does not know": lambda a: {"unheard_of": a["experts.0"]},
+    "nothing reads": lambda a: {"unheard_of": a["experts.0"]},
 }
 
 

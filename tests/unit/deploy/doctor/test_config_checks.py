@@ -252,7 +252,7 @@ async def test_a_reward_that_pays_every_answer_alike_is_told(recipe, tmp_path):
     overrides = (one_row(tmp_path, "warehouse", "408"), "data.eval=null", f"reward.path={rewards}")
     status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")
     assert status == "warn"
-    assert "'I do not know.' earns as much" in text
+    assert "'I do not know.' earns 1, and its first row's ground truth 1" in text
 
 
 async def test_rows_that_would_call_no_tool_are_told(recipe):
