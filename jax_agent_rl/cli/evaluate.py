@@ -472,7 +472,7 @@ def view(
     text: Annotated[
         str | None, typer.Option(help="Text in the response or the id, ignoring case.")
     ] = None,
-    sort: Annotated[Sort, typer.Option(help="'time', 'best' or 'worst' first.")] = "time",
+    sort: Annotated[Sort, typer.Option(help="'time'; or the 'best' or 'worst' last.")] = "time",
     limit: Annotated[
         int, typer.Option(min=1, help="Number of trajectories to show, the last ones.")
     ] = 5,

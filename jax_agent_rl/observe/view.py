@@ -441,6 +441,9 @@ def view_run(
             console.print(render_group(members, decode))
         else:
             console.print(render(members[0], decode, whole_prompt=whole_prompt, colour=colour))
+    if not trees and search.matching > len(groups):
+        left_out = f"{len(groups)} of {search.matching} trajectories"
+        console.print(f"{left_out}; --limit {search.matching} shows all", highlight=False)
 
 
 class _Match(NamedTuple):
@@ -472,6 +475,7 @@ class _Search:
         self._filter = trajectory_filter
         self._decode = decode
         self.total = 0
+        self.matching = 0
         self.tool_errors: set[str] = set()
 
     def last(self, limit: int, sort: Sort) -> list[int]:
@@ -498,4 +502,5 @@ class _Search:
             for error in tool_errors(record):
                 self.tool_errors.add(printable(error))
             if self._filter(record, self._decode):
+                self.matching += 1
                 yield _Match(number=number, reward=record["reward"], group=group_of(record))

@@ -72,6 +72,11 @@ def test_it_filters_as_the_page_does(run, options, ids):
     assert shown(run, *options.split()) == ids
 
 
+def test_what_a_limit_leaves_out_is_told(run):
+    assert "2 of 12 trajectories; --limit 12 shows all" in view(run, "--limit", "2").stdout
+    assert "shows all" not in view(run, "--limit", "12").stdout
+
+
 def test_a_limit_below_one_is_refused(run):
     assert len(shown(run)) == 12
     for limit in ("0", "-1"):
